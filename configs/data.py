@@ -1,0 +1,57 @@
+"""What is trained on what: the model folder, the prompts, and the reward that judges the answers."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import Section
+
+
+class Model(Section):
+    """The Hugging Face folder that training starts from."""
+
+    path: str
+    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3 or Llama family)."""
+    chat_template: str | None = None
+    """Jinja chat template, or the path of a file with one; none takes the tokenizer's own."""
+
+
+class Data(Section):
+    """Prompts for training and evaluation. Column conventions of verl, slime and TRL are detected."""
+
+    train: str
+    """JSONL or parquet file with one prompt a row."""
+    eval: str | None = None
+    """JSONL or parquet file for evaluation; none switches evaluation off."""
+    shuffle: bool = True
+    """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """A prompt longer than this is refused when it is leased, and counted as `prompt_too_long`."""
+
+
+class Reward(Section):
+    """How an answer is judged. Reward code runs in processes that are killed when they take too long."""
+
+    function: str = "exact"
+    """`exact`, `numeric`, `package.module:function` or `path/to/file.py:function`."""
+    workers: int = Field(default=1, ge=1, le=256)
+    """Reward processes per rollout server."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """A call that takes longer is killed and counts as a reward error."""
+    max_error_rate: float = Field(default=0.2, ge=0, le=1)
+    """Above this share of failed calls among the last 256 the run stops and names the last error."""
+
+
+class Tracking(Section):
+    """Where metrics go besides metrics.jsonl, and what the terminal shows."""
+
+    live: Literal["auto", "rich", "plain", "off"] = "auto"
+    """`rich` redraws a panel, `plain` prints a line per step, `auto` takes rich on a terminal."""
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder (extra `tensorboard`)."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases; `offline` needs no account (extra `wandb`)."""
+    wandb_project: str = "slipstream"
+    """Project name in Weights & Biases."""
+    plot: bool = True
+    """Write plots/summary.png at the end of the run."""

@@ -1,0 +1,62 @@
+"""Where things run and how they find each other: the weight bus, the network, the placement."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import Section
+
+
+class WeightBus(Section):
+    """The one-step-off-policy weight broadcast."""
+
+    transport: Literal["collective"] = "collective"
+    """How buckets travel: a broadcast in a process group of the current epoch."""
+    backend: Literal["gloo", "nccl", "ucc"] = "gloo"
+    """Backend of the collective transport."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
+    bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    """Size of one broadcast."""
+    deadline_s: float = Field(default=30.0, gt=0)
+    """No step of the learner waits longer than this for the bus."""
+    collective_timeout_s: float = Field(default=5.0, gt=0)
+    """A single broadcast or rendezvous that takes longer has lost a peer."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """Subscribers say this often that they live; three silent beats make a peer silent."""
+    max_heals: int = Field(default=3, ge=1)
+    """Full refills of a quarantined engine before it is removed from the bus."""
+
+
+class Network(Section):
+    """Addresses of the control and data plane."""
+
+    host: str = "127.0.0.1"
+    """Interface that replay and the weight bus bind."""
+    replay_port: int = Field(default=0, ge=0, le=65535)
+    """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
+    heartbeat_s: float = Field(default=1.0, gt=0)
+    """Every process tells replay this often that it lives."""
+    silent_after_s: float = Field(default=10.0, gt=0)
+    """A peer that was silent for this long is taken for dead: its leases go back to the queue."""
+    max_message_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
+    """Larger messages are refused before they are read."""
+    insecure: bool = False
+    """Allow a non-loopback bind without keys."""
+
+
+class Placement(Section):
+    """The GPU split. Either `split` on this host, or `rollout` and `learner` over named nodes."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` is cuda where there is a GPU."""
+    split: str | None = "1:1"
+    """`R:L` on one host: R devices for rollout servers, L for learner ranks (on a CPU: processes)."""
+    rollout: str | None = None
+    """Rollout GPUs by node, for example `node0:0-5`."""
+    learner: str | None = None
+    """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Devices per engine."""
+    local_rollouts: bool = True
+    """The launcher starts the rollout servers of this host; off, they are started by hand."""

@@ -1,0 +1,73 @@
+"""The learner: optimizer, evaluation, checkpoints and the limits past which a run stops by itself."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from configs.base import Section
+
+
+class Learner(Section):
+    """FSDP2 training with fp32 master weights."""
+
+    total_steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the run."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=5, ge=0)
+    """Linear warm-up."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the learning rate after the warm-up (cosine and linear end at 10 % of the peak)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW betas."""
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW epsilon."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Global gradient norm clip."""
+    max_tokens_per_microbatch: int = Field(default=16384, ge=1)
+    """Padded tokens that one rank holds in one forward."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward; master weights, optimizer and reductions stay float32."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads per rank."""
+    batch_deadline_s: float = Field(default=600.0, gt=0)
+    """How long a rank waits for its batch before the run stops and names what was missing."""
+
+
+class Evaluation(Section):
+    """Evaluation at one stated version, beside training."""
+
+    every_steps: int = Field(default=10, ge=0)
+    """Evaluate versions that are multiples of this, version 0 and the last; 0 switches it off."""
+    num_prompts: int = Field(default=512, ge=1)
+    """The first prompts of data.eval."""
+    greedy: bool = True
+    """One greedy answer a prompt."""
+    sampled: bool = True
+    """One answer a prompt at rollout.temperature."""
+    deadline_s: float = Field(default=300.0, gt=0)
+    """An evaluation that takes longer is given up, counted and named."""
+
+
+class Checkpoint(Section):
+    """DCP state and a Hugging Face folder, written together."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 writes the last step only."""
+    keep: int = Field(default=2, ge=1)
+    """Complete checkpoints kept, the newest first."""
+
+
+class Limits(Section):
+    """Tripwires for runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
+
+    flat_reward_steps: int = Field(default=50, ge=0)
+    """Every group's rewards equal (nothing to learn from)."""
+    zero_gradient_steps: int = Field(default=5, ge=0)
+    """Gradient norm exactly zero although advantages are not."""
+    nonfinite_steps: int = Field(default=3, ge=0)
+    """Loss or gradient not finite; each such step is skipped and counted."""
+    max_logprob_diff: float = Field(default=1e-3, gt=0)
+    """At lag 0 in float32: mean difference of behaviour and trainer logprobs above which the run stops."""

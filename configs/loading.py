@@ -1,0 +1,158 @@
+"""YAML in, overrides on top, a checked `Config` out; errors name the key, the value and a suggestion."""
+
+import argparse
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.schema import Config
+
+PRESETS = Path(__file__).parent
+QUICKSTART = "quickstart"
+FLAGS = {
+    "--async-lag": "replay.async_lag",
+    "--seed": "run.seed",
+    "--steps": "learner.total_steps",
+    "--name": "run.name",
+    "--model": "model.path",
+    "--data": "data.train",
+    "--engine": "rollout.engine",
+    "--split": "placement.split",
+}
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used; the message names key, value and suggestion."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--config`, `--set` and the flags that are aliases of single keys."""
+    parser.add_argument("--config", default=QUICKSTART, help="YAML file or preset name (default: %(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
+    for flag, key in FLAGS.items():
+        parser.add_argument(flag, dest=f"flag:{key}", metavar="VALUE", help=f"same as --set {key}=VALUE")
+
+
+def from_arguments(args: argparse.Namespace) -> Config:
+    """Load the configuration that parsed arguments describe. Raises ConfigError."""
+    flags = [f"{key}={value}" for key in FLAGS.values() if (value := getattr(args, f"flag:{key}")) is not None]
+    return load(args.config, [*flags, *args.set])
+
+
+def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+    """Read a YAML file, or a preset by its name, and apply `a.b=c` overrides (values are YAML).
+
+    Raises:
+        ConfigError: file missing, YAML broken, key unknown, or a value refused.
+    """
+    path = find(source)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
+    for override in overrides or []:
+        apply_override(tree, override)
+    return validate(tree, str(path))
+
+
+def find(source: str | os.PathLike[str]) -> Path:
+    """The YAML file behind a path or a preset name. Raises ConfigError with the presets there are."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    preset = PRESETS / f"{path.name.removesuffix('.yaml')}.yaml"
+    if len(path.parts) == 1 and preset.is_file():
+        return preset
+    names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"--config: no file or preset {str(source)!r}{hint} Presets: {', '.join(names)}")
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `a.b=c` in the tree, in place. Raises ConfigError when it is not of that form."""
+    key, equals, raw = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override!r}: expected section.key=value, such as --set replay.async_lag=1")
+    try:
+        value = yaml.safe_load(raw) if raw else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {override!r}: the value is not readable: {error}") from error
+    if isinstance(value, str):
+        value = _number(value)
+    node = tree
+    for part in parts[:-1]:
+        child = node.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+        node = child
+    node[parts[-1]] = value
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 reads `5e-4` as text; people mean a number."""
+    return float(text) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text) else text
+
+
+def validate(tree: dict[str, Any], source: str) -> Config:
+    """Check a tree against the schema. Raises ConfigError with every problem, one a line."""
+    try:
+        return Config.model_validate(_with_numbers(tree))
+    except ValidationError as error:
+        lines = [_explain(dict(problem)) for problem in error.errors()]
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def _with_numbers(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {k: _with_numbers(v) for k, v in node.items()}
+    return _number(node) if isinstance(node, str) else node
+
+
+def _explain(problem: dict[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
+    if problem["type"] == "missing":
+        return f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if not key:
+        return message
+    return f"{key}: {message} (value {problem['input']!r})"
+
+
+def suggestion(key: str) -> str:
+    """`; did you mean 'a.b'?` for an unknown key, or an empty string."""
+    keys = leaf_keys()
+    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
+    if not close:
+        leaf = key.rsplit(".", 1)[-1]
+        close = [k for k in keys if k.rsplit(".", 1)[-1] == leaf] or [
+            k for k in keys if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() > 0.75
+        ]
+    return f"; did you mean {close[0]!r}?" if close else "; every key stands in docs/configuration.md"
+
+
+def leaf_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """All keys of the tree, dotted."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            keys += leaf_keys(kind, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def dump(config: Config) -> str:
+    """The resolved configuration as YAML; loading it again gives the same Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

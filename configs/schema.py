@@ -1,0 +1,229 @@
+"""The whole configuration: one pydantic tree, cross-checked before any process starts.
+
+`Config` is the only source of defaults. Cross-field checks live here, so that a run that cannot work or
+would be silently wrong is refused with the key, the value and a way out.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+
+from pydantic import Field, model_validator
+
+from configs.algorithm import Algorithm, Replay, Rollout
+from configs.base import Section
+from configs.data import Data, Model, Reward, Tracking
+from configs.infrastructure import Network, Placement, WeightBus
+from configs.learner import Checkpoint, Evaluation, Learner, Limits
+
+MAX_ASYNC_LAG = 8
+
+
+class Run(Section):
+    """Identity of the run."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run folder."""
+    dir: str = "runs"
+    """Folder that holds run folders."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Seeds the data order, sampling and everything else that is random."""
+
+
+class Config(Section):
+    """One run of Slipstream. `Config.group_batch` and the other properties are derived, never set."""
+
+    run: Run = Run()
+    model: Model
+    data: Data
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    replay: Replay = Replay()
+    algorithm: Algorithm = Algorithm()
+    learner: Learner = Learner()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    weight_bus: WeightBus = WeightBus()
+    network: Network = Network()
+    placement: Placement = Placement()
+    tracking: Tracking = Tracking()
+    limits: Limits = Limits()
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of this run."""
+        return f"{self.run.dir}/{self.run.name}"
+
+    @property
+    def trajectories_per_step(self) -> int:
+        """Trajectories in one optimizer step."""
+        return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def num_learner_ranks(self) -> int:
+        """Data-parallel ranks of the learner over all nodes."""
+        return self._sides()[1]
+
+    @property
+    def num_rollout_devices(self) -> int:
+        """Devices given to rollout servers over all nodes."""
+        return self._sides()[0]
+
+    @property
+    def num_rollout_servers(self) -> int:
+        """Engines, each over `tensor_parallel` devices."""
+        return self.num_rollout_devices // self.placement.tensor_parallel
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Admission bound: leased + buffered + taken but not committed (invariant 1)."""
+        return (self.replay.async_lag + 1) * self.rollout.groups_per_step
+
+    @property
+    def on_new_weights(self) -> str:
+        """What running requests do at an update, with `auto` resolved."""
+        if self.rollout.on_new_weights != "auto":
+            return self.rollout.on_new_weights
+        return "drain" if self.replay.async_lag == 0 else "keep_kv"
+
+    def is_evaluated(self, version: int) -> bool:
+        """Whether this policy version is evaluated."""
+        every = self.evaluation.every_steps
+        if self.data.eval is None or every == 0:
+            return False
+        return version % every == 0 or version == self.learner.total_steps
+
+    def arithmetic(self) -> str:
+        """The run's arithmetic in two sentences, printed at start."""
+        rollout, ranks = self.rollout, self.num_learner_ranks
+        per_rank = self.trajectories_per_step // ranks
+        return (
+            f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories a step"
+            f" → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
+            f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
+            f" {self.max_groups_in_flight} groups in flight, the batch in training included."
+            f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
+            f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
+        )
+
+    def _sides(self) -> tuple[int, int]:
+        placement = self.placement
+        if placement.rollout is not None and placement.learner is not None:
+            return len(list(node_devices(placement.rollout))), len(list(node_devices(placement.learner)))
+        assert placement.split is not None
+        left, right = placement.split.split(":")
+        return int(left), int(right)
+
+    @model_validator(mode="after")
+    def _placement_is_possible(self) -> "Config":
+        placement = self.placement
+        if (placement.rollout is None) != (placement.learner is None):
+            missing = "rollout" if placement.rollout is None else "learner"
+            raise ValueError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
+        if placement.rollout is None and (placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split)):
+            raise ValueError(
+                f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
+                " learner devices"
+            )
+        if placement.rollout is not None and placement.learner is not None:
+            shared = set(node_devices(placement.rollout)) & set(node_devices(placement.learner))
+            if shared:
+                node, device = sorted(shared)[0]
+                raise ValueError(
+                    f"placement: {node}:{device} is given to both sides; rollout and learner devices must be disjoint"
+                )
+        rollout, ranks = self._sides()
+        if ranks < 1 or (rollout < 1 and placement.local_rollouts):
+            raise ValueError(
+                f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
+                " (rollout servers started by hand: placement.local_rollouts=false)"
+            )
+        if rollout % placement.tensor_parallel:
+            raise ValueError(
+                f"placement.tensor_parallel: {rollout} rollout devices are not divisible by {placement.tensor_parallel}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> "Config":
+        total, ranks = self.trajectories_per_step, self.num_learner_ranks
+        if total % ranks:
+            raise ValueError(
+                f"rollout.groups_per_step: {self.rollout.groups_per_step} groups × rollout.group_size"
+                f" {self.rollout.group_size} = {total} trajectories a step are not divisible by {ranks} learner ranks;"
+                f" take {(self.rollout.groups_per_step // ranks + 1) * ranks} groups or another placement.split"
+            )
+        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.learner.max_tokens_per_microbatch:
+            raise ValueError(
+                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one trajectory"
+                f" of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lag_is_corrected(self) -> "Config":
+        lag = self.replay.async_lag
+        if lag > MAX_ASYNC_LAG:
+            raise ValueError(
+                f"replay.async_lag: {lag} is above {MAX_ASYNC_LAG}, past which no correction held in measurement;"
+                f" take {MAX_ASYNC_LAG} or less"
+            )
+        biased = lag > 0 and self.algorithm.loss == "policy_gradient"
+        if biased and not self.algorithm.i_know_this_is_biased:
+            raise ValueError(
+                f"algorithm.loss: 'policy_gradient' corrects nothing for replay.async_lag {lag}, and such runs collapse;"
+                " take 'ppo_clip', or set algorithm.i_know_this_is_biased=true for a negative control"
+            )
+        if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
+            raise ValueError(
+                f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
+                " drains, so take 'auto' or 'drain'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampling_is_carried(self) -> "Config":
+        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
+            key, value = ("top_p", self.rollout.top_p) if self.rollout.top_p < 1 else ("top_k", self.rollout.top_k)
+            raise ValueError(
+                f"rollout.{key}: {value} truncates the sampling distribution, and the learner would not know the mask;"
+                " take top_p=1.0 and top_k=-1 and shape the distribution by rollout.temperature"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _network_is_safe(self) -> "Config":
+        if not is_loopback(self.network.host) and not self.network.insecure:
+            raise ValueError(
+                f"network.host: {self.network.host!r} leaves the loopback interface and no keys are configured;"
+                " bind 127.0.0.1, or set network.insecure=true on a network that you trust"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def node_devices(spec: str) -> Iterator[tuple[str, int]]:
+    """Yield (node, device) of a placement such as `node0:6-7; node1:0,2`.
+
+    Raises:
+        ValueError: the spec does not parse; the message shows the part that does not.
+    """
+    for part in filter(None, (p.strip() for p in spec.split(";"))):
+        match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
+        if match is None:
+            raise ValueError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
+        for piece in match[2].split(","):
+            first, _, last = piece.partition("-")
+            if last and int(last) < int(first):
+                raise ValueError(f"placement: {piece!r} in {part!r} counts backwards")
+            yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))

@@ -1,0 +1,1 @@
+"""Learner: take a batch, update the policy, publish the weights. One process per training device."""

@@ -1,0 +1,1 @@
+"""Replay: the only owner of the prompt cursor, the leases and the buffer. CPU only, never imports torch."""

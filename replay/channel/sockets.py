@@ -1,0 +1,185 @@
+"""ROUTER and DEALER sockets with bounded queues, bounded messages and named errors.
+
+Nothing here blocks without a deadline: a receive says what it waits for, and its error says who, how long
+and when the peer was last heard.
+"""
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
+
+HIGH_WATER_MARK = 4096
+
+
+class ChannelError(RuntimeError):
+    """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
+
+    def __init__(self, message: str, symptom: str) -> None:
+        super().__init__(f"{message} [{symptom}]")
+        self.symptom = symptom
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that a socket enforces."""
+
+    max_message_bytes: int = 256 * 1024 * 1024
+
+
+def configure(socket: "zmq.Socket[bytes]", limits: Limits) -> None:
+    """Options that every socket of ours has."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    if socket.type == zmq.ROUTER:
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+
+
+def bind(socket: "zmq.Socket[bytes]", host: str, port: int) -> str:
+    """Bind and return `tcp://host:port`; port 0 takes a free one.
+
+    Raises:
+        ChannelError: the port is taken or the host is not an address of this machine.
+    """
+    try:
+        if port == 0:
+            port = socket.bind_to_random_port(f"tcp://{host}")
+        else:
+            socket.bind(f"tcp://{host}:{port}")
+    except zmq.ZMQError as error:
+        raise ChannelError(f"cannot bind tcp://{host}:{port}: {error.strerror}; is the port taken?", "closed") from error
+    return f"tcp://{host}:{port}"
+
+
+class Dealer:
+    """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
+
+    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
+        self.address = address
+        self.identity = identity
+        self.run_id = ""
+        self._accepted = accepted
+        self._sequence = itertools.count(1)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, limits or Limits())
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.connect(address)
+        self.last_heard = time.monotonic()
+
+    def send(self, message: Message) -> None:
+        """Queue a message. Raises ChannelError when the queue to the peer is full."""
+        frames = encode(message, self.run_id, next(self._sequence))
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        except zmq.Again as error:
+            raise ChannelError(f"{self.identity}: queue to {self.address} is full", "full") from error
+
+    def poll(self, timeout_s: float) -> Envelope | None:
+        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError."""
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        frames = self._socket.recv_multipart()
+        self.last_heard = time.monotonic()
+        envelope = decode(frames, self._accepted)
+        self.run_id = self.run_id or envelope.run_id
+        if envelope.run_id != self.run_id:
+            raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
+        return envelope
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+    def __enter__(self) -> "Dealer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncDealer:
+    """The asyncio end of a peer (rollout servers)."""
+
+    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
+        self.address = address
+        self.identity = identity
+        self.run_id = ""
+        self._accepted = accepted
+        self._sequence = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, limits or Limits())
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.connect(address)
+        self.last_heard = time.monotonic()
+
+    async def send(self, message: Message) -> None:
+        """Queue a message; waits while the queue to the peer is full."""
+        await self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), copy=False)
+
+    async def receive(self) -> Envelope:
+        """The next message. A corrupt one raises WireError. Callers bound the wait (asyncio.timeout)."""
+        frames = await self._socket.recv_multipart()
+        self.last_heard = time.monotonic()
+        envelope = decode(frames, self._accepted)
+        self.run_id = self.run_id or envelope.run_id
+        if envelope.run_id != self.run_id:
+            raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
+        return envelope
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+
+class AsyncRouter:
+    """The asyncio hub at replay: one socket, peers by identity."""
+
+    def __init__(self, host: str, port: int, run_id: str, accepted: Registry, limits: Limits | None = None) -> None:
+        self.run_id = run_id
+        self._accepted = accepted
+        self._sequence = itertools.count(1)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure(self._socket, limits or Limits())
+        self.address = bind(self._socket, host, port)
+
+    async def send(self, identity: str, message: Message) -> bool:
+        """Queue a message to one peer; False when that peer has no connection or a full queue."""
+        frames = [identity.encode(), *encode(message, self.run_id, next(self._sequence))]
+        try:
+            await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    async def receive(self) -> tuple[str, Envelope | WireError]:
+        """The next (identity, message). A corrupt message comes as its WireError: the hub must go on."""
+        frames = await self._socket.recv_multipart()
+        identity = frames[0].decode("utf-8", "replace")
+        try:
+            envelope = decode(frames[1:], self._accepted)
+        except WireError as error:
+            return identity, error
+        if envelope.run_id not in ("", self.run_id):
+            return identity, WireError(f"run id {envelope.run_id!r}, this is {self.run_id!r}")
+        return identity, envelope
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()

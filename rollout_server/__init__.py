@@ -1,0 +1,1 @@
+"""Rollout server: lease a prompt, generate, score, send the group. One process per engine."""

@@ -1,0 +1,26 @@
+"""Engines, chosen once by name."""
+
+from configs.schema import Config
+from rollout_server.engines.base import Completion, Engine, EngineError, Health, Sampling
+
+__all__ = ["Completion", "Engine", "EngineError", "Health", "Sampling", "build_engine"]
+
+
+def build_engine(config: Config) -> Engine:
+    """The engine that `rollout.engine` names, with the weights of `model.path` as version 0.
+
+    Raises:
+        EngineError: the model folder cannot be served, or the engine's package is not installed.
+    """
+    if config.rollout.engine == "torch":
+        from rollout_server.engines.torch_engine import TorchEngine
+
+        return TorchEngine.from_folder(
+            config.model.path,
+            max_context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            max_running=config.rollout.max_running,
+            dtype=config.rollout.dtype,
+            num_threads=config.rollout.num_threads,
+            seed=config.run.seed,
+        )
+    raise EngineError(f"rollout.engine {config.rollout.engine!r} is not available in this version; take 'torch'")

@@ -1,0 +1,121 @@
+"""What a rollout server asks of an engine. Two implementations: `torch` (embedded) and `sglang`."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; it must not serve until it is refilled or restarted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How one request samples."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One sampled answer.
+
+    Example: token_ids [5, 9, 2], logprobs [-0.1, -1.2, -0.0], versions [3, 3, 4], finish_reason "stop"
+    is an answer whose last token was sampled after an update from version 3 to 4.
+    """
+
+    token_ids: NDArray[np.int32]
+    """[L] sampled tokens, the stop token included."""
+    logprobs: NDArray[np.float32]
+    """[L] logprob of each token at the sampling temperature, from float32 logits."""
+    versions: NDArray[np.int32]
+    """[L] policy version that sampled each token."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """What an engine says of itself."""
+
+    version: int
+    running: int
+    waiting: int
+    generated_tokens: int
+    busy_s: float
+    """Seconds spent decoding since the start."""
+    memory_bytes: int
+    detail: dict[str, float] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """An engine serves one policy version at a time; evaluations may pin another one."""
+
+    @property
+    def version(self) -> int:
+        """Policy version of the live weights."""
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, n: int, *, request_id: str, pinned: int | None = None
+    ) -> list[Completion]:
+        """Sample `n` answers to one prompt; updates in between show in the versions of the tokens.
+
+        Args:
+            token_ids: the prompt.
+            sampling: how to sample; each of the n answers has a random stream of its own from (seed, i).
+            n: answers.
+            request_id: name under which `running_tokens` and `abort` know this request.
+            pinned: sample with exactly this pinned version instead of the live one.
+
+        Raises:
+            EngineError: the prompt does not fit the context, `pinned` is not held, or the engine died.
+        """
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop between two decode steps. `drain` first lets running requests finish and starts no new ones.
+
+        `keep_kv` keeps the KV of running requests over the update, `recompute_kv` computes it anew.
+        """
+
+    async def load(self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int) -> None:
+        """Replace the weights (HF names and shapes, all of them) while paused. The engine copies.
+
+        Raises:
+            EngineError: a tensor is unknown, missing or of the wrong shape; the engine is then half updated.
+        """
+
+    async def digest(self) -> Mapping[str, int]:
+        """Digest of every logical HF tensor, computed on the live (fused) tensors the engine decodes with."""
+
+    async def resume(self) -> None:
+        """Go on decoding with what is loaded."""
+
+    async def pin(self, version: int) -> None:
+        """Keep the live weights, which must be `version`, for evaluation until `unpin`."""
+
+    async def unpin(self, version: int) -> None:
+        """Forget pinned weights; unknown versions are ignored."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next decode step; its answers come back with finish_reason `abort`."""
+
+    def running_tokens(self) -> Mapping[str, int]:
+        """Tokens generated so far, by request id."""
+
+    async def health(self) -> Health:
+        """Numbers about the engine. Raises EngineError when its loop has died, with the cause."""
+
+    async def close(self) -> None:
+        """Stop; running requests come back as `abort`."""

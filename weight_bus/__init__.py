@@ -1,0 +1,1 @@
+"""Weight bus: proven weight updates from the learner to every engine, over numbered epochs."""
