@@ -156,8 +156,8 @@ class Config(Section):
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
-                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one trajectory"
-                f" of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
+                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one"
+                f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         return self
 
@@ -172,8 +172,8 @@ class Config(Section):
         biased = lag > 0 and self.algorithm.loss == "policy_gradient"
         if biased and not self.algorithm.i_know_this_is_biased:
             raise ValueError(
-                f"algorithm.loss: 'policy_gradient' corrects nothing for replay.async_lag {lag}, and such runs collapse;"
-                " take 'ppo_clip', or set algorithm.i_know_this_is_biased=true for a negative control"
+                f"algorithm.loss: 'policy_gradient' corrects nothing for replay.async_lag {lag}, and such runs"
+                " collapse; take 'ppo_clip', or set algorithm.i_know_this_is_biased=true for a negative control"
             )
         if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
             raise ValueError(

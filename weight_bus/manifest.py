@@ -69,6 +69,44 @@ class Manifest:
         return wrong + sorted(set(held) - {e.name for e in self.entries})
 
 
+class Planner:
+    """Lays tensors out one by one, so that an update can be packed while it is still being gathered."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._entries: list[Entry] = []
+        self._sizes: list[int] = []
+        self._seen: set[str] = set()
+
+    def place(self, name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
+        """The place of the next tensor.
+
+        Raises:
+            ValueError: the name appears twice or the dtype cannot travel.
+        """
+        if name in self._seen:
+            raise ValueError(f"tensor {name!r} appears twice in the update")
+        if dtype not in ITEM_SIZES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype}, the weight bus carries {sorted(ITEM_SIZES)}")
+        self._seen.add(name)
+        size = math.prod(shape) * ITEM_SIZES[dtype]
+        if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
+            self._sizes.append(0)
+        entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
+        self._entries.append(entry)
+        self._sizes[-1] = aligned(self._sizes[-1] + size)
+        return entry
+
+    def manifest(self) -> Manifest:
+        """The layout of everything placed so far, without digests."""
+        return Manifest(tuple(self._entries), tuple(self._sizes))
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> Manifest:
     """Lay tensors (name, dtype, shape) out in buckets of about `bucket_bytes`, in the given order.
 
@@ -77,18 +115,7 @@ def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int)
     Raises:
         ValueError: a name appears twice or a dtype cannot travel.
     """
-    entries: list[Entry] = []
-    sizes: list[int] = []
-    seen: set[str] = set()
+    planner = Planner(bucket_bytes)
     for name, dtype, shape in tensors:
-        if name in seen:
-            raise ValueError(f"tensor {name!r} appears twice in the update")
-        if dtype not in ITEM_SIZES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}, the weight bus carries {sorted(ITEM_SIZES)}")
-        seen.add(name)
-        size = math.prod(shape) * ITEM_SIZES[dtype]
-        if not sizes or (sizes[-1] and sizes[-1] + size > bucket_bytes):
-            sizes.append(0)
-        entries.append(Entry(name, dtype, tuple(shape), len(sizes) - 1, sizes[-1]))
-        sizes[-1] = -(-(sizes[-1] + size) // ALIGNMENT) * ALIGNMENT
-    return Manifest(tuple(entries), tuple(sizes))
+        planner.place(name, dtype, shape)
+    return planner.manifest()

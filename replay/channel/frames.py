@@ -87,7 +87,9 @@ def decode(frames: Sequence[bytes | memoryview], accepted: Registry) -> Envelope
     """
     header = _header(frames)
     if header["schema"] != SCHEMA_VERSION:
-        raise WireError(f"schema version {header['schema']!r}, this side speaks {SCHEMA_VERSION}; update the older side")
+        raise WireError(
+            f"schema version {header['schema']!r}, this side speaks {SCHEMA_VERSION}; update the older side"
+        )
     kind = accepted.get(header["kind"])
     if kind is None:
         raise WireError(f"message kind {str(header['kind'])[:40]!r} is not accepted here")

@@ -56,7 +56,9 @@ def bind(socket: "zmq.Socket[bytes]", host: str, port: int) -> str:
         else:
             socket.bind(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
-        raise ChannelError(f"cannot bind tcp://{host}:{port}: {error.strerror}; is the port taken?", "closed") from error
+        raise ChannelError(
+            f"cannot bind tcp://{host}:{port}: {error.strerror}; is the port taken?", "closed"
+        ) from error
     return f"tcp://{host}:{port}"
 
 

@@ -1,0 +1,184 @@
+"""The learner's end of the replay channel: batches in, commits out, evaluation results on the side.
+
+Every wait has a deadline and says what it waits for; replay's heartbeats tell a slow batch from a dead replay.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import Config
+from replay import messages as m
+from replay.channel import ChannelError, Dealer, Limits, Message
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+ASK_AGAIN_S = 5.0
+
+
+class RunEnded(RuntimeError):
+    """Replay ended the run before the last step; the message is its reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inbox:
+    """What arrived on the side: evaluation results, and versions whose evaluation is closed with a reason."""
+
+    results: list[m.EvaluationResult]
+    closed: dict[int, str]
+
+
+class BatchReader:
+    """One rank's DEALER to replay."""
+
+    def __init__(self, config: Config, address: str, *, rank: int, fingerprint: Mapping[str, str]) -> None:
+        self.config = config
+        self.rank = rank
+        self.incarnation = 0
+        self.inbox = Inbox([], {})
+        self._fingerprint = dict(fingerprint)
+        limits = Limits(config.network.max_message_bytes)
+        self._dealer = Dealer(address, f"learner-{rank}.{os.getpid()}", m.FROM_REPLAY, limits)
+
+    @property
+    def run_id(self) -> str:
+        """The run's identity on the wire."""
+        return self._dealer.run_id
+
+    def join(self, *, version: int, bus_address: str | None, cursor: dict[str, Any] | None) -> None:
+        """Say Hello and wait for Welcome.
+
+        Raises:
+            ChannelError: replay does not answer within network.silent_after_s, or refuses this rank.
+        """
+        self._dealer.send(
+            m.Hello(
+                role="learner",
+                name=f"learner-{self.rank}",
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                rank=self.rank,
+                world_size=self.config.num_learner_ranks,
+                fingerprint=self._fingerprint,
+                bus_address=bus_address,
+                version=version,
+                cursor=cursor,
+            )
+        )
+        welcome = self._wait_for(m.Welcome, "Welcome", self.config.network.silent_after_s)
+        assert isinstance(welcome, m.Welcome)
+        self.incarnation = welcome.incarnation
+
+    def take(self, step: int) -> m.Batch:
+        """This rank's part of batch `step`, once all ranks hold theirs (invariant 9).
+
+        Raises:
+            ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
+            RunEnded: replay gave the run up.
+        """
+        deadline = time.monotonic() + self.config.learner.batch_deadline_s
+        batch: m.Batch | None = None
+        asked = -ASK_AGAIN_S
+        while True:
+            now = time.monotonic()
+            if now > deadline:
+                raise ChannelError(
+                    f"learner rank {self.rank} waited {self.config.learner.batch_deadline_s:g} s for batch {step}"
+                    f" ({'other ranks have no part yet' if batch else 'replay could not form it'})",
+                    "slow",
+                )
+            if now - asked > ASK_AGAIN_S:  # idempotent, so a lost answer costs a repetition and nothing else
+                self._dealer.send(m.Take(step=step, rank=self.rank, have=batch is not None))
+                asked = now
+            message = self._next(f"batch {step}")
+            if isinstance(message, m.Batch) and message.step == step and batch is None:
+                batch = message
+                self._dealer.send(m.Take(step=step, rank=self.rank, have=True))
+            elif isinstance(message, m.Proceed) and message.step == step and batch is not None:
+                return batch
+
+    def commit(self, step: int, digest: str) -> None:
+        """Step `step` is in the weights (rank 0)."""
+        self._dealer.send(m.Committed(step=step, digest=digest))
+
+    def published(self, version: int, digest: str, *, evaluate: bool) -> None:
+        """Announce a version before it goes out, with its evaluation if it has one (rank 0)."""
+        if evaluate:
+            self._dealer.send(m.Evaluate(version=version))
+        self._dealer.send(m.Published(version=version, digest=digest))
+
+    def cursor(self, step: int) -> dict[str, Any]:
+        """Replay's state for a checkpoint (rank 0). Raises ChannelError when replay is silent."""
+        self._dealer.send(m.CursorRequest(step=step))
+        cursor = self._wait_for(m.Cursor, f"the cursor of step {step}", self.config.network.silent_after_s)
+        assert isinstance(cursor, m.Cursor)
+        return cursor.state
+
+    def checkpointed(self, step: int) -> None:
+        """The checkpoint of `step` is complete (rank 0)."""
+        self._dealer.send(m.Checkpointed(step=step))
+
+    def drain(self) -> None:
+        """Read what has arrived, without waiting."""
+        while (envelope := self._dealer.poll(0)) is not None:
+            self._aside(envelope.message)
+
+    def wait_for_evaluation(self, version: int, num_parts: int, deadline_s: float) -> None:
+        """Wait until the evaluation of `version` is whole or closed; an expired wait is logged, not raised."""
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            parts = sum(result.version == version for result in self.inbox.results)
+            if version in self.inbox.closed or parts >= num_parts:
+                return
+            self._next(f"the evaluation of version {version}")
+        log.error("the evaluation of version %d did not come within %g s [slow]", version, deadline_s)
+
+    def close(self, reason: str, *, failed: bool) -> None:
+        """Say Goodbye; rank 0's ends the run."""
+        self._dealer.send(m.Goodbye(reason=reason, failed=failed))
+        self._dealer.close()
+
+    def _next(self, what: str) -> Message | None:
+        """The next message for the caller, or None after POLL_S; side messages go to the inbox."""
+        envelope = self._dealer.poll(POLL_S)
+        silent = time.monotonic() - self._dealer.last_heard
+        if envelope is None:
+            if silent > self.config.network.silent_after_s:
+                raise ChannelError(
+                    f"learner rank {self.rank} waits for {what}, but replay at {self._dealer.address} was last heard"
+                    f" {silent:.1f} s ago",
+                    "silent",
+                )
+            return None
+        return self._aside(envelope.message)
+
+    def _aside(self, message: Message) -> Message | None:
+        match message:
+            case m.Refused():
+                raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
+            case m.Goodbye():
+                raise RunEnded(message.reason)
+            case m.EvaluationResult():
+                self.inbox.results.append(message)
+            case m.EvaluationClosed():
+                self.inbox.closed[message.version] = message.reason
+            case m.Heartbeat():
+                pass
+            case _:
+                return message
+        return None
+
+    def _wait_for(self, kind: type[Message], what: str, deadline_s: float) -> Message:
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            message = self._next(what)
+            if isinstance(message, kind):
+                return message
+        raise ChannelError(
+            f"learner rank {self.rank} waited {deadline_s:g} s for {what} of replay at {self._dealer.address}", "silent"
+        )

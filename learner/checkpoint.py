@@ -1,0 +1,246 @@
+"""Checkpoints: everything a resumed learner needs, and a Hugging Face folder of the same weights.
+
+    checkpoints/step_N/
+        dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
+        hf/          the same parameters, for everyone else
+        state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
+        COMPLETE     written last: names and sizes of all files; without it the folder does not count
+
+A checkpoint may be loaded on another number of ranks. The learner itself draws no random numbers (dropout is off,
+sampling and data order are seeded per lease), so no generator state is kept.
+"""
+
+import json
+import logging
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from configs import Config
+from learner.export import sync_file, write_hf_folder, write_json
+from learner.optimizer import Optimizer
+from learner.policy import Policy
+from learner.sharding import Shard, digests
+from weight_bus.digest import combined
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+RESERVED = ("format", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout", "packages")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be loaded; the message names the folder and why."""
+
+
+class Checkpointer:
+    """The checkpoints of one run: runs/<name>/checkpoints/step_N. Methods are collectives."""
+
+    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer) -> None:
+        self._config, self._policy, self._optimizer = config, policy, optimizer
+
+    def save(self, step: int, *, replay: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step`; `replay` is replay's cursor on rank 0. Returns its folder."""
+        folder = Path(self._config.run_dir) / "checkpoints" / f"step_{step}"
+        state = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
+        save(folder, self._policy, self._optimizer, state, keep=self._config.checkpoint.keep)
+        return folder
+
+    def resume(self) -> dict[str, Any] | None:
+        """Load the newest complete checkpoint and return its state (step, version, seed, replay), or none."""
+        found = find_latest(Path(self._config.run_dir)) if self._policy.rank == 0 else None
+        step = torch.tensor(_step_of(found) if found else -1, device=self._policy.device)
+        if self._policy.group is not None:
+            dist.broadcast(step, group=self._policy.group, group_src=0)
+        if int(step) < 0:
+            return None
+        return load(Path(self._config.run_dir) / "checkpoints" / f"step_{int(step)}", self._policy, self._optimizer)
+
+
+def save(folder: Path, policy: Policy, optimizer: Optimizer, state: dict[str, Any], *, keep: int) -> None:
+    """Write a checkpoint, then delete older complete ones beside it past the newest `keep`. A collective.
+
+    Args:
+        folder: .../checkpoints/step_N; an incomplete folder of that name is replaced.
+        policy: the weights.
+        optimizer: the moments.
+        state: JSON-able, from rank 0 (step, version, seed, replay's cursor); comes back from `load`.
+        keep: complete checkpoints to leave.
+
+    Raises:
+        CheckpointError: writing failed on some rank; raised on all of them.
+        ValueError: `state` uses a reserved key.
+    """
+    taken = sorted(set(RESERVED) & set(state))
+    if taken:
+        raise ValueError(f"checkpoint state: the key {taken[0]!r} is written by save itself")
+    with _together(policy, folder, "cleared"):
+        if policy.rank == 0 and folder.exists():
+            (folder / "COMPLETE").unlink(missing_ok=True)
+            shutil.rmtree(folder)
+    own = _describe(policy, optimizer)
+    with _together(policy, folder, "written"), _quiet():
+        dcp_save(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
+    with _together(policy, folder, "written"):
+        write_hf_folder(policy, policy.source, folder / "hf", "float32")
+    with _together(policy, folder, "completed"):
+        if policy.rank == 0:
+            write_json(folder / "state.json", {**state, **own})
+            _complete(folder)
+            _prune(folder.parent, keep)
+
+
+def find_latest(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder, or none. Incomplete folders are logged and passed over."""
+    for folder in _numbered(run_dir / "checkpoints"):
+        reason = incomplete(folder)
+        if not reason:
+            return folder
+        logger.warning("checkpoint %s is passed over: %s", folder, reason)
+    return None
+
+
+def incomplete(folder: Path) -> str:
+    """Why the folder is not a complete checkpoint, or an empty string."""
+    try:
+        sizes = json.loads((folder / "COMPLETE").read_text(encoding="utf-8"))["files"]
+        for name, size in sizes.items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes, COMPLETE says {size}"
+    except FileNotFoundError as error:
+        return f"no {Path(str(error.filename)).relative_to(folder)}"
+    except (ValueError, KeyError, AttributeError, OSError) as error:
+        return f"COMPLETE is not readable: {error!r}"
+    return ""
+
+
+def load(folder: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
+    """Load weights and optimizer in place, on any number of ranks; returns the state given to `save`. A collective.
+
+    Raises:
+        CheckpointError: the folder is incomplete, of another format or architecture, or what was loaded does not
+            have the digests that were saved.
+    """
+    with _together(policy, folder, "loaded"):
+        reason = incomplete(folder)
+        if reason:
+            raise CheckpointError(f"checkpoint {folder} is incomplete: {reason}")
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"checkpoint {folder} has format {state.get('format')}, this version reads {FORMAT}")
+        _check_layout(folder, state["layout"], policy)
+    with _together(policy, folder, "loaded"), _quiet():
+        dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
+    optimizer.set_steps(state["optimizer_steps"])
+    found = _describe(policy, optimizer)
+    for key in ("parameter_digest", "optimizer_digest"):
+        if found[key] != state[key]:
+            raise CheckpointError(f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved")
+    return {key: value for key, value in state.items() if key not in RESERVED}
+
+
+def _shards(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
+    for shard in policy.shards():
+        yield f"model.{shard.name}", shard
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for shard in optimizer.moments(kind):
+            yield f"optimizer.{kind}.{shard.name}", shard
+
+
+def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """What DCP saves and loads in place: tensors that share memory with the parameters and moments."""
+    return {name: policy.as_global(shard) for name, shard in _shards(policy, optimizer)}
+
+
+def _describe(policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
+    moments = [shard for kind in ("exp_avg", "exp_avg_sq") for shard in optimizer.moments(kind)]
+    named = [Shard(f"{i}.{s.name}", s.shape, s.local, s.first_row) for i, s in enumerate(moments)]
+    return {
+        "format": FORMAT,
+        "parameter_digest": policy.parameter_digest(),
+        "optimizer_digest": combined(digests(named, torch.float32, policy.group)),
+        "optimizer_steps": optimizer.num_steps,
+        "layout": [[name, list(shape)] for name, _, shape in policy.layout("float32")],
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def _check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
+    mine = {name: list(shape) for name, _, shape in policy.layout("float32")}
+    theirs = {name: shape for name, shape in saved}
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"checkpoint {folder} is of another architecture: {name} is {theirs.get(name)} there"
+                f" and {mine.get(name)} in {policy.source}"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that no process group is there; that is on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+@contextmanager
+def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
+    """Let all ranks leave a phase together, so that a failure on one raises on all instead of hanging the others."""
+    cause: BaseException | None = None
+    try:
+        yield
+    except (OSError, CheckpointError, CheckpointException) as error:
+        cause = error
+    failed = torch.tensor([cause is not None], dtype=torch.int32, device=policy.device)
+    if policy.group is not None:
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=policy.group)
+    if isinstance(cause, CheckpointError):
+        raise cause
+    if cause is not None:
+        raise CheckpointError(f"checkpoint {folder} could not be {done}: {cause}") from cause
+    if int(failed):
+        raise CheckpointError(f"checkpoint {folder} could not be {done} on another rank; its log says why")
+
+
+def _complete(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        sync_file(path)
+    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
+        sync_file(inner)
+    sync_file(folder)
+    write_json(folder / "COMPLETE", {"files": {str(p.relative_to(folder)): p.stat().st_size for p in files}})
+    sync_file(folder)
+    sync_file(folder.parent)
+
+
+def _numbered(parent: Path) -> list[Path]:
+    """step_N folders, the highest N first."""
+    found = [path for path in parent.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def _prune(parent: Path, keep: int) -> None:
+    complete = [folder for folder in _numbered(parent) if (folder / "COMPLETE").is_file()]
+    for folder in complete[keep:]:
+        # First the mark: a crash in the middle must not leave a folder that looks complete.
+        (folder / "COMPLETE").unlink()
+        shutil.rmtree(folder)

@@ -1,0 +1,119 @@
+"""Child processes of a run: started in sessions of their own, watched, ended, with their last error at hand.
+
+Each child logs to `<run>/logs/<name>.log`. Nothing outlives the launcher: children ask the kernel to be
+killed with it (replay/lifeline.py), and `stop` ends what is left by pid and process group.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
+TAIL_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process and where it logs."""
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log_path: Path
+    offset: int
+    """Where this process's part of its log begins."""
+    command: Sequence[str] = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)
+
+    @property
+    def pid(self) -> int:
+        """Process id, also of its process group."""
+        return self.process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the signal that ended it."""
+        return self.process.poll()
+
+    def how_it_ended(self) -> str:
+        """`exit code 2` or `killed by SIGKILL`, with the last error of its log."""
+        code = self.exit_code()
+        if code is None:
+            return "still running"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        error = last_error(self.log_path, self.offset)
+        return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
+
+
+def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
+    """Start a child in a session of its own, its output appended to the log."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        offset = log.tell()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
+        )
+    return Child(name, process, log_path, offset, command, environment)
+
+
+def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
+    """SIGTERM all, give them `patience_s`, then SIGKILL their process groups."""
+    for child in children:
+        _signal(child, signal.SIGTERM)
+    deadline = time.monotonic() + patience_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+
+
+def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str] | None:
+    """Wait until a line of the child's log matches; None when it ends or the time is up."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        match = re.search(pattern, _tail(child.log_path, child.offset), re.MULTILINE)
+        if match is not None:
+            return match
+        if child.exit_code() is not None:
+            return None
+        time.sleep(0.02)
+    return None
+
+
+def last_error(log_path: Path, offset: int = 0) -> str:
+    """The root cause that a log shows: its first error line after the last start, without time stamp."""
+    lines = [line.strip() for line in _tail(log_path, offset).splitlines()]
+    errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
+    if not errors:
+        return ""
+    named = [line for line in errors if " ERROR " in line]
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", (named or errors)[-1])[:600]
+
+
+def _tail(path: Path, offset: int) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(offset, size - TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")
+
+
+def _signal(child: Child, sig: signal.Signals) -> None:
+    if child.exit_code() is None:
+        child.process.send_signal(sig)
+
+
+def _signal_group(child: Child, sig: signal.Signals) -> None:
+    try:
+        os.killpg(child.pid, sig)
+    except ProcessLookupError:
+        return  # the whole group has ended

@@ -1,0 +1,197 @@
+"""What one rank of the learner holds, and the phases that the main loop (learner/train.py) names."""
+
+import json
+import logging
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.schema import Config
+from learner import evaluation
+from learner.advantages import grpo
+from learner.batches import BatchReader
+from learner.checkpoint import Checkpointer
+from learner.losses import build_loss
+from learner.metrics import build_metrics
+from learner.optimizer import build_optimizer, lr_at
+from learner.packing import pack
+from learner.policy import build_policy
+from learner.ranks import Ranks
+from learner.step import accumulate_gradients, apply_update
+from learner.tripwires import Tripwires
+from learner.weights import WeightPublisher, digest_of
+from replay.messages import Batch
+from weight_bus.publisher import PublishReport
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One step's outcome: metrics reduced over all ranks, and whether the weights moved."""
+
+    values: dict[str, float]
+    applied: bool
+    has_advantage: bool
+
+
+class Learner:
+    """One rank: its shard of the policy, its end of the channels."""
+
+    def __init__(self, config: Config, ranks: Ranks, batches: BatchReader) -> None:
+        self.config = config
+        self.ranks = ranks
+        self.batches = batches
+        self.policy = build_policy(config, ranks.mesh, ranks.device)
+        self.optimizer = build_optimizer(config.learner, self.policy)
+        self.loss = build_loss(config.algorithm)
+        self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
+        self.bus = WeightPublisher(config, self.policy, ranks)
+        self.tripwires = Tripwires(config)
+        self.digests: dict[str, int] = {}
+        self._step_started = time.monotonic()
+        self._groups_trained_twice = 0
+        self._trained: set[tuple[int, int]] = set()
+
+    def start(self, *, resume: bool) -> int:
+        """Load the checkpoint if there is one to resume from, join replay; the version to go on from."""
+        state = self.checkpoints.resume() if resume else None
+        version = int(state["version"]) if state else 0
+        self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if state else None)
+        self.batches.join(
+            version=version,
+            bus_address=self.bus.address,
+            cursor=state["replay"] if state and self.ranks.is_first else None,
+        )
+        self.digests = self.bus.digests()
+        log.info("rank %d starts at version %d, policy digest %s", self.ranks.rank, version, self.policy_digest())
+        return version
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Time a phase as `timing_s/<name>`."""
+        return self.metrics.span(name)
+
+    def policy_digest(self) -> str:
+        """Digest of the float32 master weights (a collective)."""
+        return digest_of(self.digests) if self.config.rollout.dtype == "float32" else self.policy.parameter_digest()
+
+    def publish(self, version: int) -> None:
+        """Hand the weights to the bus; they travel while the next batch is awaited."""
+        evaluate = self.config.is_evaluated(version)
+        if self.ranks.is_first:
+            self.batches.published(version, digest_of(self.digests), evaluate=evaluate)
+        self.bus.start(version, self.digests, evaluate=evaluate)
+
+    def wait_for_broadcast(self) -> PublishReport | None:
+        """The last broadcast, for weight_bus.deadline_s at most."""
+        return self.bus.wait()
+
+    def update(self, batch: Batch) -> Update:
+        """Advantages, forward, backward, clip, AdamW."""
+        algorithm = self.config.algorithm
+        advantages = grpo(
+            batch.all_rewards,
+            batch.all_groups,
+            normalize_by_std=algorithm.normalize_by_std,
+            epsilon=algorithm.advantage_epsilon,
+        )
+        active = advantages != 0 if algorithm.drop_zero_advantage else np.ones(len(advantages), dtype=bool)
+        packed = pack(batch, advantages, active, device=self.ranks.device)
+        sums = accumulate_gradients(
+            self.policy,
+            packed.microbatches,
+            self.loss,
+            temperature=self.config.rollout.temperature,
+            global_tokens=packed.global_tokens,
+        )
+        lr = lr_at(batch.step, self.config.learner)
+        result = apply_update(
+            self.policy, self.optimizer, max_grad_norm=self.config.learner.max_grad_norm, lr=lr, sums=sums
+        )
+        values = sums.metrics() | result.metrics() | _advantage_metrics(advantages)
+        return Update(values, result.applied, packed.global_tokens > 0)
+
+    def commit(self, step: int) -> str:
+        """Digest the new weights (a collective) and tell replay that the step is in them."""
+        self.digests = self.bus.digests()
+        digest = self.policy_digest()
+        if self.ranks.is_first:
+            self.batches.commit(step, digest)
+        return digest
+
+    def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
+        """Metrics, ledger and evaluations of a step; tripwires look at it on every rank."""
+        values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report)}
+        now = time.monotonic()
+        step_s, self._step_started = now - self._step_started, now
+        spans = self.metrics.take_spans()
+        values |= {
+            **spans,
+            "training/global_step": step,
+            "training/lag_histogram": batch.lag_histogram,
+            "training/update_applied": update.applied,
+            "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
+            "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+        }
+        if self.ranks.is_first:
+            values["training/groups_trained_twice"] = self._ledger(step, batch, digest)
+            self.metrics.log(step, values)
+            self.batches.drain()
+            self._record_evaluations()
+        self.tripwires.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
+
+    def checkpoint_if_due(self, step: int) -> None:
+        """Write a checkpoint every checkpoint.every_steps and after the last step."""
+        every = self.config.checkpoint.every_steps
+        if step != self.config.learner.total_steps and (every == 0 or step % every):
+            return
+        with self.span("checkpoint"):
+            cursor = self.batches.cursor(step) if self.ranks.is_first else {}
+            self.checkpoints.save(step, replay=cursor)
+        if self.ranks.is_first:
+            self.batches.checkpointed(step)
+
+    def finish(self, version: int) -> None:
+        """Wait for the last broadcast and the last evaluation, and leave."""
+        report = self.wait_for_broadcast()
+        if self.ranks.is_first:
+            self.metrics.log_final(version, self.bus.metrics(report))
+            if self.config.is_evaluated(version):
+                parts = int(self.config.evaluation.greedy) + int(self.config.evaluation.sampled)
+                self.batches.wait_for_evaluation(version, parts, self.config.evaluation.deadline_s)
+            self._record_evaluations()
+        self.bus.close()
+        self.metrics.close()
+
+    def _record_evaluations(self) -> None:
+        inbox = self.batches.inbox
+        while inbox.results:
+            result = inbox.results.pop(0)
+            evaluation.write_rows(self.config.run_dir, result)
+            self.metrics.log_evaluation(result.version, evaluation.values(result, _data_source(self.config)))
+
+    def _ledger(self, step: int, batch: Batch, digest: str) -> int:
+        """Append what was trained to ledger.jsonl; the number of groups trained twice so far (always 0)."""
+        for pass_, index in batch.group_ids:
+            self._groups_trained_twice += (pass_, index) in self._trained
+            self._trained.add((pass_, index))
+        line = {"step": step, "incarnation": self.batches.incarnation, "digest": digest, "groups": batch.group_ids}
+        with (Path(self.config.run_dir) / "ledger.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        return self._groups_trained_twice
+
+
+def _advantage_metrics(advantages: Any) -> dict[str, float]:
+    return {
+        "critic/advantages/mean": float(advantages.mean()),
+        "critic/advantages/max": float(advantages.max()),
+        "critic/advantages/min": float(advantages.min()),
+    }
+
+
+def _data_source(config: Config) -> str:
+    return Path(config.data.eval or config.data.train).parent.name or "eval"

@@ -1,0 +1,134 @@
+"""`python -m learner.main`: the launcher of a run. Alone, it runs the quick start on one CPU machine.
+
+It checks the configuration and the files it names, starts replay, the learner ranks and the local rollout
+servers, shows how the run goes, and ends everything it started. The last line says how the run ended.
+"""
+
+import argparse
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from configs.loading import QUICKSTART, ConfigError, add_arguments, find, from_arguments, load
+from configs.schema import Config
+from learner.launcher import Launcher, RunFailed
+from learner.live_view import LiveView
+from learner.preflight import PreflightError, check_files, free_run_name
+from replay.channel import ChannelError
+from replay.fingerprint import FingerprintError
+from replay.prompts import DataError
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM."""
+
+
+def main() -> int:
+    """Entry point; the exit code is 0 only for a run that made all its steps."""
+    parser = argparse.ArgumentParser(prog="python -m learner.main", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
+    parser.add_argument("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
+    try:
+        config = prepare(args)
+        say(config.arithmetic())
+        if args.dry_run:
+            say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
+            return 0
+        return run(config, resume=args.resume is not None)
+    except (ConfigError, PreflightError, DataError, FingerprintError, ChannelError) as error:
+        say(f"refused: {error}")
+        return 2
+
+
+def prepare(args: argparse.Namespace) -> Config:
+    """The checked configuration, with a run folder that is free (or that of the run to resume)."""
+    if args.resume is not None:
+        path = Path(args.resume) / "config.yaml"
+        if not path.is_file():
+            raise PreflightError(f"--resume: {path} is missing; name the folder of a run, such as runs/quickstart")
+        folder = Path(args.resume).resolve()
+        overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0", *args.set]
+        config = load(path, overrides)
+    else:
+        config = from_arguments(args)
+        if find(args.config) == find(QUICKSTART):
+            make_quickstart_input(config)
+        name = free_run_name(config)
+        if name != config.run.name:
+            say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
+            config = from_arguments(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run.name={name}"]}))
+    check_files(config)
+    return config
+
+
+def make_quickstart_input(config: Config) -> None:
+    """Make the model and the prompts of the quick start where they are missing."""
+    folder = Path(config.model.path).parent
+    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
+    if all(path.exists() for path in wanted) or Path(config.data.train).parent != folder:
+        return
+    say(f"making the quick start's model and prompts in {folder} (once, about 10 s)")
+    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise PreflightError(f"scripts/make_sort6.py failed: {made.stderr.strip()[-500:]}")
+
+
+def run(config: Config, *, resume: bool) -> int:
+    """Run to the end; everything that was started is ended, whatever happens."""
+    view = LiveView(config, config.tracking.live)
+    launcher = Launcher(config, resume, view)
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, interrupt)
+    started = time.monotonic()
+    code, ending = 1, ""
+    try:
+        launcher.start()
+        if not config.placement.local_rollouts:
+            view.event(f"replay listens at {launcher.address}: start rollout servers with --replay {launcher.address}")
+        launcher.watch()
+        launcher.leave()
+        code, ending = 0, f"finished {config.learner.total_steps} steps in {time.monotonic() - started:.1f} s"
+    except RunFailed as failure:
+        ending = f"run stopped: {failure}"
+    except Interrupted as interruption:
+        code, ending = 130, f"run stopped: {interruption}; --resume {config.run_dir} goes on from its last checkpoint"
+    finally:
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, signal.SIG_IGN)
+        launcher.stop()
+        view.close(ending)
+    if config.tracking.plot and (Path(config.run_dir) / "metrics.jsonl").exists():
+        plot(config)
+    say(f"{ending} (run folder: {config.run_dir})")
+    return code
+
+
+def plot(config: Config) -> None:
+    """Write plots/summary.png; a failure is said and does not change how the run ended."""
+    command = [sys.executable, "-m", "learner.plot", config.run_dir]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        say(f"plots/summary.png was not written: {made.stderr.strip()[-300:]}")
+
+
+def interrupt(number: int, _frame: FrameType | None) -> None:
+    """Turn a signal into an exception in the main thread."""
+    raise Interrupted(f"{signal.Signals(number).name} received")
+
+
+def say(text: str) -> None:
+    """One line for the person at the terminal."""
+    sys.stderr.write(f"slipstream: {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""AdamW over the sharded float32 parameters, and the learning rate of each step."""
+
+import math
+from typing import Literal
+
+import torch
+
+from configs.learner import Learner
+from learner.policy import Policy
+from learner.sharding import Shard
+
+FINAL_SHARE = 0.1
+"""Cosine and linear schedules end at this share of the peak."""
+
+
+def lr_at(step: int, config: Learner) -> float:
+    """Learning rate of step `step`, the first being 1.
+
+    Linear warm-up that reaches the peak at step `warmup_steps`, then constant, or cosine or linear down to
+    FINAL_SHARE of the peak at step `total_steps`.
+
+        Example: lr 1.0, warmup_steps 4: steps 1, 2, 3, 4, 5 have 0.25, 0.5, 0.75, 1.0, 1.0 (constant).
+    """
+    if step < 1:
+        raise ValueError(f"step {step}: the first step is 1")
+    if step < config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, config.total_steps - config.warmup_steps)
+    progress = min(1.0, max(0.0, (step - config.warmup_steps) / span))
+    fall = (1 - math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else progress
+    return config.lr * (1 - (1 - FINAL_SHARE) * fall)
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter.
+
+    It is elementwise, so it runs on the local rows as plain tensors: the same numbers as on DTensors, without
+    their dispatch. The moments exist from the start, so that a checkpoint of any step has the same layout.
+    Weight decay, 0 by default, applies to every parameter.
+    """
+
+    def __init__(self, config: Learner, policy: Policy) -> None:
+        self._policy = policy
+        self.masters = [shard.local for shard in policy.shards()]
+        self.adamw = torch.optim.AdamW(
+            self.masters,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        for master in self.masters:
+            self.adamw.state[master] = {
+                "step": torch.zeros((), dtype=torch.float32, device=master.device),
+                "exp_avg": torch.zeros_like(master),
+                "exp_avg_sq": torch.zeros_like(master),
+            }
+
+    @property
+    def num_steps(self) -> int:
+        """Updates applied so far."""
+        return int(self.adamw.state[self.masters[0]]["step"])
+
+    def set_steps(self, num_steps: int) -> None:
+        """Set the number of updates applied so far, after a checkpoint was loaded."""
+        for master in self.masters:
+            self.adamw.state[master]["step"].fill_(num_steps)
+
+    def moments(self, kind: Literal["exp_avg", "exp_avg_sq"]) -> list[Shard]:
+        """This rank's rows of a moment of each parameter, sharing memory."""
+        return [
+            Shard(shard.name, shard.shape, self.adamw.state[master][kind], shard.first_row)
+            for shard, master in zip(self._policy.shards(), self.masters, strict=True)
+        ]
+
+    def step(self, lr: float) -> None:
+        """Apply the gradients that the policy holds, at this learning rate."""
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        gradients = self._policy.local_gradients()
+        for master, gradient in zip(self.masters, gradients, strict=True):
+            master.grad = gradient
+        self.adamw.step()
+        for master in self.masters:
+            master.grad = None
+
+
+def build_optimizer(config: Learner, policy: Policy) -> Optimizer:
+    """The optimizer of this configuration, with fresh moments."""
+    return Optimizer(config, policy)

@@ -1,0 +1,149 @@
+"""The policy in training: a Hugging Face model sharded by FSDP2, with float32 master weights.
+
+Each decoder layer is one FSDP unit and the root another, over a one-dimensional mesh (also of size 1, so that
+one rank runs the same code as many). Gradients are summed over ranks, not averaged: the loss is already divided
+by the tokens of the whole batch.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Sharded
+
+from configs import Config
+from learner.pretrained import PolicyError, build_empty, fill, read_config, weight_files
+from learner.sharding import DTYPES, Shard, digests, gather, local_of, shard_of
+from weight_bus.digest import combined
+
+__all__ = ["Policy", "PolicyError", "build_policy"]
+
+KEEP_GATHERED_BYTES = 256 * 1024 * 1024
+"""Models below this size stay gathered between forward and backward: memory is no concern, round trips are."""
+
+
+class Policy:
+    """Weights, forward and gather. Methods marked as collective must be called by all ranks, in one order."""
+
+    def __init__(self, model: Any, source: Path, mesh: DeviceMesh | None, device: torch.device) -> None:
+        self.model = model
+        self.source = source
+        """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
+        self.device = device
+        self._mesh = mesh
+        self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        self.world_size = 1 if mesh is None else mesh.size()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [B, T, V] in the compute dtype, for right-padded input_ids [B, T] int64. A collective."""
+        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        return logits
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Parameters by HF name, in the one order that everything here uses; a tied one only once."""
+        yield from self.model.named_parameters()
+
+    def shards(self) -> list[Shard]:
+        """This rank's rows of each parameter, sharing memory."""
+        return [shard_of(name, p, self.rank, self.world_size) for name, p in self.named_parameters()]
+
+    def as_global(self, shard: Shard) -> torch.Tensor:
+        """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
+        if self._mesh is None:
+            return shard.local
+        stride = torch.empty(shard.shape, device="meta").stride()
+        return DTensor.from_local(
+            shard.local, self._mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
+        )
+
+    def sync_gradients(self, enabled: bool) -> None:
+        """Whether the next backward sums gradients over ranks (the last microbatch) or only accumulates here."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(enabled)
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """This rank's rows of each parameter's gradient, sharing memory.
+
+        Raises:
+            RuntimeError: a parameter has none; the forward did not use it, or there was no backward.
+        """
+        grads = []
+        for name, parameter in self.named_parameters():
+            if parameter.grad is None:
+                raise RuntimeError(f"{name} has no gradient")
+            grads.append(local_of(parameter.grad))
+        return grads
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+
+    def layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of everything that named_full_tensors yields, as weight_bus.manifest.plan takes it."""
+        return [(name, dtype, tuple(p.shape)) for name, p in self.named_parameters()]
+
+    def named_full_tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors by HF name in the wire dtype, real on every rank. A collective: exhaust it on all ranks.
+
+        With tied embeddings model.embed_tokens.weight is sent and lm_head.weight left out. Memory is bounded by
+        learner.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
+        """
+        yield from gather(self.shards(), DTYPES[dtype], self.group)
+
+    def shard_digests(self, dtype: str) -> dict[str, int]:
+        """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective."""
+        return digests(self.shards(), DTYPES[dtype], self.group)
+
+    def parameter_digest(self) -> str:
+        """One digest of the float32 master weights, equal at every world size. A collective.
+
+        The same as `weight_bus.digest.combined(policy.shard_digests("float32"))`: who has those need not call this.
+        """
+        return combined(self.shard_digests("float32"))
+
+
+def build_policy(config: Config, mesh: DeviceMesh | None, device: torch.device) -> Policy:
+    """Load model.path and shard it over the mesh. A collective.
+
+    Args:
+        config: model.path and learner.compute_dtype are used.
+        mesh: one-dimensional; none leaves the model whole in this process, for tools without a process group.
+        device: where the parameters live.
+
+    Raises:
+        PolicyError: the folder, its weights or its model family cannot be trained.
+    """
+    folder = Path(config.model.path)
+    compute_dtype = DTYPES[config.learner.compute_dtype]
+    if mesh is None and compute_dtype != torch.float32:
+        raise PolicyError("learner.compute_dtype: 'bfloat16' needs a process group; take 'float32' without one")
+    model_config = read_config(folder)
+    files = weight_files(folder)
+    model = build_empty(model_config)
+    if mesh is None:
+        model.to(device)
+    else:
+        _shard(model, mesh, compute_dtype)
+    policy = Policy(model, folder, mesh, device)
+    fill(policy.shards(), files, folder)
+    return policy
+
+
+def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    size = sum(p.numel() for p in model.parameters()) * compute_dtype.itemsize
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=size > KEEP_GATHERED_BYTES)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

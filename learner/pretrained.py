@@ -1,0 +1,130 @@
+"""A Hugging Face folder read so that a rank touches only its own rows of each tensor.
+
+The model is built on the meta device, gets memory without values, is sharded, and then every rank copies its rows out
+of the memory-mapped safetensors. So no rank ever holds the whole model, and nothing is broadcast. Names in the
+files are the names of the parameters in the Qwen2, Qwen3 and Llama families; nothing else is accepted.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from learner.sharding import Shard
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+class PolicyError(ValueError):
+    """The model folder cannot be trained; the message names the folder and what is wrong with it."""
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The model's config.json, checked against what the learner can train.
+
+    Raises:
+        PolicyError: no such folder, no readable config.json, or a model that is not supported.
+    """
+    if not folder.is_dir():
+        raise PolicyError(f"model.path: no folder {str(folder)!r}; give a folder with config.json and safetensors")
+    if not (folder / "config.json").is_file():
+        raise PolicyError(f"model.path: {folder} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise PolicyError(f"model.path: {folder}/config.json is not readable: {error}") from error
+    if config.model_type not in FAMILIES:
+        raise PolicyError(
+            f"model.path: {folder} is a {config.model_type!r} model; the learner trains {', '.join(FAMILIES)}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
+    if getattr(config, "use_sliding_window", False):
+        raise PolicyError(f"model.path: {folder} has use_sliding_window, which the learner does not train")
+    return config
+
+
+def build_empty(config: PretrainedConfig) -> Any:
+    """The transformers model with float32 parameters that have memory but no values yet; ties are tied.
+
+    Dropout, where a config has any, stays off (evaluation mode): behaviour and trainer logprobs of
+    the same weights must be equal.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+    model.config.use_cache = False
+    # Untouched pages of a fresh allocation cost nothing; sharding keeps this rank's part of them.
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    # The only state that no file holds; computed anew, because on the meta device it had no values.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    return model.eval()
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """File of each tensor in the folder, by name.
+
+    Raises:
+        PolicyError: there are no safetensors, or a file that the index names is missing or not readable.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            located = {str(name): folder / Path(str(file)).name for name, file in names.items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise PolicyError(f"model.path: {index} is not readable: {error!r}") from error
+        for path in sorted(set(located.values())):
+            if not path.is_file():
+                raise PolicyError(f"model.path: {index} names {path.name}, which is not in {folder}")
+        return located
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise PolicyError(f"model.path: {folder} has no model.safetensors and no model.safetensors.index.json")
+    try:
+        with safe_open(single, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), single)
+    except SafetensorError as error:
+        raise PolicyError(f"model.path: {single} is not readable: {error}") from error
+
+
+def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> None:
+    """Copy the rows of each shard out of the files, casting to float32.
+
+    Raises:
+        PolicyError: a tensor is missing, has another shape or is too many, or a file is not readable.
+    """
+    by_file: dict[Path, list[Shard]] = {}
+    names = set()
+    for shard in shards:
+        names.add(shard.name)
+        if shard.name not in files:
+            raise PolicyError(f"model.path: {folder} has no tensor {shard.name!r}, which its config.json asks for")
+        by_file.setdefault(files[shard.name], []).append(shard)
+    extra = sorted(n for n in files if n not in names and n not in TIED and not n.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise PolicyError(f"model.path: {folder} has tensor {extra[0]!r}, which its config.json does not ask for")
+    for path, held in sorted(by_file.items()):
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for shard in held:
+                    _copy_rows(shard, opened.get_slice(shard.name), path)
+        except SafetensorError as error:
+            raise PolicyError(f"model.path: {path} is not readable: {error}") from error
+
+
+def _copy_rows(shard: Shard, source: Any, path: Path) -> None:
+    if tuple(source.get_shape()) != shard.shape:
+        raise PolicyError(
+            f"model.path: {path}: {shard.name} has shape {tuple(source.get_shape())}, config.json says {shard.shape}"
+        )
+    rows = shard.local.shape[0]
+    if rows:
+        shard.local.copy_(source[shard.first_row : shard.first_row + rows])

@@ -1,0 +1,206 @@
+"""One optimizer step on this rank's part of a batch: gradients, measurements, update.
+
+Collectives, in order: those of FSDP in forward and backward, then one gather of a few float64 numbers that carries
+every measurement and the gradient norm. All ranks read the same numbers from it and so decide alike.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from learner.logprobs import token_logprobs
+from learner.losses import SUMS, Loss, LossInputs
+from learner.optimizer import Optimizer
+from learner.packing import Microbatch
+from learner.policy import Policy
+
+_SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
+_MAXIMA = ("prob_diff_max", "logprob_diff_max")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    """Measurements of one step over all ranks and microbatches: sums over the tokens in the loss, and maxima."""
+
+    values: Mapping[str, float]
+    global_tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a token."""
+        return self.values["loss"] / max(1, self.global_tokens)
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of the summed gradient over all parameters, before clipping."""
+        return math.sqrt(self.values["squared_gradient"])
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for metrics.jsonl, under verl's names where it has one.
+
+        `actor/ppo_kl` is k1 of KL(behaviour ‖ current); `training/ess` is (Σw)²/(n Σw²) of w = current/behaviour, 1
+        when the two agree; the rollout differences are absolute, of probabilities and of logprobs, behaviour against
+        trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over tokens of lag 0 only
+        and absent without any, is the pure mismatch of the two implementations.
+        """
+        v, n = self.values, self.global_tokens
+        if n == 0:
+            return {"training/loss_tokens": 0.0}
+        result = {
+            "actor/pg_loss": self.loss,
+            "actor/entropy": v["entropy"] / n,
+            "actor/ppo_kl": v["k1"] / n,
+            "actor/ppo_kl_k3": v["k3"] / n,
+            "actor/pg_clipfrac": v["clipped"] / n,
+            "actor/ratio_mean": v["weight"] / n,
+            "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
+            "training/rollout_probs_diff_mean": v["prob_diff"] / n,
+            "training/rollout_probs_diff_max": v["prob_diff_max"],
+            "training/rollout_logprobs_diff_mean": v["logprob_diff"] / n,
+            "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
+            "training/loss_tokens": float(n),
+        }
+        if v["fresh"]:
+            result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What became of the update. `reason` is empty when it was applied."""
+
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    applied: bool
+    reason: str = ""
+    """`no_tokens`, `nonfinite_loss` or `nonfinite_gradient`; the same on all ranks."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for metrics.jsonl, under verl's names."""
+        return {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr}
+
+
+def accumulate_gradients(
+    policy: Policy, microbatches: Sequence[Microbatch], loss_fn: Loss, *, temperature: float, global_tokens: int
+) -> StepSums:
+    """Forward and backward over all microbatches; gradients are summed over ranks with the last one. A collective.
+
+    With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
+
+    Args:
+        policy: its old gradients are forgotten.
+        microbatches: the same number, at least one, on every rank.
+        loss_fn: per-token loss.
+        temperature: sampling temperature.
+        global_tokens: tokens in the loss over all ranks; the loss is their mean.
+
+    Raises:
+        ValueError: the masks of all ranks together do not hold `global_tokens` tokens.
+    """
+    policy.clear_gradients()
+    if global_tokens == 0:
+        return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
+    sums = torch.zeros(len(_SUMS) - 1, dtype=torch.float64, device=policy.device)
+    maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=policy.device)
+    for number, microbatch in enumerate(microbatches, start=1):
+        policy.sync_gradients(number == len(microbatches))
+        add, high = _backward(policy, microbatch.to(policy.device), loss_fn, temperature, global_tokens)
+        sums += add
+        maxima = torch.maximum(maxima, high)
+    norm = torch.nn.utils.get_total_norm(policy.local_gradients())
+    values = _over_ranks(policy, torch.cat([sums, norm.double().square().reshape(1), maxima]))
+    if values["tokens"] != global_tokens:
+        raise ValueError(
+            f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
+        )
+    return StepSums(values, global_tokens)
+
+
+def _backward(
+    policy: Policy, microbatch: Microbatch, loss_fn: Loss, temperature: float, global_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = policy.forward(microbatch.input_ids)
+    # The last column predicts nothing; a filler target there spares a copy of all logits without it.
+    targets = torch.nn.functional.pad(microbatch.targets, (0, 1))
+    logprobs, entropy = token_logprobs(logits, targets, temperature)
+    inputs = LossInputs(
+        logprobs=logprobs[:, :-1],
+        behaviour_logprobs=microbatch.behaviour_logprobs,
+        advantages=microbatch.advantages,
+        lags=microbatch.lags,
+        mask=microbatch.mask,
+    )
+    output = loss_fn(inputs)
+    loss = output.loss.sum()
+    (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
+    return _measure(inputs, output.sums, loss.detach(), entropy[:, :-1])
+
+
+@torch.no_grad()
+def _measure(
+    inputs: LossInputs, sums: Mapping[str, torch.Tensor], loss: torch.Tensor, entropy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    in_loss = inputs.mask > 0
+    current, behaviour = inputs.logprobs[in_loss], inputs.behaviour_logprobs[in_loss]
+    logprob_diff = (current - behaviour).abs()
+    prob_diff = (current.exp() - behaviour.exp()).abs()
+    fresh = inputs.lags[in_loss] == 0
+    own = {
+        "loss": loss,
+        "entropy": entropy[in_loss].sum(),
+        "prob_diff": prob_diff.sum(),
+        "logprob_diff": logprob_diff.sum(),
+        "fresh_diff": logprob_diff[fresh].sum(),
+        "fresh": fresh.sum(),
+        "tokens": in_loss.sum(),
+    }
+    every = {**sums, **own}
+    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
+    highs = [torch.cat([nothing, diff]).max() for diff in (prob_diff, logprob_diff)]
+    return torch.stack([every[name].double() for name in _SUMS[:-1]]), torch.stack(highs).double()
+
+
+def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:
+    """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
+    the same bits on every rank, which a reduction inside the backend does not promise."""
+    if policy.group is None:
+        rows = local[None]
+    else:
+        parts = [torch.empty_like(local) for _ in range(policy.world_size)]
+        dist.all_gather(parts, local, group=policy.group)
+        rows = torch.stack(parts)
+    rows = rows.cpu()
+    sums = rows[:, : len(_SUMS)].sum(0).tolist()
+    maxima = rows[:, len(_SUMS) :].amax(0).tolist()
+    return dict(zip(_SUMS + _MAXIMA, sums + maxima, strict=True))
+
+
+def apply_update(
+    policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float
+) -> UpdateResult:
+    """Clip the gradients that accumulate_gradients left, and step. Decides alike on all ranks, without a collective.
+
+    Without a token in the loss there is nothing to apply. A loss or gradient norm that is not finite is never applied
+    either: the gradients are dropped, the weights and the optimizer's state stay, and the reason says which. Clipping
+    scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+    """
+    grad_norm = sums.grad_norm
+    reason = ""
+    if sums.global_tokens == 0:
+        reason = "no_tokens"
+    elif not math.isfinite(sums.loss):
+        reason = "nonfinite_loss"
+    elif not math.isfinite(grad_norm):
+        reason = "nonfinite_gradient"
+    if not reason:
+        scale = max_grad_norm / (grad_norm + 1e-6)
+        if scale < 1:
+            for gradient in policy.local_gradients():
+                gradient.mul_(scale)
+        optimizer.step(lr)
+    policy.clear_gradients()
+    return UpdateResult(grad_norm, lr, not reason, reason)

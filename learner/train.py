@@ -1,0 +1,104 @@
+"""Learner's main loop: batch → update → weight broadcast. One process per training device, under torchrun.
+
+consumes     Batch (replay): this rank's trajectories of the step
+produces     Committed (replay) and one policy version per step (weight bus)
+waits for    its batch for at most learner.batch_deadline_s, the last broadcast for at most weight_bus.deadline_s
+unblocked by replay/serve.py (the oldest groups are complete) and weight_bus/subscriber.py (engines verified)
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.schema import Config
+from learner.batches import BatchReader, RunEnded
+from learner.checkpoint import CheckpointError
+from learner.learner import Learner
+from learner.metrics import MetricsError
+from learner.policy import PolicyError
+from learner.ranks import join_ranks
+from learner.tripwires import SilentlyWrong
+from replay.agreement import run_fingerprint
+from replay.channel import ChannelError
+from replay.fingerprint import FingerprintError
+from replay.lifeline import die_with_parent, set_up_logging
+from weight_bus.errors import WeightBusError
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, address: str, *, resume: bool) -> None:
+    """Train from the initial model, or from the newest complete checkpoint, to learner.total_steps."""
+    with join_ranks(config) as ranks, open_reader(config, address, ranks.rank) as batches:
+        learner = Learner(config, ranks, batches)
+        version = learner.start(resume=resume)
+        learner.publish(version)
+
+        while version < config.learner.total_steps:
+            step = version + 1
+            with learner.span("step"):
+                with learner.span("wait_batch"):
+                    batch = batches.take(step)
+                with learner.span("update_actor"):
+                    update = learner.update(batch)
+                with learner.span("publish_wait"):
+                    report = learner.wait_for_broadcast()
+                with learner.span("param_sync"):
+                    digest = learner.commit(step)
+                    learner.publish(step)
+            learner.record(step, batch, update, report=report, digest=digest)
+            learner.checkpoint_if_due(step)
+            version = step
+
+        learner.finish(version)
+
+
+@contextmanager
+def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader]:
+    """The channel to replay; says how the run ended when it closes."""
+    reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config))
+    try:
+        yield reader
+    except RunEnded:
+        raise  # replay knows
+    except BaseException as error:
+        reader.close(f"learner rank {rank} failed: {error}", failed=True)
+        raise
+    reader.close("all steps are done", failed=False)
+
+
+def main() -> int:
+    """Entry point of one rank."""
+    parser = argparse.ArgumentParser(prog="torchrun -m learner.train", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
+    parser.add_argument("--resume", action="store_true", help="start from the newest complete checkpoint")
+    args = parser.parse_args()
+    die_with_parent(os.getppid())
+    rank = os.environ.get("RANK", "0")
+    try:
+        config = from_arguments(args)
+        set_up_logging(f"learner-{rank}", config.run_dir)
+        train(config, args.replay, resume=args.resume)
+    except (ConfigError, FingerprintError, PolicyError, CheckpointError, MetricsError, ChannelError, RunEnded) as error:
+        return _stop(rank, error)
+    except (SilentlyWrong, WeightBusError, dist.DistError) as error:
+        return _stop(rank, error)
+    return 0
+
+
+def _stop(rank: str, error: BaseException) -> int:
+    log.error("learner rank %s stops: %s", rank, error)
+    # A peer may be in a collective and this process's destructors would wait for it.
+    sys.stderr.flush()
+    os._exit(2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

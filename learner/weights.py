@@ -1,0 +1,83 @@
+"""From the sharded policy to the weight bus: digests of the shards, one gather, one hand-over.
+
+The digests come from each rank's own shards, before anything is gathered or packed. So when an engine's live
+weights show the same digests, gather, pack, wire, load and fusion have all been proven (invariant 5).
+"""
+
+import logging
+from typing import Any
+
+from configs.schema import Config
+from learner.policy import Policy
+from learner.ranks import Ranks
+from weight_bus.digest import combined
+from weight_bus.publisher import Publisher, PublishReport
+
+log = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """All ranks call `start`; rank 0 owns the publisher."""
+
+    def __init__(self, config: Config, policy: Policy, ranks: Ranks) -> None:
+        self.config = config
+        self.policy = policy
+        self._publisher: Publisher | None = None
+        if ranks.is_first:
+            self._publisher = Publisher(
+                config.weight_bus, host=config.network.host, run_id=config.run.name, incarnation=0
+            )
+
+    @property
+    def address(self) -> str | None:
+        """Control address of the bus; None on other ranks."""
+        return self._publisher.address if self._publisher else None
+
+    def digests(self) -> dict[str, int]:
+        """Digests of the policy in the wire dtype, from the shards (a collective)."""
+        return self.policy.shard_digests(self.config.rollout.dtype)
+
+    def start(self, version: int, digests: dict[str, int], *, evaluate: bool) -> None:
+        """Gather the policy (a collective) and hand it to the bus, which sends it on a thread of its own.
+
+        Raises:
+            NonFiniteWeights: a tensor is not finite; nothing was sent.
+        """
+        tensors = self.policy.named_full_tensors(self.config.rollout.dtype)
+        if self._publisher is None:
+            for _ in tensors:
+                pass
+            return
+        self._publisher.start_publish(version, tensors, digests, evaluate=evaluate)
+
+    def wait(self) -> PublishReport | None:
+        """Wait for the last broadcast for weight_bus.deadline_s at most; None on other ranks."""
+        return self._publisher.wait() if self._publisher else None
+
+    def metrics(self, report: PublishReport | None) -> dict[str, Any]:
+        """Numbers of the last broadcast for metrics.jsonl."""
+        if report is None or self._publisher is None:
+            return {}
+        for name, reason in report.failed.items():
+            log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
+        seconds = report.seconds
+        return {
+            "weight_sync/version": report.version,
+            "weight_sync/seconds": float(sum(seconds.values())),
+            "weight_sync/bytes": report.bytes,
+            "weight_sync/epoch": report.epoch,
+            "weight_sync/members": len(report.served),
+            "weight_sync/digests_equal": not report.failed,
+            **{f"weight_sync/{phase}_s": value for phase, value in seconds.items()},
+            **{f"weight_sync/{name}": value for name, value in self._publisher.stats().items()},
+        }
+
+    def close(self) -> None:
+        """Leave the bus."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+
+def digest_of(digests: dict[str, int]) -> str:
+    """One digest for the policy."""
+    return combined(digests)

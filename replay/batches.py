@@ -1,0 +1,159 @@
+"""From the groups of one step to one Batch message per learner rank. Pure and deterministic.
+
+Replay decides which rank gets which trajectory and in which microbatch, so that all ranks run the same
+number of microbatches and no rank is alone in a collective (invariant 9).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.messages import Batch, Group
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Rank and microbatch of each of the N trajectories, and the number of microbatches of every rank."""
+
+    rank: Int32
+    microbatch: Int32
+    num_microbatches: int
+
+
+def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assignment:
+    """Spread N trajectories over ranks and microbatches.
+
+    The longest come first and go to the rank with the fewest tokens that still has room for one of its
+    N / num_ranks. Inside a rank, trajectories of similar length share a microbatch of at most `max_tokens`
+    padded tokens.
+
+    Args:
+        lengths: [N] prompt + answer tokens of each trajectory.
+        num_ranks: data-parallel ranks; N is divisible by it.
+        max_tokens: bound of rows × longest row in a microbatch.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    rank = np.zeros(len(lengths), dtype=np.int32)
+    microbatch = np.zeros(len(lengths), dtype=np.int32)
+    share = len(lengths) // num_ranks
+    loads, counts = [0] * num_ranks, [0] * num_ranks
+    # Per rank: index of the open microbatch, its rows, and its longest row (the first, as rows get shorter).
+    opened, rows, longest = [-1] * num_ranks, [0] * num_ranks, [0] * num_ranks
+    for i in order.tolist():
+        length = int(lengths[i])
+        r = min((r for r in range(num_ranks) if counts[r] < share), key=lambda r: (loads[r], r))
+        if opened[r] < 0 or (rows[r] + 1) * longest[r] > max_tokens:
+            opened[r], rows[r], longest[r] = opened[r] + 1, 0, length
+        rank[i], microbatch[i] = r, opened[r]
+        rows[r] += 1
+        loads[r] += length
+        counts[r] += 1
+    return Assignment(rank, microbatch, max(opened) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """The groups of a batch as flat arrays over its N trajectories."""
+
+    groups: Int32
+    lengths: Int32
+    prompt_lengths: Int32
+    rewards: NDArray[np.float32]
+    loss_tokens: Int32
+
+
+def build(
+    step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
+) -> list[Batch]:
+    """One Batch per rank."""
+    columns = _columns(groups)
+    lag = step - 1 - np.concatenate([g.versions[g.loss_mask != 0] for g in groups])
+    values, counts = np.unique(lag, return_counts=True)
+    histogram = {str(int(v)): int(c) for v, c in zip(values, counts, strict=True)}
+    stats = stats | _stats(groups, columns, lag)
+    batches = []
+    for r in range(num_ranks):
+        mine = np.flatnonzero(assignment.rank == r).astype(np.int32)
+        batches.append(
+            Batch(
+                step=step,
+                rank=r,
+                num_microbatches=assignment.num_microbatches,
+                total_loss_tokens=int(columns.loss_tokens.sum(dtype=np.int64)),
+                group_ids=[[g.pass_, g.index] for g in groups],
+                stats=stats,
+                lag_histogram=histogram,
+                trajectory=mine,
+                microbatch=assignment.microbatch[mine],
+                prompt_lengths=columns.prompt_lengths[mine],
+                lengths=columns.lengths[mine],
+                all_rewards=columns.rewards,
+                all_groups=columns.groups,
+                all_loss_tokens=columns.loss_tokens,
+                **_tokens(groups, mine),
+            )
+        )
+    return batches
+
+
+def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
+    """[N] prompt + answer tokens of each trajectory."""
+    return np.concatenate([g.lengths.astype(np.int64) + g.prompt_ids.size for g in groups])
+
+
+def _columns(groups: list[Group]) -> _Columns:
+    sizes = [g.lengths.size for g in groups]
+    masks = [np.add.reduceat(g.loss_mask.astype(np.int32), _starts(g.lengths)) for g in groups]
+    return _Columns(
+        groups=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
+        lengths=np.concatenate([g.lengths for g in groups]),
+        prompt_lengths=np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes),
+        rewards=np.concatenate([g.rewards for g in groups]),
+        loss_tokens=np.concatenate(masks).astype(np.int32),
+    )
+
+
+def _starts(lengths: Int32) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])
+
+
+def _tokens(groups: list[Group], mine: Int32) -> dict[str, NDArray[np.generic]]:
+    """Token arrays of one rank's trajectories, concatenated in the order of `mine`."""
+    token_ids: list[Int32] = []
+    rest: dict[str, list[NDArray[np.generic]]] = {"loss_mask": [], "logprobs": [], "versions": []}
+    starts = [_starts(g.lengths) for g in groups]
+    size = groups[0].lengths.size
+    for i in mine.tolist():
+        group, k = groups[i // size], i % size
+        piece = slice(int(starts[i // size][k]), int(starts[i // size][k]) + int(group.lengths[k]))
+        token_ids += [group.prompt_ids, group.token_ids[piece]]
+        for name, parts in rest.items():
+            parts.append(getattr(group, name)[piece])
+    return {"token_ids": np.concatenate(token_ids)} | {name: np.concatenate(parts) for name, parts in rest.items()}
+
+
+def _stats(groups: list[Group], columns: _Columns, lag: NDArray[np.int64]) -> dict[str, float]:
+    rewards = columns.rewards.reshape(len(groups), -1)
+    reasons = [reason for g in groups for reason in g.finish_reasons]
+    stats = {
+        "critic/score/mean": float(columns.rewards.mean()),
+        "critic/rewards/mean": float(columns.rewards.mean()),
+        "critic/rewards/max": float(columns.rewards.max()),
+        "critic/rewards/min": float(columns.rewards.min()),
+        "response_length/mean": float(columns.lengths.mean()),
+        "response_length/max": float(columns.lengths.max()),
+        "response_length/clip_ratio": reasons.count("length") / len(reasons),
+        "prompt_length/mean": float(columns.prompt_lengths.mean()),
+        "perf/total_num_tokens": float(columns.lengths.sum() + columns.prompt_lengths.sum()),
+        "training/off_policy/trajectory_staleness/mean": float(lag.mean()) if lag.size else 0.0,
+        "training/off_policy/trajectory_staleness/max": float(lag.max()) if lag.size else 0.0,
+        "reward/flat_groups_ratio": float((rewards.max(axis=1) == rewards.min(axis=1)).mean()),
+        "training/epoch": float(max(g.pass_ for g in groups)),
+    }
+    for name in sorted({name for g in groups for name in g.reward_metrics}):
+        values = [g.reward_metrics[name] for g in groups if name in g.reward_metrics]
+        stats[f"reward/{name.removeprefix('reward/')}"] = float(np.mean(values))
+    return stats

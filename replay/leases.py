@@ -1,0 +1,85 @@
+"""Leases: which prompt is at which rollout server, until when. No socket, no clock (time is an argument).
+
+A slot is one admitted group. Its life: QUEUED (admitted, nobody works on it) → LEASED → BUFFERED (its group
+is here) → TAKEN (in the batch being trained) → gone. An expired lease goes back to QUEUED with the next
+attempt number; the first valid result wins, whichever attempt it came from.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from replay.messages import Group
+
+GroupId = tuple[int, int]
+
+
+class SlotState(Enum):
+    """Where an admitted group is."""
+
+    QUEUED = "queued"
+    LEASED = "leased"
+    BUFFERED = "buffered"
+    TAKEN = "taken"
+
+
+@dataclass(slots=True)
+class Slot:
+    """One admitted group. Example: group_id (0, 17), attempt 1, LEASED to 'rollout-0.4711' until 93.5."""
+
+    group_id: GroupId
+    row: dict[str, Any]
+    min_version: int
+    """Oldest policy version that may sample a token of this group (invariant 1)."""
+    state: SlotState = SlotState.QUEUED
+    attempt: int = 0
+    server: str | None = None
+    deadline: float = 0.0
+    leased_at: float = 0.0
+    tokens: int = 0
+    stale_retries: int = 0
+    group: Group | None = None
+
+
+class Leases:
+    """Moves slots between QUEUED and LEASED. The slots themselves belong to the buffer."""
+
+    def __init__(self, lease_s: float, max_attempts: int) -> None:
+        self.lease_s = lease_s
+        self.max_attempts = max_attempts
+
+    def grant(self, slot: Slot, server: str, now: float) -> None:
+        """QUEUED → LEASED, with the next attempt number."""
+        assert slot.state is SlotState.QUEUED
+        slot.state = SlotState.LEASED
+        slot.attempt += 1
+        slot.server = server
+        slot.leased_at = now
+        slot.deadline = now + self.lease_s
+        slot.tokens = 0
+
+    def renew(self, slot: Slot, server: str, attempt: int, tokens: int, now: float) -> bool:
+        """Push the deadline of a lease that is still held; False when it is not (any more)."""
+        if slot.state is not SlotState.LEASED or slot.server != server or slot.attempt != attempt:
+            return False
+        slot.deadline = now + self.lease_s
+        slot.tokens = tokens
+        return True
+
+    def release(self, slot: Slot) -> bool:
+        """LEASED → QUEUED; False when the attempts are used up and the slot must be dropped as poison."""
+        assert slot.state is SlotState.LEASED
+        slot.state = SlotState.QUEUED
+        slot.server = None
+        return slot.attempt < self.max_attempts
+
+    @staticmethod
+    def expired(slots: Iterable[Slot], now: float) -> Iterator[Slot]:
+        """Leases whose deadline has passed."""
+        return (slot for slot in slots if slot.state is SlotState.LEASED and slot.deadline <= now)
+
+    @staticmethod
+    def held_by(slots: Iterable[Slot], server: str) -> Iterator[Slot]:
+        """Leases of one server."""
+        return (slot for slot in slots if slot.state is SlotState.LEASED and slot.server == server)

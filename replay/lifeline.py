@@ -1,0 +1,48 @@
+"""Processes that end with their parent, and logs that everybody writes alike.
+
+A run is a tree of processes. Each of them asks the kernel to be killed when its parent dies (Linux:
+PR_SET_PDEATHSIG), so that `kill -9` of the launcher leaves nothing behind.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have this process killed when the parent dies. Call it first, from the main thread.
+
+    Args:
+        parent_pid: who the parent must be; when it is gone already, this process exits at once. None takes
+            the parent of this moment, which is init (1) if it died before.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if parent_pid is not None and os.getppid() != parent_pid:
+        sys.exit(f"parent {parent_pid} is gone already")
+
+
+def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int = logging.INFO) -> None:
+    """Log to stderr and to `<run_dir>/logs/<name>.log`."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if run_dir is not None:
+        folder = Path(run_dir) / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(folder / f"{name}.log"))
+    logging.basicConfig(
+        level=level,
+        format=f"%(asctime)s {name} %(levelname)s %(message)s",
+        handlers=handlers,
+        force=True,
+    )

@@ -1,0 +1,84 @@
+"""Who is connected to replay: names, roles, what they do, when they were last heard. No socket, no clock."""
+
+from dataclasses import dataclass, field
+
+from replay.messages import Hello, Role
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connected process. `identity` is its socket's, `name` is for people."""
+
+    identity: str
+    hello: Hello
+    last_heard: float
+    version: int = 0
+    capacity: int = 0
+    activity: str = ""
+    since: float = 0.0
+    gauges: dict[str, float] = field(default_factory=dict)
+    groups_accepted: int = 0
+
+    @property
+    def name(self) -> str:
+        """Name for logs and the live view."""
+        return self.hello.name
+
+    @property
+    def role(self) -> Role:
+        """What kind of process this is."""
+        return self.hello.role
+
+    def describe(self, now: float) -> str:
+        """`'rollout-0' (pid 4711 on host1, last heard 0.4 s ago)`."""
+        silent = now - self.last_heard
+        return f"{self.name!r} (pid {self.hello.pid} on {self.hello.host}, last heard {silent:.1f} s ago)"
+
+
+class Peers:
+    """All connected peers by identity."""
+
+    def __init__(self) -> None:
+        self.by_identity: dict[str, Peer] = {}
+
+    def add(self, identity: str, hello: Hello, now: float) -> Peer:
+        """Admit a peer, or refresh it when it says Hello again."""
+        peer = self.by_identity.get(identity)
+        if peer is None:
+            peer = Peer(identity, hello, now, since=now)
+            self.by_identity[identity] = peer
+        peer.hello = hello
+        peer.last_heard = now
+        return peer
+
+    def remove(self, identity: str) -> Peer | None:
+        """Forget a peer."""
+        return self.by_identity.pop(identity, None)
+
+    def get(self, identity: str) -> Peer | None:
+        """The peer behind a socket identity."""
+        return self.by_identity.get(identity)
+
+    def role(self, role: Role) -> list[Peer]:
+        """All peers of a role."""
+        return [peer for peer in self.by_identity.values() if peer.role == role]
+
+    def rank(self, rank: int) -> Peer | None:
+        """The learner rank, if it is connected."""
+        return next((p for p in self.role("learner") if p.hello.rank == rank), None)
+
+    def silent(self, now: float, silent_after_s: float) -> list[Peer]:
+        """Rollout servers that were not heard for too long."""
+        return [p for p in self.role("rollout_server") if now - p.last_heard > silent_after_s]
+
+    def disagreement(self, hello: Hello) -> str | None:
+        """The first fingerprint entry in which a newcomer differs from somebody connected, as a sentence."""
+        for peer in self.by_identity.values():
+            for key, value in peer.hello.fingerprint.items():
+                mine = hello.fingerprint.get(key)
+                if mine is not None and mine != value:
+                    return (
+                        f"{key} differs: {hello.name!r} has {mine}, {peer.name!r} has {value};"
+                        f" give both the same model folder and configuration"
+                    )
+        return None

@@ -1,0 +1,239 @@
+"""One row of a dataset, normalised: which columns hold what (by convention), checked and msgpack-able.
+
+| convention | prompt                     | ground truth                | extra_info   |
+|------------|----------------------------|-----------------------------|--------------|
+| verl       | `prompt`                   | `reward_model.ground_truth` | `extra_info` |
+| slime      | `prompt`                   | `label`                     | `metadata`   |
+| gsm8k      | `question`, a user message | after `####` in `answer`    | `extra_info` |
+| question   | `question`, a user message | `answer`                    | `extra_info` |
+| own        | `prompt`                   | `answer`                    | `extra_info` |
+| trl        | `prompt`                   | `solution`, if there is one | `extra_info` |
+
+A `question` is what somebody says, so it becomes one message of the user; a `prompt` of plain text is taken
+as it is, without a chat template. Every other column is kept in `columns`, where TRL reward functions and
+those of your own find it; the column of the ground truth is kept there too, except verl's.
+"""
+
+import datetime
+import decimal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+ROLES = ("system", "user", "assistant", "tool")
+MAX_DEPTH = 16
+
+
+class DataError(ValueError):
+    """A dataset cannot be used; the message names file, row, column and value, and says what to do."""
+
+
+Row = dict[str, Any]
+"""A normalised row; everything in it survives msgpack. Its keys are always these five:
+
+prompt: text, or chat messages [{"role": ..., "content": ...}]; ground_truth: what the reward compares with, or None;
+data_source: name of the dataset; extra_info: mapping for reward functions; columns: every other column.
+
+Example: {"prompt": "312=", "ground_truth": "123", "data_source": "train", "extra_info": {}, "columns": {}}
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convention:
+    """Where a kind of dataset keeps what. Found per file by `detect`."""
+
+    name: str
+    prompt: str
+    truth: str | None
+    extra: str = "extra_info"
+
+
+VERL = Convention(name="verl", prompt="prompt", truth="reward_model")
+SLIME = Convention(name="slime", prompt="prompt", truth="label", extra="metadata")
+GSM8K = Convention(name="gsm8k", prompt="question", truth="answer")
+QUESTION = Convention(name="question", prompt="question", truth="answer")
+OWN = Convention(name="own", prompt="prompt", truth="answer")
+TRL = Convention(name="trl", prompt="prompt", truth="solution")
+TRL_UNJUDGED = Convention(name="trl", prompt="prompt", truth=None)
+"""TRL's prompt-only form: the reward function looks at the answer alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a value stands, for errors."""
+
+    source: str
+    row: int
+
+    def error(self, column: str, value: object, problem: str) -> DataError:
+        """A DataError that names this place, the column and the value."""
+        return DataError(f"{self.source}: row {self.row}, column {column!r}: {problem} (value {shorten(value)})")
+
+
+def shorten(value: object, limit: int = 120) -> str:
+    """`repr` of a value, cut to `limit` characters."""
+    text = repr(value[: limit + 1]) if isinstance(value, (str, bytes)) else repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def detect(raw: Mapping[str, Any], source: str) -> Convention:
+    """The convention of a file, from its first row.
+
+    Raises:
+        DataError: there is neither a prompt nor a question.
+    """
+    if "prompt" in raw:
+        for convention in (VERL, SLIME, OWN, TRL):
+            if convention.truth in raw:
+                return convention
+        return TRL_UNJUDGED
+    if "question" in raw and "answer" in raw:
+        return GSM8K if isinstance(raw["answer"], str) and "####" in raw["answer"] else QUESTION
+    raise DataError(
+        f"{source}: row 1 has the columns {sorted(raw)}, but no prompt; give each row `prompt` and `answer` (or the"
+        " columns of verl, slime, TRL or GSM8K: docs/configuration.md)"
+    )
+
+
+def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
+    """Check one raw row and bring it into the form of `Row`.
+
+    Raises:
+        DataError: a column is missing or holds something that cannot be used.
+    """
+    extra = raw.get(convention.extra)
+    if extra is not None and not isinstance(extra, Mapping):
+        raise place.error(convention.extra, extra, f"expected a mapping, found a {type(extra).__name__}")
+    data_source = raw.get("data_source")
+    if data_source is not None and not isinstance(data_source, str):
+        raise place.error("data_source", data_source, f"expected text, found a {type(data_source).__name__}")
+    used = {convention.prompt, convention.extra, "data_source"} | ({"reward_model"} if convention is VERL else set())
+    return {
+        "prompt": _prompt(raw, convention, place),
+        "ground_truth": _ground_truth(raw, convention, place),
+        "data_source": data_source or place.source.rpartition("/")[2].partition(".")[0],
+        "extra_info": plain(dict(extra or {}), convention.extra, place),
+        "columns": {key: plain(value, key, place) for key, value in raw.items() if key not in used},
+    }
+
+
+def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str | list[dict[str, str]]:
+    column = convention.prompt
+    if raw.get(column) is None:
+        raise DataError(
+            f"{place.source}: row {place.row}: column {column!r} is missing or null (columns {sorted(raw)}); every row"
+            " needs a prompt: add it or remove the row"
+        )
+    value = raw[column]
+    if isinstance(value, str):
+        text = _text(value, column, place)
+        return [{"role": "user", "content": text}] if column == "question" else text
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        kind = type(value).__name__
+        raise place.error(column, value, f"expected text or a list of chat messages, found a {kind}")
+    if not len(value):
+        raise place.error(column, value, "the prompt is empty; fill it or remove the row")
+    return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
+
+
+def _message(message: Any, column: str, place: Place) -> dict[str, str]:
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        raise place.error(column, message, 'expected a message {"role": ..., "content": ...}')
+    if message["role"] not in ROLES:
+        raise place.error(f"{column}.role", message["role"], f"unknown role; take one of {', '.join(ROLES)}")
+    if not isinstance(message["content"], str):
+        kind = type(message["content"]).__name__
+        raise place.error(f"{column}.content", message["content"], f"expected text, found a {kind}")
+    # Parquet gives every message of a column the same keys, so null ones say nothing.
+    other = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
+    if other:
+        raise place.error(f"{column}.{other[0]}", message[other[0]], "a message has role and content only; remove it")
+    return {"role": message["role"], "content": _text(message["content"], f"{column}.content", place)}
+
+
+def _text(value: str, column: str, place: Place) -> str:
+    if not value.strip():
+        raise place.error(column, value, "the prompt is empty; fill it or remove the row")
+    return str(plain(value, column, place))
+
+
+def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) -> Any:
+    column = convention.truth
+    if column is None:
+        return None
+    if column not in raw:
+        raise DataError(
+            f"{place.source}: row {place.row}: column {column!r} is missing (columns {sorted(raw)}); the file follows"
+            f" the {convention.name} convention, so every row needs it: add it or remove the row"
+        )
+    value = raw[column]
+    if convention is VERL:
+        if not isinstance(value, Mapping) or "ground_truth" not in value:
+            raise place.error(column, value, 'expected a mapping {"ground_truth": ...}')
+        return plain(value["ground_truth"], "reward_model.ground_truth", place)
+    if convention is GSM8K:
+        if not isinstance(value, str) or not value.rpartition("####")[2].strip() or "####" not in value:
+            raise place.error(
+                column, value, "expected a solution that ends in `#### <answer>`, as in row 1's file form"
+            )
+        # GSM8K writes thousands as 1,000; verl's preparation drops the comma as well.
+        return plain(value.rpartition("####")[2].strip().replace(",", ""), column, place)
+    return plain(value, column, place)
+
+
+def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
+    """The value in types that msgpack carries: numpy becomes Python, dates become ISO text, decimals become text.
+
+    Raises:
+        DataError: NaN or infinity, integers beyond 64 bits, keys that are not text, unpaired surrogates, or a type
+            that has no such form.
+    """
+    if value is None or isinstance(value, (bool, bytes)):
+        return value
+    if isinstance(value, str):
+        return _checked_text(value, column, place)
+    if isinstance(value, (int, float, np.generic, decimal.Decimal, datetime.date, datetime.time)):
+        return _scalar(value, column, place)
+    if depth == MAX_DEPTH:
+        raise place.error(column, value, f"nested deeper than {MAX_DEPTH} levels; flatten it")
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {
+            _key(key, column, place): plain(item, f"{column}.{key}", place, depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, Sequence):
+        return [plain(item, f"{column}[{number}]", place, depth + 1) for number, item in enumerate(value)]
+    raise place.error(column, value, f"a {type(value).__name__} cannot be sent; store text, numbers, lists or mappings")
+
+
+def _scalar(value: Any, column: str, place: Place) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise place.error(column, value, "not a finite number; store null or remove the row")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise place.error(column, value, "does not fit into 64 bits; store it as text")
+    return value
+
+
+def _key(key: Any, column: str, place: Place) -> str:
+    if not isinstance(key, str):
+        raise place.error(column, key, f"a {type(key).__name__} is the key of a mapping; keys must be text")
+    return _checked_text(key, column, place)
+
+
+def _checked_text(value: str, column: str, place: Place) -> str:
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise place.error(column, value, "holds an unpaired surrogate, which is not valid text") from error
+    return value

@@ -1,0 +1,66 @@
+"""Replay's main loop: messages in, leases and batches out.
+
+consumes     Hello, LeaseRequest, Renew, Group, EvaluationResult (rollout servers); Take, Committed (learner)
+produces     Lease, Ack, EvaluationLease (rollout servers); Batch, Proceed, EvaluationResult (learner)
+waits for    any message, for at most one tick; decides about silent peers by its own clock
+unblocked by rollout_server/serve.py (groups) and learner/train.py (takes and commits)
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from replay import messages as m
+from replay.channel import AsyncRouter, WireError
+from replay.service import Service
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+FAREWELL_S = 1.0
+"""How long Goodbyes have to reach their peers."""
+
+
+async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopping: Callable[[], bool]) -> None:
+    """Serve until the run has ended and every peer was told, or `stopping` says so."""
+    next_tick = next_beat = time.monotonic()
+    while not stopping():
+        now = time.monotonic()
+        if now >= next_tick:
+            service.tick(now)
+            next_tick = now + TICK_S
+        if now >= next_beat:
+            await beat(router, service, now)
+            next_beat = now + heartbeat_s
+        try:
+            async with asyncio.timeout(max(0.0, next_tick - now)):
+                identity, received = await router.receive()
+        except TimeoutError:
+            pass
+        else:
+            if isinstance(received, WireError):
+                service.corrupt(identity, str(received))
+            else:
+                service.handle(identity, received.message, time.monotonic())
+        await flush(router, service)
+        if service.ended is not None and not service.peers.by_identity:
+            return
+        if service.ended is not None and time.monotonic() > service.ended_at + FAREWELL_S:
+            return
+
+
+async def flush(router: AsyncRouter, service: Service) -> None:
+    """Send what the service has to say; a peer that cannot be reached is lost (closed or full)."""
+    while service.outbox:
+        outbox, service.outbox = service.outbox, []
+        for identity, message in outbox:
+            if not await router.send(identity, message) and service.peers.get(identity) is not None:
+                service.lost(identity, "closed", time.monotonic())
+
+
+async def beat(router: AsyncRouter, service: Service, now: float) -> None:
+    """Tell every peer that replay lives; a send is also how a closed connection shows at once."""
+    for identity in list(service.peers.by_identity):
+        if not await router.send(identity, m.Heartbeat()):
+            service.lost(identity, "closed", now)

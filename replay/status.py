@@ -1,0 +1,76 @@
+"""Replay's view of the run as plain data, for the live view, for tests and for people."""
+
+from typing import TYPE_CHECKING, Any
+
+from replay.leases import SlotState
+
+if TYPE_CHECKING:
+    from replay.service import Service
+
+
+def status_of(service: "Service", now: float) -> dict[str, Any]:
+    """The state that a Status message carries (schema: docs/protocol.md)."""
+    buffer = service.buffer
+    missing = buffer.oldest_missing()
+    return {
+        "version": buffer.version,
+        "incarnation": service.incarnation,
+        "async_lag": buffer.async_lag,
+        "groups": {
+            "leased": buffer.count(SlotState.LEASED),
+            "buffered": buffer.count(SlotState.BUFFERED),
+            "taken": buffer.count(SlotState.TAKEN),
+            "max": buffer.max_groups,
+        },
+        "oldest_missing": {
+            "group": list(missing.group_id),
+            "server": _name(service, missing.server),
+            "age_s": now - missing.leased_at if missing.leased_at else 0.0,
+        }
+        if missing is not None
+        else None,
+        "waits": waits(service, now),
+        "peers": [
+            {
+                "name": peer.name,
+                "role": peer.role,
+                "version": peer.version if peer.role == "rollout_server" else None,
+                "activity": peer.activity,
+                "since_s": max(0.0, now - peer.since),
+                "silent_s": now - peer.last_heard,
+                "leases": sum(slot.server == peer.identity for slot in buffer.slots.values()),
+                "groups_accepted": peer.groups_accepted,
+                "gauges": peer.gauges,
+            }
+            for peer in service.peers.by_identity.values()
+        ],
+        "counters": dict(service.counters),
+        "ended": service.ended,
+    }
+
+
+def waits(service: "Service", now: float) -> list[dict[str, Any]]:
+    """Who waits for whom, in words."""
+    found: list[dict[str, Any]] = []
+    desk, buffer = service.batch_desk, service.buffer
+    step = buffer.version + 1
+    servers = service.peers.role("rollout_server")
+    if not servers:
+        found.append({"who": "replay", "for": "a rollout server", "since_s": now - service.no_server_since})
+    if desk.takes.get(step) and step not in desk.batches:
+        missing = buffer.oldest_missing()
+        what = f"batch {step}"
+        if missing is not None:
+            where = _name(service, missing.server) or "no server yet"
+            what += f" (group {missing.group_id[0]}/{missing.group_id[1]} at {where})"
+        found.append({"who": "learner", "for": what, "since_s": now - desk.take_since})
+    if servers and buffer.room == 0 and buffer.count(SlotState.QUEUED) + buffer.count(SlotState.LEASED) == 0:
+        found.append(
+            {"who": "rollout servers", "for": f"room: {buffer.max_groups} groups are in flight", "since_s": 0.0}
+        )
+    return found
+
+
+def _name(service: "Service", identity: str | None) -> str | None:
+    peer = service.peers.get(identity) if identity else None
+    return peer.name if peer else None

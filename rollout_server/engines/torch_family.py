@@ -1,0 +1,137 @@
+"""Which model folders the torch engine can serve: config.json -> `ModelSpec`, or a refusal that names the key.
+
+The engine implements three families exactly (Qwen2, Qwen3, Llama); everything a config can ask for beyond them
+is refused here, because a decoder that is nearly the model gives behaviour logprobs that are nearly right.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from rollout_server.engines.base import EngineError
+
+CONFIG_CLASSES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelSpec:
+    """Shape of a decoder of the Qwen2, Qwen3 or Llama family."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    tied: bool
+    """lm_head and the input embedding are one tensor."""
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    inv_freq: torch.Tensor
+    """[head_dim / 2] float32 rotary frequencies."""
+    rope_scaling: float
+    """Factor on cos and sin (yarn's attention factor; 1 elsewhere)."""
+
+
+def read_spec(folder: Path, max_context: int) -> ModelSpec:
+    """Read `config.json` of a Hugging Face folder.
+
+    Args:
+        folder: the model folder.
+        max_context: most tokens of prompt and answer that will be asked for.
+
+    Raises:
+        EngineError: the model is of another family, or asks for something the engine does not do exactly.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise EngineError(f"{path} does not exist; model.path must be a Hugging Face model folder")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    model_type = raw.get("model_type")
+    if model_type not in CONFIG_CLASSES:
+        raise EngineError(
+            f"{path}: model_type {model_type!r} is not served by the torch engine "
+            f"(it serves {', '.join(CONFIG_CLASSES)}); use rollout.engine: sglang"
+        )
+    if raw.get("quantization_config") is not None:
+        raise EngineError(f"{path}: quantization_config is set, the torch engine serves unquantized weights only")
+    config = CONFIG_CLASSES[model_type].from_dict(raw)
+    _refuse_what_differs(path, config, max_context)
+    inv_freq, rope_scaling = _rope(path, config)
+    qwen2, qwen3 = model_type == "qwen2", model_type == "qwen3"
+    attention_bias = bool(getattr(config, "attention_bias", False)) and not qwen2
+    return ModelSpec(
+        family=model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        intermediate_size=config.intermediate_size,
+        rms_norm_eps=config.rms_norm_eps,
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=qwen2 or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=model_type == "llama" and bool(config.mlp_bias),
+        qk_norm=qwen3,
+        inv_freq=inv_freq,
+        rope_scaling=rope_scaling,
+    )
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _refuse_what_differs(path: Path, config: Any, max_context: int) -> None:
+    if config.hidden_act != "silu":
+        raise EngineError(f"{path}: hidden_act {config.hidden_act!r}, the torch engine does silu only")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < max_context and "sliding_attention" in (config.layer_types or ()):
+        raise EngineError(
+            f"{path}: use_sliding_window with sliding_window {window} below the context of {max_context} tokens; "
+            "the torch engine attends to the whole context only"
+        )
+    if max_context > config.max_position_embeddings:
+        raise EngineError(
+            f"{path}: max_position_embeddings {config.max_position_embeddings} is below the context of {max_context} "
+            "tokens (data.max_prompt_tokens + rollout.max_new_tokens); lower one of the two"
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise EngineError(
+            f"{path}: num_attention_heads {config.num_attention_heads} is no multiple of "
+            f"num_key_value_heads {config.num_key_value_heads}"
+        )
+    if _head_dim(config) % 2:
+        raise EngineError(f"{path}: head_dim {_head_dim(config)} is odd, rotary embeddings need pairs")
+
+
+def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies as transformers computes them (RoFormer, Su et al. 2021, and its scaled variants)."""
+    parameters = config.rope_parameters or {}
+    rope_type = parameters.get("rope_type")
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise EngineError(
+            f"{path}: rope_type {rope_type!r} of rope_parameters is not served by the torch engine "
+            f"(it serves {', '.join(STATIC_ROPE_TYPES)}: frequencies that do not depend on the length)"
+        )
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise EngineError(f"{path}: partial_rotary_factor {parameters['partial_rotary_factor']}, only 1.0 is served")
+    if rope_type != "default":
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+        return inv_freq.float(), float(scaling)
+    dim = _head_dim(config)
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return 1.0 / (parameters["rope_theta"] ** exponents), 1.0

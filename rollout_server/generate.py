@@ -1,0 +1,144 @@
+"""From a lease to a group: encode the prompt, sample the answers, score them. No sockets."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from configs.schema import Config
+from replay import messages as m
+from rollout_server.engines.base import Completion, Engine, Sampling
+from rollout_server.rewards import RewardOutcome, RewardPool
+from rollout_server.tasks import Task
+
+
+class LeaseFailed(RuntimeError):
+    """This lease cannot be finished here. `reason` is the counter that replay books it under."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True)
+class Generator:
+    """Turns leases into groups and evaluation leases into results."""
+
+    config: Config
+    engine: Engine
+    task: Task
+    rewards: RewardPool
+
+    def sampling(self, seed: int, *, greedy: bool = False) -> Sampling:
+        """How this run samples."""
+        return Sampling(
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            temperature=self.config.rollout.temperature,
+            greedy=greedy,
+            stop_token_ids=tuple(self.task.stop_token_ids),
+            seed=seed,
+        )
+
+    async def group(self, lease: m.Lease, request_id: str) -> m.Group:
+        """Sample and score the group of a lease.
+
+        Raises:
+            LeaseFailed: the prompt is too long, the reward function failed, or the request was aborted.
+        """
+        started = time.monotonic()
+        prompt_ids = self.encode(lease.prompt)
+        completions = await self.engine.generate(
+            prompt_ids, self.sampling(lease.seed), self.config.rollout.group_size, request_id=request_id
+        )
+        if any(c.finish_reason == "abort" for c in completions):
+            raise LeaseFailed("aborted", "the request was cancelled")
+        seconds = time.monotonic() - started
+        texts, outcomes = await self.score([lease.prompt] * len(completions), completions)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise LeaseFailed("reward_error", outcome.error)
+        return _group_message(lease, prompt_ids, completions, texts=texts, outcomes=outcomes, seconds=seconds)
+
+    async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
+        """Answer and score all prompts of an evaluation with exactly the pinned version.
+
+        Raises:
+            LeaseFailed: a reward function failed; an evaluation with holes would be a wrong number.
+        """
+        started = time.monotonic()
+        completions = await asyncio.gather(
+            *(self._answer(lease, row, position) for position, row in enumerate(lease.prompts))
+        )
+        texts, outcomes = await self.score(lease.prompts, completions)
+        for row, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise LeaseFailed("reward_error", f"evaluation prompt {row}: {outcome.error}")
+        return m.EvaluationResult(
+            version=lease.version,
+            greedy=lease.greedy,
+            seconds=time.monotonic() - started,
+            texts=texts,
+            finish_reasons=[c.finish_reason for c in completions],
+            rewards=np.array([o.score for o in outcomes], dtype=np.float32),
+            lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
+        )
+
+    def encode(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of a prompt. Raises LeaseFailed when it is too long."""
+        token_ids = self.task.encode(row)
+        limit = self.config.data.max_prompt_tokens
+        if len(token_ids) > limit:
+            raise LeaseFailed("prompt_too_long", f"{len(token_ids)} tokens, data.max_prompt_tokens is {limit}")
+        return token_ids
+
+    async def score(
+        self, rows: list[dict[str, Any]], completions: list[Completion]
+    ) -> tuple[list[str], list[RewardOutcome]]:
+        """Decoded texts and reward outcomes, in order."""
+        texts = [self.task.decode(c.token_ids.tolist()) for c in completions]
+        samples = [
+            self.task.sample(row, text, num_tokens=int(c.token_ids.size), finish_reason=c.finish_reason)
+            for row, text, c in zip(rows, texts, completions, strict=True)
+        ]
+        return texts, await self.rewards.score(samples)
+
+    async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:
+        name = f"evaluation-{lease.version}-{'greedy' if lease.greedy else 'sampled'}-{position}"
+        sampling = self.sampling(lease.seed + position, greedy=lease.greedy)
+        completions = await self.engine.generate(self.encode(row), sampling, 1, request_id=name, pinned=lease.version)
+        return completions[0]
+
+
+def _group_message(
+    lease: m.Lease,
+    prompt_ids: list[int],
+    completions: list[Completion],
+    *,
+    texts: list[str],
+    outcomes: list[RewardOutcome],
+    seconds: float,
+) -> m.Group:
+    names = sorted({name for outcome in outcomes for name in outcome.metrics})
+    metrics = {name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in names}
+    metrics["seconds"] = float(np.mean([o.seconds for o in outcomes]))
+    token_ids = np.concatenate([c.token_ids for c in completions])
+    return m.Group(
+        pass_=lease.pass_,
+        index=lease.index,
+        attempt=lease.attempt,
+        finish_reasons=[c.finish_reason for c in completions],
+        texts=texts,
+        reward_metrics=metrics,
+        generate_s=seconds,
+        data_source=str(lease.prompt.get("data_source", "")),
+        prompt_ids=np.array(prompt_ids, dtype=np.int32),
+        lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
+        token_ids=token_ids,
+        loss_mask=np.ones(token_ids.size, dtype=np.uint8),
+        logprobs=np.concatenate([c.logprobs for c in completions]),
+        versions=np.concatenate([c.versions for c in completions]),
+        rewards=np.array([o.score for o in outcomes], dtype=np.float32),
+    )

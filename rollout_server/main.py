@@ -1,0 +1,85 @@
+"""`python -m rollout_server.main --replay tcp://host:port`: one rollout server, one engine."""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+import uvloop
+
+from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.schema import Config
+from replay.agreement import run_fingerprint
+from replay.channel import AsyncDealer, ChannelError, Limits
+from replay.fingerprint import FingerprintError
+from replay.lifeline import die_with_parent, set_up_logging
+from replay.messages import FROM_REPLAY
+from rollout_server.engines import EngineError, build_engine
+from rollout_server.generate import Generator
+from rollout_server.rewards import RewardError, RewardPool
+from rollout_server.serve import leave, serve
+from rollout_server.server import RolloutServer
+from rollout_server.tasks import Task, TaskError
+
+log = logging.getLogger(__name__)
+
+
+async def run(config: Config, address: str, name: str) -> int:
+    """Serve one run; 0 when it ended well."""
+    fingerprint = run_fingerprint(config)
+    engine = build_engine(config)
+    dealer = AsyncDealer(address, f"{name}.{os.getpid()}", FROM_REPLAY, Limits(config.network.max_message_bytes))
+    try:
+        async with RewardPool(config.reward) as rewards:
+            generator = Generator(config, engine, Task(config), rewards)
+            server = RolloutServer(config, generator, dealer, name=name, fingerprint=fingerprint)
+            serving = asyncio.create_task(serve(server))
+            loop = asyncio.get_running_loop()
+            for sig in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(sig, serving.cancel)
+            try:
+                return 0 if await serving else 1
+            except asyncio.CancelledError:
+                await leave(server, "stopped by signal")
+                return 0
+    finally:
+        await engine.close()
+        dealer.close()
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m rollout_server.main", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
+    parser.add_argument("--server-name", default=f"rollout-{os.getpid()}", help="name in logs and metrics")
+    parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
+    args = parser.parse_args()
+    if args.parent is not None:
+        die_with_parent(args.parent)
+    try:
+        config = from_arguments(args)
+        set_up_logging(args.server_name, config.run_dir)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(run(config, args.replay, args.server_name))
+    except (ConfigError, FingerprintError, EngineError, TaskError, RewardError, ChannelError) as error:
+        return _stop(args.server_name, error)
+    except ExceptionGroup as group:
+        return _stop(args.server_name, _first(group))
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _stop(name: str, error: BaseException) -> int:
+    log.error("%s stops: %s", name, error, exc_info=not isinstance(error, RuntimeError | ValueError))
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What goes into a reward function and what comes out of a call."""
+
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+
+class RewardError(ValueError):
+    """The reward function cannot be loaded or its processes cannot be started; the message says what to do."""
+
+
+class Sample(TypedDict):
+    """One answer as a reward function sees it.
+
+    Example: {"prompt": "312=", "completion": "123", "ground_truth": "123", "data_source": "train",
+    "extra_info": {}, "columns": {}, "num_tokens": 4, "finish_reason": "stop"}
+    """
+
+    prompt: str | list[dict[str, str]]
+    completion: str
+    """The decoded answer without special tokens."""
+    ground_truth: Any
+    data_source: str
+    extra_info: dict[str, Any]
+    columns: dict[str, Any]
+    """Every other column of the row."""
+    num_tokens: int
+    """Tokens of the answer, the stop token included."""
+    finish_reason: str
+    """`stop`, or `length` for an answer that was cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """Result of judging one sample."""
+
+    score: float
+    """NaN when `error` is set, so that nobody who overlooks the error trains on it."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other numbers that the function returned."""
+    error: str | None = None
+    """Why there is no score, or None."""
+    seconds: float
+    """Time that the function took for this sample (a call that judges several: their share of it)."""

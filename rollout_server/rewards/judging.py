@@ -1,0 +1,115 @@
+"""Runs a loaded reward function over samples and checks what it returns. Runs in the worker process."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_server.rewards.base import Sample
+from rollout_server.rewards.framing import MAX_ERROR_CHARS, MAX_METRICS
+from rollout_server.rewards.loading import RewardFunction, describe
+
+Verdict = tuple[int, float | None, dict[str, float], str | None, float]
+"""(index in the request, score or None, metrics, error or None, seconds): one entry of a worker's reply."""
+FLUSH_S = 0.02
+"""Verdicts younger than this are sent together; a pool that kills the worker judges them anew."""
+
+
+class NotAReward(ValueError):
+    """The function returned something that is no reward."""
+
+
+def reward_of(value: Any) -> tuple[float, dict[str, float]]:
+    """Score and metrics of a returned number or dict.
+
+    Raises:
+        NotAReward: no finite number where one is needed.
+    """
+    if not isinstance(value, dict):
+        return _number(value, "returned"), {}
+    key = next((key for key in ("score", "reward") if key in value), None)
+    if key is None:
+        raise NotAReward(f"returned a dict without 'score' or 'reward' (keys {sorted(map(str, value))[:8]})")
+    score = _number(value[key], f"returned {key} =")
+    metrics = {
+        str(name)[:100]: _number(item, f"returned {name} =")
+        for name, item in value.items()
+        if name != key and _is_number(item)
+    }
+    if len(metrics) > MAX_METRICS:
+        raise NotAReward(f"returned {len(metrics)} metrics, at most {MAX_METRICS} are kept")
+    return score, metrics
+
+
+def judge(function: RewardFunction, samples: Sequence[Sample], send: Callable[[list[Verdict]], None]) -> None:
+    """Call a synchronous function on all samples and send every verdict once."""
+    if function.convention == "trl":
+        start = time.perf_counter()
+        send(together(_attempt(lambda: function.call(samples)), len(samples), time.perf_counter() - start))
+        return
+    pending: list[Verdict] = []
+    flushed = time.perf_counter()
+    for index, sample in enumerate(samples):
+        start = time.perf_counter()
+        value, error = _attempt(lambda sample=sample: function.call(sample))  # type: ignore[misc]
+        now = time.perf_counter()
+        pending.append(verdict(index, value, error, now - start))
+        if now - flushed > FLUSH_S:
+            send(pending)
+            pending, flushed = [], now
+    if pending:
+        send(pending)
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    try:
+        return call(), None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
+        return None, describe(error)
+
+
+def verdict(index: int, value: Any, error: str | None, seconds: float) -> Verdict:
+    """The verdict on one sample, from what its call returned or raised."""
+    if error is None:
+        try:
+            score, metrics = reward_of(value)
+            return index, score, metrics, None, seconds
+        except NotAReward as problem:
+            error = f"the reward function {problem}; it must be a finite number or a dict with one under 'score'"
+    return index, None, {}, error[:MAX_ERROR_CHARS], seconds
+
+
+def together(result: tuple[Any, str | None], num: int, seconds: float) -> list[Verdict]:
+    """The verdicts of one call on `num` samples (TRL)."""
+    values, error = result
+    if error is None:
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, (list, tuple)) or len(values) != num:
+            found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+            error = f"the reward function must return a list of {num} numbers, found {found}"
+    return [verdict(index, None if error else values[index], error, seconds / num) for index in range(num)]
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, int, float)):
+        return True
+    # Scalars of numpy and torch, without importing either.
+    return hasattr(value, "item") and getattr(value, "size", None) in (1,) or _is_scalar_tensor(value)
+
+
+def _is_scalar_tensor(value: Any) -> bool:
+    return callable(getattr(value, "numel", None)) and value.numel() == 1
+
+
+def _number(value: Any, what: str) -> float:
+    if not _is_number(value):
+        shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
+        raise NotAReward(f"{what} {shown}")
+    number = value if isinstance(value, (bool, int, float)) else value.item()
+    try:
+        result = float(number)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise NotAReward(f"{what} {str(number)[:60]!r}") from error
+    if not math.isfinite(result):
+        raise NotAReward(f"{what} {result}")
+    return result

@@ -1,0 +1,83 @@
+r"""Reward `numeric`: the final number of the answer equals the ground truth, as in GSM8K.
+
+The number after the last `####` or in the last `\boxed{}` is taken, whichever stands later; without either, the
+last number of the text. Thousands separators, currency signs, percent signs and units are ignored; fractions
+(`3/4`, `\frac{3}{4}`) and decimals are compared as exact rationals. Text is only ever matched, never evaluated.
+"""
+
+import re
+from fractions import Fraction
+
+from rollout_server.rewards.base import Sample
+
+MAX_DIGITS = 100
+"""Longer numbers count as none: a policy must not be able to buy grading time with digits."""
+DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+NUMBER = re.compile(
+    # A minus after a word or a bracket is a subtraction or a hyphen, not a sign.
+    rf"(?P<sign>(?<![\w)\]}}])[-−+])?\s?(?:\\?[$€£¥]\s?)?(?P<inner>[-−])?(?P<number>{DIGITS})"
+    rf"(?P<exponent>[eE][-+]?\d{{1,2}}(?!\w))?(?:\s?/\s?(?P<divisor>{DIGITS}))?"
+)
+LATEX_FRACTION = re.compile(r"\\[dt]?frac\{\s*([-−]?[\d.,]+)\s*\}\{\s*([\d.,]+)\s*\}")
+BOXED = "\\boxed{"
+MARKER = "####"
+
+
+def reward(sample: Sample) -> dict[str, float]:
+    """`score` 1.0 when the numbers are equal, else 0.0; `has_number` says whether the answer held any number.
+
+    Raises:
+        ValueError: the ground truth is no number.
+    """
+    truth = sample["ground_truth"]
+    wanted = None
+    if isinstance(truth, (str, int, float)) and not isinstance(truth, bool):
+        wanted = final_number(str(truth))
+    if wanted is None:
+        raise ValueError(f"ground_truth {truth!r} is no number; the reward 'numeric' needs one in every row")
+    found = final_number(sample["completion"])
+    return {"score": float(found == wanted), "has_number": float(found is not None)}
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number that a text ends on, by the rules of the module; None when there is none."""
+    text = LATEX_FRACTION.sub(r"\1/\2", text)
+    marker, box = text.rfind(MARKER), text.rfind(BOXED)
+    if marker > box:
+        line = text[marker + len(MARKER) :].lstrip().partition("\n")[0]
+        number = _value(NUMBER.search(line))
+    elif box >= 0:
+        number = _last(_inside(text, box + len(BOXED)))
+    else:
+        return _last(text)
+    return number if number is not None else _last(text)
+
+
+def _inside(text: str, start: int) -> str:
+    """The text from `start` to the brace that closes the one before it."""
+    depth = 1
+    for position in range(start, len(text)):
+        depth += (text[position] == "{") - (text[position] == "}")
+        if depth == 0:
+            return text[start:position]
+    return text[start:]
+
+
+def _last(text: str) -> Fraction | None:
+    match = None
+    for match in NUMBER.finditer(text):
+        pass
+    return _value(match)
+
+
+def _value(match: re.Match[str] | None) -> Fraction | None:
+    if match is None or len(match["number"]) > MAX_DIGITS or len(match["divisor"] or "") > MAX_DIGITS:
+        return None
+    value = Fraction(match["number"].replace(",", "") + (match["exponent"] or ""))
+    if match["divisor"]:
+        divisor = Fraction(match["divisor"].replace(",", ""))
+        if divisor == 0:
+            return None
+        value /= divisor
+    negative = (match["sign"] in ("-", "−")) != (match["inner"] is not None)
+    return -value if negative else value

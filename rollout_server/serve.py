@@ -1,0 +1,53 @@
+"""Rollout server's main loop: leases in, groups out, weights followed on the side.
+
+consumes     Lease, EvaluationLease (replay); weight versions (weight bus)
+produces     Group, EvaluationResult, Renew, LeaseRequest (replay)
+waits for    replay (Welcome, Lease) for at most network.silent_after_s; the engine; the reward processes
+unblocked by replay/serve.py (room for another group) and weight_bus/publisher.py (the next version)
+"""
+
+import asyncio
+import logging
+
+from replay import messages as m
+from rollout_server.server import RolloutServer, RunEnded
+
+log = logging.getLogger(__name__)
+
+
+async def serve(server: RolloutServer) -> bool:
+    """Serve until replay says Goodbye; True when the run ended well.
+
+    Raises:
+        ChannelError: replay is silent or refused this server.
+        EngineError: the engine or the weight follower died.
+    """
+    await server.join()
+    ended: RunEnded | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.beat())
+            while True:
+                message = await server.next_message()
+                await server.handle(message, tasks)
+    except* RunEnded as group:
+        ended = first_of(group)
+    finally:
+        # In a thread: the follower may just be waiting for a coroutine on this very loop.
+        await asyncio.to_thread(server.follower.stop)
+    log.info("the run ended: %s", ended)
+    return ended is not None and not ended.failed
+
+
+def first_of(group: BaseExceptionGroup[RunEnded]) -> RunEnded:
+    """The first RunEnded of a task group's exceptions."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, RunEnded)
+    return error
+
+
+async def leave(server: RolloutServer, reason: str) -> None:
+    """Tell replay that this server goes, so that its leases move at once."""
+    await server.dealer.send(m.Goodbye(reason=reason))

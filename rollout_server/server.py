@@ -1,0 +1,224 @@
+"""The rollout server's state and what it does with each message of replay."""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+
+from configs.schema import Config
+from replay import messages as m
+from replay.channel import AsyncDealer, ChannelError, Message
+from rollout_server.engines.base import Engine, EngineError
+from rollout_server.generate import Generator, LeaseFailed
+from rollout_server.weights import WeightFollower
+
+log = logging.getLogger(__name__)
+
+RESEND_S = 5.0
+"""A group that was not acked for this long is sent again; replay deduplicates."""
+
+LeaseKey = tuple[int, int, int]
+
+
+class RunEnded(Exception):
+    """Replay said Goodbye. `failed` tells how the run ended."""
+
+    def __init__(self, reason: str, failed: bool) -> None:
+        super().__init__(reason)
+        self.failed = failed
+
+
+class RolloutServer:
+    """One engine and its leases."""
+
+    def __init__(
+        self, config: Config, generator: Generator, dealer: AsyncDealer, *, name: str, fingerprint: dict[str, str]
+    ) -> None:
+        self.config = config
+        self.generator = generator
+        self.engine: Engine = generator.engine
+        self.dealer = dealer
+        self.name = name
+        self.fingerprint = fingerprint
+        self.follower = WeightFollower(
+            config, self.engine, name, on_live=self._went_live, on_quarantine=self._went_dark
+        )
+        self.version: int | None = None
+        """Version that is live and proven; None while no lease may be asked for."""
+        self.working: dict[LeaseKey, asyncio.Task[None]] = {}
+        self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
+        self.evaluating: set[asyncio.Task[None]] = set()
+        self.started = time.monotonic()
+        self.activity, self.activity_since = "joining", self.started
+        self._busy_s, self._tokens, self._beat_at = 0.0, 0, self.started
+
+    @property
+    def capacity(self) -> int:
+        """Leases to hold: what the engine decodes at once and a quarter more, so that it never runs dry."""
+        return max(1, -(-5 * self.config.rollout.max_running // (4 * self.config.rollout.group_size)))
+
+    async def join(self) -> None:
+        """Say Hello (again)."""
+        await self.dealer.send(
+            m.Hello(
+                role="rollout_server",
+                name=self.name,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                fingerprint=self.fingerprint,
+            )
+        )
+        if self.version is not None:
+            await self._ask()
+
+    async def next_message(self) -> Message:
+        """The next message of replay. Raises ChannelError when replay is silent for too long."""
+        limit = self.config.network.silent_after_s
+        if self.version is None and not self.dealer.run_id:
+            limit = self.config.rollout.wait_for_servers_s  # replay may not be up yet
+        try:
+            async with asyncio.timeout(limit):
+                return (await self.dealer.receive()).message
+        except TimeoutError as error:
+            raise ChannelError(
+                f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}: nothing came", "silent"
+            ) from error
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+        """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
+        match message:
+            case m.Welcome():
+                if message.bus_address is not None:
+                    self.follower.follow(message.bus_address, self.dealer.run_id, message.incarnation)
+                else:
+                    self._now("waiting for the learner")
+            case m.Lease():
+                key = (message.pass_, message.index, message.attempt)
+                self.working[key] = tasks.create_task(self._work(message, key))
+            case m.Cancel():
+                self._cancel((message.pass_, message.index, message.attempt))
+            case m.Ack():
+                self._acked(message)
+            case m.EvaluationLease():
+                task = tasks.create_task(self._evaluate(message))
+                self.evaluating.add(task)
+                task.add_done_callback(self.evaluating.discard)
+            case m.EvaluationClosed():
+                await self.engine.unpin(message.version)
+            case m.Refused():
+                await self._refused(message)
+            case m.Goodbye():
+                raise RunEnded(message.reason, message.failed)
+
+    async def _refused(self, message: m.Refused) -> None:
+        if not message.reason.startswith("say Hello"):
+            raise ChannelError(f"replay refused {self.name!r}: {message.reason}", "closed")
+        await self.join()
+
+    def _cancel(self, key: LeaseKey) -> None:
+        if key in self.working:
+            self.engine.abort(_request_id(key))
+
+    def _acked(self, ack: m.Ack) -> None:
+        self.unacked.pop((ack.pass_, ack.index, ack.attempt), None)
+        if ack.status == "rejected":
+            log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
+
+    # ---- work ------------------------------------------------------------------------------------------
+
+    async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
+        try:
+            group = await self.generator.group(lease, _request_id(key))
+        except LeaseFailed as failed:
+            await self.dealer.send(
+                m.Cancel(
+                    pass_=lease.pass_,
+                    index=lease.index,
+                    attempt=lease.attempt,
+                    reason=failed.reason,
+                    detail=failed.detail,
+                )
+            )
+        else:
+            self.unacked[key] = (group, time.monotonic())
+            await self.dealer.send(group)
+        finally:
+            self.working.pop(key, None)
+
+    async def _evaluate(self, lease: m.EvaluationLease) -> None:
+        try:
+            result = await self.generator.evaluation(lease)
+        except (LeaseFailed, EngineError) as error:
+            # Replay closes the evaluation at its deadline and names it; training goes on.
+            log.error("evaluation of version %d failed: %s", lease.version, error)
+            return
+        await self.dealer.send(result)
+
+    async def _ask(self) -> None:
+        if self.version is not None:
+            await self.dealer.send(m.LeaseRequest(capacity=self.capacity, version=self.version))
+
+    async def _went_live(self, version: int) -> None:
+        self.version = version
+        await self._ask()
+
+    async def _went_dark(self, reason: str) -> None:
+        """A quarantined engine takes no lease until a refill has been proven."""
+        held, self.version = self.version, None
+        self._now(f"quarantined: {reason}")
+        if held is not None:
+            await self.dealer.send(m.LeaseRequest(capacity=0, version=held))
+
+    # ---- heartbeat -------------------------------------------------------------------------------------
+
+    async def beat(self) -> None:
+        """Heartbeats, lease renewals and resends, once per network.heartbeat_s."""
+        while True:
+            await asyncio.sleep(self.config.network.heartbeat_s)
+            if self.follower.failure is not None:
+                raise EngineError(f"the weight follower died: {self.follower.failure}") from self.follower.failure
+            gauges = await self._gauges()
+            now = time.monotonic()
+            await self.dealer.send(
+                m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges)
+            )
+            running = self.engine.running_tokens()
+            if self.working:
+                await self.dealer.send(
+                    m.Renew(leases=[[*key, running.get(_request_id(key), 0)] for key in self.working])
+                )
+            for key, (group, sent) in list(self.unacked.items()):
+                if now - sent > RESEND_S:
+                    self.unacked[key] = (group, now)
+                    await self.dealer.send(group)
+
+    async def _gauges(self) -> dict[str, float]:
+        health = await self.engine.health()
+        now = time.monotonic()
+        elapsed = max(1e-6, now - self._beat_at)
+        busy, tokens = health.busy_s - self._busy_s, health.generated_tokens - self._tokens
+        self._busy_s, self._tokens, self._beat_at = health.busy_s, health.generated_tokens, now
+        if self.version is not None:
+            if self.evaluating:
+                self._now("evaluating")
+            else:
+                self._now("generating" if health.running else "waiting for leases")
+        return {
+            "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
+            "tokens_per_s": tokens / elapsed,
+            "running": float(health.running),
+            "waiting": float(health.waiting),
+            "memory_gb": health.memory_bytes / 1e9,
+            **self.follower.gauges,
+        }
+
+    def _now(self, activity: str) -> None:
+        if activity != self.activity:
+            self.activity, self.activity_since = activity, time.monotonic()
+
+
+def _request_id(key: LeaseKey) -> str:
+    return f"{key[0]}/{key[1]}/{key[2]}"

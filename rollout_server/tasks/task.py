@@ -1,0 +1,130 @@
+"""A task on the side of the rollout server: encodes prompts, decodes answers, builds samples for the reward.
+
+Token ids are made here once and never again: what the engine continues and the learner trains on are these ids,
+so no later re-tokenisation can drift from them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from configs.schema import Config
+from replay.fingerprint import FingerprintError, model_fingerprint, resolve_chat_template, stop_token_ids
+from rollout_server.rewards.base import Sample
+
+
+class TaskError(ValueError):
+    """A prompt or the model folder's tokenizer cannot be used; the message says what to do."""
+
+
+class PromptTooLong(TaskError):
+    """The prompt has more tokens than `data.max_prompt_tokens`."""
+
+    def __init__(self, num_tokens: int, limit: int) -> None:
+        super().__init__(
+            f"the prompt has {num_tokens} tokens, data.max_prompt_tokens is {limit}; raise it or shorten the prompt"
+        )
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class Task:
+    """Tokenizer, chat template and end tokens of a run.
+
+    Plain-text prompts are tokenised as they are; no special tokens are added, except the bos token of a tokenizer
+    that puts one there by default (Llama does, Qwen does not). Message prompts go through the chat template, with
+    the header of the assistant's turn appended.
+    """
+
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an answer: the tokenizer's eos token and those of generation_config.json."""
+
+    def __init__(self, config: Config) -> None:
+        """Load the tokenizer from local files; code in the model folder is never run.
+
+        Raises:
+            TaskError: the tokenizer cannot be loaded, or nothing says which token ends an answer.
+        """
+        path = config.model.path
+        try:
+            self._fingerprint = model_fingerprint(path, config.model.chat_template)
+            self._chat_template = resolve_chat_template(path, config.model.chat_template)
+            stops = stop_token_ids(path)
+        except FingerprintError as error:
+            raise TaskError(str(error)) from error
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the tokenizers library raises bare Exception on a broken file
+            raise TaskError(f"model.path: {path}: the tokenizer cannot be loaded: {error}") from error
+        self._max_prompt_tokens = config.data.max_prompt_tokens
+        eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
+        self.stop_token_ids = tuple(sorted({*stops, *([] if eos is None else [eos])}))
+        if not self.stop_token_ids:
+            raise TaskError(
+                f"model.path: {path}: neither generation_config.json nor the tokenizer names an eos token, so every"
+                " answer would run to rollout.max_new_tokens; add eos_token_id to generation_config.json"
+            )
+        starts_with_bos = bos is not None and self._tokenizer("").input_ids[:1] == [bos]
+        self._prefix = [bos] if starts_with_bos else []
+
+    def fingerprint(self) -> dict[str, str]:
+        """What replay compares between peers; the same as `replay.fingerprint.model_fingerprint`."""
+        return dict(self._fingerprint)
+
+    def encode(self, row: dict[str, Any]) -> list[int]:
+        """Token ids of a row's prompt.
+
+        Raises:
+            PromptTooLong: more tokens than `data.max_prompt_tokens`.
+            TaskError: messages without a chat template, or the template refuses them.
+        """
+        prompt = row["prompt"]
+        token_ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt)
+        if not token_ids:
+            raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")
+        if len(token_ids) > self._max_prompt_tokens:
+            raise PromptTooLong(len(token_ids), self._max_prompt_tokens)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer without special tokens."""
+        # Cleaning up spaces would show the reward another text than the policy wrote.
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def sample(self, row: dict[str, Any], completion_text: str, *, num_tokens: int, finish_reason: str) -> Sample:
+        """What a reward function sees of one answer; `num_tokens` counts its tokens, the stop token included."""
+        return {
+            "prompt": row["prompt"],
+            "completion": completion_text,
+            "ground_truth": row["ground_truth"],
+            "data_source": row["data_source"],
+            "extra_info": row["extra_info"],
+            "columns": row["columns"],
+            "num_tokens": num_tokens,
+            "finish_reason": finish_reason,
+        }
+
+    def _encode_text(self, text: str) -> list[int]:
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        return token_ids if token_ids[:1] == self._prefix else self._prefix + token_ids
+
+    def _encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
+        if self._chat_template is None:
+            raise TaskError(
+                "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
+                " (Jinja text or a file), or give prompts as plain text"
+            )
+        try:
+            token_ids = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+        except jinja2.TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TaskError(f"model.chat_template: fails on messages of the roles {roles}: {error}") from error
+        return list(token_ids)

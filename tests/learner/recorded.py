@@ -1,0 +1,97 @@
+"""Random trajectories, and the Batch that replay would make of them for one rank."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+from reference import Recorded
+
+from configs import Config
+from learner.advantages import grpo
+from learner.losses import build_loss
+from learner.optimizer import Optimizer, lr_at
+from learner.packing import active_trajectories, pack
+from learner.policy import Policy
+from learner.step import StepSums, UpdateResult, accumulate_gradients, apply_update
+from replay.messages import Batch
+
+
+def random_step(
+    step: int, *, num_groups: int = 4, group_size: int = 4, vocab: int = 64, seed: int = 0
+) -> list[Recorded]:
+    """Trajectories of one step: prompts of 2 to 7 tokens, answers of 1 to 9, lags 0 to 2, some tokens masked.
+
+    Group 0 always has equal rewards, so that its trajectories have no advantage.
+    """
+    rng = random.Random(f"{seed}/{step}")
+    trajectories = []
+    for group in range(num_groups):
+        prompt = [rng.randrange(vocab) for _ in range(rng.randint(2, 7))]
+        for member in range(group_size):
+            length = rng.randint(1, 9)
+            trajectories.append(
+                Recorded(
+                    prompt_ids=prompt,
+                    response_ids=[rng.randrange(vocab) for _ in range(length)],
+                    loss_mask=[1, *(int(rng.random() < 0.8) for _ in range(length - 1))],
+                    logprobs=[float(np.float32(-4.2 + rng.gauss(0, 0.4))) for _ in range(length)],
+                    versions=[max(0, step - 1 - rng.randint(0, 2)) for _ in range(length)],
+                    reward=0.5 if group == 0 else float(member % 2 if member < 2 else rng.randint(0, 1)),
+                    group=group,
+                )
+            )
+    return trajectories
+
+
+def batch_of(
+    trajectories: Sequence[Recorded], step: int, *, rank: int = 0, world_size: int = 1, num_microbatches: int = 1
+) -> Batch:
+    """This rank's part of a batch: trajectories dealt out in turn to ranks, then in turn to microbatches."""
+    mine = list(range(rank, len(trajectories), world_size))
+    own = [trajectories[i] for i in mine]
+
+    def joined(lists: list[list[int]] | list[list[float]], dtype: type) -> np.ndarray:
+        return np.array([value for values in lists for value in values], dtype)
+
+    return Batch(
+        step=step,
+        rank=rank,
+        num_microbatches=num_microbatches,
+        total_loss_tokens=sum(sum(t.loss_mask) for t in trajectories),
+        group_ids=[[0, group] for group in sorted({t.group for t in trajectories})],
+        stats={},
+        lag_histogram={},
+        trajectory=np.array(mine, np.int32),
+        microbatch=np.arange(len(mine), dtype=np.int32) % num_microbatches,
+        prompt_lengths=np.array([len(t.prompt_ids) for t in own], np.int32),
+        lengths=np.array([len(t.response_ids) for t in own], np.int32),
+        token_ids=joined([t.prompt_ids + t.response_ids for t in own], np.int32),
+        loss_mask=joined([t.loss_mask for t in own], np.uint8),
+        logprobs=joined([t.logprobs for t in own], np.float32),
+        versions=joined([t.versions for t in own], np.int32),
+        all_rewards=np.array([t.reward for t in trajectories], np.float32),
+        all_groups=np.array([t.group for t in trajectories], np.int32),
+        all_loss_tokens=np.array([sum(t.loss_mask) for t in trajectories], np.int32),
+    )
+
+
+def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, UpdateResult]:
+    """One whole step, put together as the learner's main loop does."""
+    algorithm = config.algorithm
+    advantages = grpo(
+        batch.all_rewards,
+        batch.all_groups,
+        normalize_by_std=algorithm.normalize_by_std,
+        epsilon=algorithm.advantage_epsilon,
+    )
+    active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
+    packed = pack(batch, advantages, active, async_lag=config.replay.async_lag)
+    sums = accumulate_gradients(
+        policy,
+        packed.microbatches,
+        build_loss(algorithm),
+        temperature=config.rollout.temperature,
+        global_tokens=packed.global_tokens,
+    )
+    lr = lr_at(batch.step, config.learner)
+    return sums, apply_update(policy, optimizer, sums, max_grad_norm=config.learner.max_grad_norm, lr=lr)

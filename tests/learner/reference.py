@@ -1,0 +1,124 @@
+"""A reference learner, as plain as possible: the parity oracle of the FSDP2 path and of whole runs.
+
+One process, transformers and torch.optim only: no sharding, no padding, no microbatches, no replay, no weight
+bus, and nothing imported from `learner`. One forward per trajectory. Formulas are written out anew, so that a
+mistake in the package is not a mistake here as well.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One trajectory as it was trained on. Lists over the answer's tokens have the length of response_ids."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
+    group: int
+    """Any label that the trajectories of one group share within their step."""
+
+
+def train(
+    model_folder: Path, steps: list[list[Recorded]], config: Config, *, first_step: int = 1
+) -> dict[str, torch.Tensor]:
+    """Train on recorded trajectories.
+
+    Args:
+        model_folder: Hugging Face folder to start from.
+        steps: the trajectories of each step, all ranks together, in any order.
+        config: algorithm, rollout.temperature and learner sections are used.
+        first_step: number of the first of these steps; the model in the folder is version first_step − 1.
+
+    Returns:
+        Parameters after the last step, float32, by name (tied ones once).
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True, dtype=torch.float32).eval()
+    learner = config.learner
+    adamw = torch.optim.AdamW(
+        model.parameters(), betas=learner.betas, eps=learner.adam_epsilon, weight_decay=learner.weight_decay
+    )
+    for step, trajectories in enumerate(steps, start=first_step):
+        advantages = group_advantages(trajectories, config)
+        kept = [
+            (t, a)
+            for t, a in zip(trajectories, advantages, strict=True)
+            if a or not config.algorithm.drop_zero_advantage
+        ]
+        tokens = sum(sum(t.loss_mask) for t, _ in kept)
+        if tokens == 0:
+            continue
+        adamw.zero_grad()
+        for trajectory, advantage in kept:
+            (trajectory_loss(model, trajectory, advantage, step, config) / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(config, step)
+        adamw.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def group_advantages(trajectories: list[Recorded], config: Config) -> list[float]:
+    """(reward − mean) / (unbiased standard deviation + epsilon) within each group."""
+    result = []
+    for trajectory in trajectories:
+        rewards = [t.reward for t in trajectories if t.group == trajectory.group]
+        advantage = trajectory.reward - statistics.fmean(rewards)
+        if config.algorithm.normalize_by_std and len(rewards) > 1:
+            advantage /= statistics.stdev(rewards) + config.algorithm.advantage_epsilon
+        result.append(0.0 if len(set(rewards)) == 1 else advantage)
+    return result
+
+
+def trajectory_loss(
+    model: torch.nn.Module, trajectory: Recorded, advantage: float, step: int, config: Config
+) -> torch.Tensor:
+    """Sum of the loss over one trajectory's tokens."""
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
+    logits = model(input_ids=ids).logits[0].float() / config.rollout.temperature
+    first = len(trajectory.prompt_ids)
+    current = torch.log_softmax(logits[first - 1 : -1], dim=-1)
+    total = logits.new_zeros(())
+    for i, token in enumerate(trajectory.response_ids):
+        if trajectory.loss_mask[i]:
+            lag = step - 1 - trajectory.versions[i]
+            total = total + token_loss(current[i, token], trajectory.logprobs[i], advantage, lag, config)
+    return total
+
+
+def token_loss(logprob: torch.Tensor, behaviour: float, advantage: float, lag: int, config: Config) -> torch.Tensor:
+    """algorithm.loss of one token."""
+    algorithm = config.algorithm
+    if algorithm.loss == "policy_gradient":
+        return -advantage * logprob
+    proximal, weight = behaviour, 1.0
+    if algorithm.loss == "decoupled_ppo":
+        proximal = behaviour + lag / (lag + 1) * (logprob.item() - behaviour)
+        weight = min(math.exp(proximal - behaviour), algorithm.max_prox_weight)
+    ratio = torch.exp(logprob - proximal)
+    clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    return weight * torch.max(-advantage * ratio, -advantage * clipped)
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """Linear warm-up, then the schedule."""
+    learner = config.learner
+    if step <= learner.warmup_steps:
+        return learner.lr * step / learner.warmup_steps
+    done = min(1.0, (step - learner.warmup_steps) / max(1, learner.total_steps - learner.warmup_steps))
+    if learner.schedule == "linear":
+        return learner.lr * (1 - 0.9 * done)
+    if learner.schedule == "cosine":
+        return learner.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+    return learner.lr

@@ -1,0 +1,53 @@
+"""Chunked logprobs against the dense log-softmax, values and gradients."""
+
+import pytest
+import torch
+
+from learner.logprobs import token_logprobs
+
+
+def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = torch.log_softmax(logits.float() / temperature, -1)
+    return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_agrees_with_dense(chunk: int, temperature: float, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(3, 7, 50) * 4).to(dtype)
+    targets = torch.randint(0, 50, (3, 7))
+    upstream = torch.randn(3, 7)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found, entropy = token_logprobs(ours, targets, temperature, chunk=chunk)
+    expected, expected_entropy = dense(theirs, targets, temperature)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
+    found.backward(upstream)
+    expected.backward(upstream)
+    assert ours.grad is not None and theirs.grad is not None
+    assert ours.grad.dtype == dtype
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_float32_logits_are_never_held_whole() -> None:
+    logits = torch.randn(1, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(1, 4096, dtype=torch.int64)
+    saved: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        token_logprobs(logits, targets, 1.0, chunk=256)
+    whole_float32 = 4096 * 64 * 4
+    assert max(saved) < whole_float32
+
+
+def test_shapes_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"logits \(2, 3, 5\) do not fit targets \(2, 2\)"):
+        token_logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64), 1.0)

@@ -1,0 +1,52 @@
+"""Tiny models with random weights, and the configurations that train them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+from configs import Config
+from configs.loading import validate
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def save_model(folder: Path, family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> Path:
+    """Write a random model as a Hugging Face folder; returns the folder."""
+    torch.manual_seed(seed)
+    config = CONFIGS[family](**{**SIZES, "tie_word_embeddings": tied, **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Larger than the usual 0.02, and no two norms alike, so that a mistake anywhere shows in the logits.
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_config(model_folder: Path, **sections: dict[str, Any]) -> Config:
+    """A small configuration on this model; sections are merged over it."""
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model_folder)},
+        "data": {"train": "unused.jsonl", "max_prompt_tokens": 16},
+        "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 16},
+        "learner": {"total_steps": 10, "lr": 5e-4, "warmup_steps": 2, "max_tokens_per_microbatch": 256},
+        "placement": {"device": "cpu", "split": "1:1"},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return validate(tree, "test")

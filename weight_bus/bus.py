@@ -1,0 +1,310 @@
+"""The bus thread of the publisher: joins, rounds, resends and removals, without the learner's main thread.
+
+consumes:     packed updates from the board, messages of subscribers
+produces:     rounds of buckets, Commit and Abort, reports on the board
+waits for:    subscribers (silence, slowness and the collective timeout bound every wait)
+unblocked by: a message, a packed update, a heartbeat period, close()
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from configs.infrastructure import WeightBus
+from replay.channel import Envelope, WireError
+from weight_bus.control import Router
+from weight_bus.errors import BusClosed
+from weight_bus.jobs import Board, Event, Job
+from weight_bus.membership import Member, State
+from weight_bus.messages import (
+    Abort,
+    Applied,
+    Commit,
+    EpochReady,
+    Goodbye,
+    Heartbeat,
+    Join,
+    ReceiveFailed,
+    Removed,
+    Staged,
+    Welcome,
+)
+from weight_bus.round import Rounds
+from weight_bus.transports.base import Transport
+
+log = logging.getLogger(__name__)
+
+
+class Bus:
+    """Owns the ROUTER socket and the membership's changes; started by Publisher."""
+
+    def __init__(
+        self, config: WeightBus, *, router: Router, board: Board, transport: Transport, incarnation: int
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._board = board
+        self._incarnation = incarnation
+        self._next_beat = 0.0
+        self._rounds = Rounds(
+            config, router=router, board=board, transport=transport, incarnation=incarnation, control=self
+        )
+        self._thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread to end. False when it has not."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._take_up()
+                receivers = self._receivers()
+                if receivers:
+                    self._rounds.run(receivers)
+                else:
+                    self.pump(self._has_work, time.monotonic() + self._config.heartbeat_s)
+        except BusClosed as closed:
+            self._say_goodbye(str(closed))
+        except Exception as error:
+            log.exception("weight bus: the publisher's thread failed")
+            with self._board.changed:
+                self._board.failure = error
+                self._board.changed.notify_all()
+            self._say_goodbye(f"the publisher failed: {error}")
+        finally:
+            self._rounds.close()
+            self._router.close()
+
+    def _say_goodbye(self, reason: str) -> None:
+        for member in self._board.membership.members.values():
+            self._router.send(member.identity, Goodbye(session=member.session, reason=reason))
+
+    def _take_up(self) -> None:
+        """The newest update becomes the current one; what the last one still owed is named in its report."""
+        now = time.monotonic()
+        with self._board.changed:
+            pending, last = self._board.pending, self._board.current
+            if pending is not None:
+                if last is not None and last.report is None:
+                    self._supersede(last, pending, now)
+                pending.seconds["queue"] = now - pending.posted_at
+                self._board.pending, self._board.current = None, pending
+            self._settle(now)
+
+    def _supersede(self, last: Job, pending: Job, now: float) -> None:
+        last.report = self._board.report(last, now)
+        if last.report.failed:
+            self._board.counters["superseded"] += 1
+            late = "; ".join(last.report.failed.values())
+            log.warning(
+                "weight bus: v%d is superseded by v%d before all had it: %s", last.version, pending.version, late
+            )
+            self._board.emit(Event(kind="superseded", version=last.version, epoch=last.report.epoch, detail=late))
+
+    def _settle(self, now: float) -> None:
+        """Write the report once no member waits for the current version any more."""
+        job = self._board.current
+        if job is not None and job.report is None and not self._board.membership.unsettled(job.version):
+            job.report = self._board.report(job, now)
+        self._board.changed.notify_all()
+
+    def _receivers(self) -> list[Member]:
+        with self._board.changed:
+            job = self._board.current
+            return self._board.membership.needing(job.version) if job is not None else []
+
+    def _has_work(self) -> bool:
+        return self._board.pending is not None or bool(self._receivers())
+
+    def pump(self, until: Callable[[], bool], deadline: float) -> bool:
+        """Serve the control plane until a condition holds (True) or the deadline has passed (False).
+
+        Raises:
+            BusClosed: close() was called meanwhile.
+        """
+        while True:
+            if self._board.closing:
+                raise BusClosed(self._board.closing)
+            if until():
+                return True
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            arrived = self._router.poll(min(deadline, self._next_beat) - now)
+            with self._board.changed:
+                for identity, envelope in arrived:
+                    self._handle(identity, envelope, time.monotonic())
+                self._tend(time.monotonic())
+                self._settle(time.monotonic())
+
+    def _tend(self, now: float) -> None:
+        """Beat, and remove who is gone. After reading what has arrived, never before."""
+        if now >= self._next_beat:
+            self._next_beat = now + self._config.heartbeat_s
+            for member in list(self._board.membership.members.values()):
+                self.reach(member)
+        for member, symptom, seconds in self._board.membership.overdue(now):
+            self.lose(member, f"{symptom} for {seconds:.1f} s", symptom)
+
+    def reach(self, member: Member) -> bool:
+        """Send a heartbeat to a member; without a connection it is removed at once."""
+        symptom = self._router.send(member.identity, Heartbeat(session=member.session))
+        if symptom:
+            self.lose(member, "its connection is gone" if symptom == "closed" else "does not read", symptom)
+        return not symptom
+
+    def lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
+        """Remove a member, name it in the log and in the report of the current version."""
+        with self._board.changed:
+            job, membership = self._board.current, self._board.membership
+            quiet = time.monotonic() - member.heard_at
+            reason = f"{why} while {self._rounds.activity(member)}, last heartbeat {quiet:.1f} s ago [{symptom}]"
+            version = job.version if job is not None else -1
+            log.warning("weight bus: v%d epoch %d: %s %s; removed", version, membership.epoch, member, reason)
+            self._router.send(member.identity, Removed(session=member.session, reason=reason, rejoin=rejoin))
+            membership.remove(member, rejoin=rejoin)
+            self._board.counters["lost_peers"] += 1
+            if job is not None and job.report is None and member.version != job.version:
+                job.failed[member.name] = reason
+            self._board.emit(
+                Event(
+                    kind="removed",
+                    version=version,
+                    epoch=membership.epoch,
+                    name=member.name,
+                    detail=reason,
+                    symptom=symptom,
+                )
+            )
+
+    def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
+        if isinstance(envelope, WireError):
+            log.warning("weight bus: refused a message of %r: %s [corrupt]", identity, envelope)
+            return
+        message = envelope.message
+        if isinstance(message, Join):
+            self._on_join(identity, message, envelope.run_id, now)
+            return
+        session = getattr(message, "session", "")
+        member = self._board.membership.heard(session, now)
+        if member is None:
+            if not isinstance(message, Goodbye):
+                # also reaches whoever comes back after being stopped: it joins anew and is refilled
+                self._router.send(identity, Removed(session=session, reason="this session has ended", rejoin=True))
+            return
+        match message:
+            case EpochReady():
+                self._board.membership.ready(session, message.epoch, now)
+            case Staged():
+                self._on_staged(message, now)
+            case Applied():
+                self._on_applied(message, now)
+            case ReceiveFailed():
+                self._on_receive_failed(message, now)
+            case Goodbye():
+                log.info("weight bus: %s leaves: %s", member, message.reason)
+                self._board.membership.remove(member, rejoin=True)
+                self._emit("left", member, message.reason)
+
+    def _on_join(self, identity: str, join: Join, run_id: str, now: float) -> None:
+        board = self._board
+        job = board.current
+        version, digest = (job.version, job.digest) if job is not None else (-1, "")
+        if run_id != self._router.run_id:
+            reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
+            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False))
+            return
+        known = board.membership.find(join.session) is not None
+        admission = board.membership.join(join, identity, now, version=version, digest=digest)
+        member, old = admission.member, admission.replaced
+        if member is None:
+            self._router.send(identity, Removed(session=join.session, reason=admission.refused, rejoin=False))
+            return
+        if old is not None and old.instance != join.instance:
+            reason = f"a newer {old} joined as pid {join.pid} on {join.host} [duplicate]"
+            log.warning("weight bus: %s", reason)
+            self._router.send(old.identity, Removed(session=old.session, reason=reason, rejoin=False))
+            board.counters["lost_peers"] += 1
+        self._router.send(identity, Welcome(session=join.session, incarnation=self._incarnation, version=version))
+        if not known:
+            board.counters["joins"] += 1
+            log.info("weight bus: %s joined, it holds v%d", member, join.version)
+            self._emit("join", member)
+
+    def _on_staged(self, staged: Staged, now: float) -> None:
+        board, job = self._board, self._board.current
+        member = board.membership.receiving(staged.session, staged.epoch, staged.version)
+        if member is None or job is None:
+            return
+        names = {"session": member.session, "epoch": member.epoch, "version": staged.version}
+        if not staged.corrupt and staged.version != job.version:
+            self._router.send(member.identity, Abort(**names, reason=f"superseded by v{job.version}"))
+            board.membership.release(member, now)
+            return
+        board.membership.staged(staged, now, now + self._config.deadline_s)
+        if staged.corrupt:
+            board.counters["corrupt"] += 1
+            named = ", ".join(staged.corrupt[:5])
+            self._faulty(
+                member, "corrupt", f"received corrupt tensors: {named} ({len(staged.corrupt)} in all) [corrupt]"
+            )
+        else:
+            self._router.send(member.identity, Commit(**names, digest=member.expected))
+
+    def _on_applied(self, applied: Applied, now: float) -> None:
+        board, job = self._board, self._board.current
+        healing = self._board.membership.find(applied.session)
+        faults = healing.faults if healing is not None else 0
+        member = board.membership.applied(applied, now)
+        if member is None:
+            return
+        if member.state is State.LIVE:
+            if faults:
+                board.counters["heals"] += 1
+                log.info("weight bus: v%d: %s is healed", applied.version, member)
+                self._emit("healed", member)
+            self._emit("live", member)
+        else:
+            board.counters["quarantines"] += 1
+            named = ", ".join(applied.differences[:5])
+            reason = applied.reason or f"the engine holds wrong tensors: {named} ({len(applied.differences)} in all)"
+            self._faulty(member, "quarantined", f"quarantined: {reason} [corrupt]")
+
+    def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
+        member = self._board.membership.receiving(failed.session, failed.epoch, failed.version)
+        if member is None:
+            return
+        alone = len(self._board.membership.group) == 1
+        self._board.membership.release(member, now)
+        self._board.membership.break_group()
+        log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
+        if alone:
+            self.charge(member, failed.reason)
+
+    def charge(self, member: Member, reason: str) -> None:
+        """Count a failed broadcast against the only receiver it had."""
+        with self._board.changed:
+            self._board.membership.fault(member)
+            self._faulty(member, "failed", reason)
+
+    def _faulty(self, member: Member, kind: str, reason: str) -> None:
+        """A member has a fault more: it is refilled by the next round, or removed when it has had its refills."""
+        job, limit = self._board.current, self._config.max_heals
+        if job is not None and job.report is None:
+            job.failed[member.name] = reason
+        self._emit(kind, member, reason)
+        if self._board.membership.hopeless(member):
+            self.lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
+        else:
+            log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)
+
+    def _emit(self, kind: str, member: Member, detail: str = "") -> None:
+        job = self._board.current
+        version = job.version if job is not None else -1
+        self._board.emit(
+            Event(kind=kind, version=version, epoch=self._board.membership.epoch, name=member.name, detail=detail)
+        )

@@ -1,0 +1,181 @@
+"""Sockets of the control plane: the publisher's ROUTER, a subscriber's DEALER, and a wake-up for either thread."""
+
+import itertools
+import logging
+import socket
+import threading
+import time
+
+import zmq
+
+from replay.channel import Envelope, Limits, Message, Registry, WireError, bind, configure, decode, encode
+from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
+
+log = logging.getLogger(__name__)
+
+BEAT_SUFFIX = "/beat"
+
+
+class WakeUp:
+    """Lets any thread end another thread's poll."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """What to poll."""
+        return self._reader.fileno()
+
+    def set(self) -> None:
+        """End the poll, the present or the next one."""
+        try:
+            self._writer.send(b"\0")
+        except BlockingIOError:
+            return  # the buffer is full of wake-ups already
+        except OSError as error:
+            log.debug("weight bus: wake-up after close: %s", error)
+
+    def clear(self) -> None:
+        """Forget the wake-ups so far."""
+        try:
+            while self._reader.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._reader.close()
+        self._writer.close()
+
+
+class Router:
+    """The publisher's end, used by the bus thread only (except `wake`)."""
+
+    def __init__(self, host: str, port: int, run_id: str) -> None:
+        self.run_id = run_id
+        self.wake = WakeUp()
+        self._sequence = itertools.count(1)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        configure(self._socket, Limits())
+        # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.address = bind(self._socket, host, port)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.wake.fileno(), zmq.POLLIN)
+
+    def send(self, identity: str, message: Message) -> str:
+        """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full."""
+        frames = [identity.encode(), *encode(message, self.run_id, next(self._sequence))]
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return "closed"
+            if error.errno == zmq.EAGAIN:
+                return "full"
+            raise
+        return ""
+
+    def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
+        """What has arrived within `timeout_s`; corrupt messages as their error, the bus must go on."""
+        events = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        if self.wake.fileno() in events:
+            self.wake.clear()
+        arrived: list[tuple[str, Envelope | WireError]] = []
+        while self._socket.poll(0):
+            identity, *frames = self._socket.recv_multipart()
+            name = identity.decode("utf-8", "replace").removesuffix(BEAT_SUFFIX)
+            try:
+                arrived.append((name, decode(frames, TO_PUBLISHER)))
+            except WireError as error:
+                arrived.append((name, error))
+        return arrived
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
+        self.wake.close()
+
+
+class Dealer:
+    """A subscriber's end, used by the thread that receives (except `wake`)."""
+
+    def __init__(self, address: str, identity: str, run_id: str, accepted: Registry = TO_SUBSCRIBER) -> None:
+        self.run_id = run_id
+        self.wake = WakeUp()
+        self._sequence = itertools.count(1)
+        self._accepted = accepted
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        configure(self._socket, Limits())
+        # without a connection nothing is queued: what a dead publisher never read must not reach its successor
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.wake.fileno(), zmq.POLLIN)
+
+    def send(self, message: Message) -> bool:
+        """Queue a message; False when there is no connection."""
+        try:
+            self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def poll(self, timeout_s: float) -> Message | WireError | None:
+        """The next message within `timeout_s`, None after that time or a wake-up."""
+        events = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        if self.wake.fileno() in events:
+            self.wake.clear()
+        if not self._socket.poll(0):
+            return None
+        try:
+            envelope = decode(self._socket.recv_multipart(), self._accepted)
+        except WireError as error:
+            return error
+        if self.run_id and envelope.run_id != self.run_id:
+            return WireError(f"run id {envelope.run_id!r}, this subscriber belongs to {self.run_id!r}")
+        return envelope.message
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
+        self.wake.close()
+
+
+class Pulse:
+    """Heartbeats of a subscriber, from a thread and a socket of their own.
+
+    A subscriber that is blocked in a broadcast or in its engine still lives; one that is stopped does not beat.
+    """
+
+    def __init__(self, address: str, identity: str, run_id: str, period_s: float) -> None:
+        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id)
+        self._period_s = period_s
+        self._stop = threading.Event()
+        self.session = ""
+        """Beats for this session; empty beats for none. Set by the receiving thread."""
+        self.activity = ""
+        self._thread = threading.Thread(target=self._run, name=f"weight-bus-pulse-{identity}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period_s):
+            session = self.session
+            if session:
+                self._dealer.send(Heartbeat(session=session, activity=self.activity))
+
+    def close(self) -> None:
+        """Stop beating."""
+        self._stop.set()
+        self._thread.join()
+        self._dealer.close()

@@ -1,0 +1,32 @@
+"""Errors of the weight bus.
+
+WeightBusError
+├── NonFiniteWeights   an update holds NaN or infinity; nothing of it was sent
+├── BusClosed          the other end said goodbye, or `stop()` was called
+├── RemovedFromBus     the publisher will not serve this subscriber again (max_heals, duplicate name)
+└── TransportError     the data plane lost a peer; `symptom` is its class
+"""
+
+
+class WeightBusError(RuntimeError):
+    """The weight bus cannot do what was asked."""
+
+
+class NonFiniteWeights(WeightBusError):
+    """An update holds NaN or infinity. Subscribers keep the last version."""
+
+
+class BusClosed(WeightBusError):
+    """There will be no more updates."""
+
+
+class RemovedFromBus(WeightBusError):
+    """The publisher removed this subscriber for good; the engine must not serve."""
+
+
+class TransportError(WeightBusError):
+    """A broadcast or a rendezvous failed. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
+
+    def __init__(self, message: str, symptom: str) -> None:
+        super().__init__(f"{message} [{symptom}]")
+        self.symptom = symptom

@@ -1,0 +1,119 @@
+"""What the learner's thread and the bus thread share: the update on offer, what became of it, and counters."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from weight_bus.manifest import Manifest
+from weight_bus.membership import Member, Membership
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something worth counting or seeing happened on the bus."""
+
+    kind: str
+    """join, epoch, sent, corrupt, quarantined, healed, live, removed, failed, superseded or left."""
+    version: int
+    epoch: int
+    name: str = ""
+    detail: str = ""
+    symptom: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What became of one version.
+
+    Example: PublishReport(version=12, served=["rollout-0"], failed={"rollout-1": "silent for 5.2 s while ..."}, ...)
+    """
+
+    version: int
+    served: list[str]
+    """Subscribers whose engine verifiably holds this version."""
+    failed: dict[str, str]
+    """Subscribers that do not, or not yet, and why."""
+    seconds: dict[str, float]
+    """By phase: pack (on the caller's thread), queue, epoch, send, apply, total."""
+    epoch: int
+    num_bytes: int
+    """On the wire, to each subscriber."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One version on offer, with the packed buckets that joins and resends are served from."""
+
+    version: int
+    manifest: Manifest
+    buckets: list[torch.Tensor]
+    buffer: int
+    """Which of the two sets the buckets are."""
+    evaluate: bool
+    posted_at: float
+    deadline: float
+    seconds: dict[str, float]
+    failed: dict[str, str] = field(default_factory=dict)
+    report: PublishReport | None = None
+    """Set once everyone is settled."""
+    sent_at: float = 0.0
+    rounds: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Of the whole version."""
+        return self.manifest.digest
+
+
+class Board:
+    """Shared state; `changed` guards all of it."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.changed = threading.Condition()
+        self.membership = membership
+        self.pending: Job | None = None
+        """Packed and not yet taken up by the bus thread."""
+        self.current: Job | None = None
+        self.failure: BaseException | None = None
+        self.closing = ""
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("rounds", "epochs", "joins", "heals", "quarantines", "corrupt", "lost_peers", "superseded"), 0.0
+        )
+        self.on_event: list[Callable[[Event], None]] = []
+
+    def emit(self, event: Event) -> None:
+        """Tell the listeners; they run on the bus thread and must be quick."""
+        for listener in self.on_event:
+            listener(event)
+
+    def report(self, job: Job, now: float) -> PublishReport:
+        """The report of a job as it stands; who is not settled is named with what it is doing."""
+        if job.report is not None:
+            return job.report
+        members = self.membership.members.values()
+        served = [m.name for m in members if m.version == job.version]
+        failed = {name: reason for name, reason in job.failed.items() if name not in served}
+        for member in self.membership.unsettled(job.version):
+            failed[member.name] = laggard(member, job, now, self.membership)
+        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["pack"]}
+        if job.sent_at:
+            seconds["apply"] = now - job.sent_at
+        return PublishReport(
+            version=job.version,
+            served=served,
+            failed=failed,
+            seconds=seconds,
+            epoch=self.membership.epoch,
+            num_bytes=job.manifest.num_bytes,
+        )
+
+
+def laggard(member: Member, job: Job, now: float, membership: Membership) -> str:
+    """Why a member does not serve a version at `now`, with its symptom class."""
+    quiet = now - member.heard_at
+    symptom = "silent" if quiet > membership.silent_after_s else "slow"
+    state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
+    text = f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"
+    return f"{job.failed[member.name]}; {text}" if member.name in job.failed else text

@@ -1,0 +1,269 @@
+"""Who is on the weight bus, in which state, and which epoch they form. No socket, no clock: time is an argument.
+
+    WAITING ──invite──▶ INVITED ──ready──▶ READY ──begin──▶ RECEIVING ──commit──▶ APPLYING ──verified──▶ LIVE
+       ▲                   │                 │                  │                     │                   │
+       └───── release ─────┴─────────────────┴──────────────────┘                     └─▶ QUARANTINED     │
+       └───────────────────────────── a newer version, or a refill (invite) ◀─────────────────┴───────────┘
+
+A member leaves the table by `remove`; what it says afterwards belongs to no session and is ignored.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from weight_bus.messages import Applied, Join, Staged
+
+MAX_FENCED = 1024
+
+
+class State(Enum):
+    """Where a member is in the protocol. The value is what logs say it is doing."""
+
+    WAITING = "waiting for weights"
+    INVITED = "entering the epoch"
+    READY = "ready for the epoch"
+    RECEIVING = "receiving"
+    APPLYING = "applying"
+    LIVE = "live"
+    QUARANTINED = "quarantined"
+
+
+IDLE = (State.WAITING, State.LIVE, State.QUARANTINED)
+
+
+@dataclass(slots=True, kw_only=True)
+class Member:
+    """One subscriber of this session. Only Membership changes it."""
+
+    name: str
+    session: str
+    instance: str
+    identity: str
+    pid: int
+    host: str
+    since: float
+    """When the present state began."""
+    heard_at: float
+    state: State = State.WAITING
+    deadline: float = math.inf
+    """When the present state has lasted too long."""
+    epoch: int = 0
+    """Last epoch it was invited to."""
+    version: int = -1
+    """Version that it verifiably serves, -1 for none."""
+    target: int = -1
+    """Version on its way to it."""
+    expected: str = ""
+    """Digest of `target`."""
+    faults: int = 0
+    """Failed updates since the last verified one."""
+
+    def __str__(self) -> str:
+        return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Answer to a Join: a member, whom it replaced, or why it is refused."""
+
+    member: Member | None = None
+    replaced: Member | None = None
+    refused: str = ""
+
+
+class Membership:
+    """The members of one publisher, and its epochs.
+
+    Args:
+        silent_after_s: seconds without a heartbeat after which a member counts as silent.
+        max_faults: failed updates in a row that a member may heal from.
+    """
+
+    def __init__(self, *, silent_after_s: float, max_faults: int) -> None:
+        self.members: dict[str, Member] = {}
+        self.epoch = 0
+        self.group: tuple[str, ...] = ()
+        """Sessions of the group that is formed now, by rank from 1; empty when it is broken."""
+        self.silent_after_s = silent_after_s
+        self._max_faults = max_faults
+        # instances that must not come back: replaced by a namesake, or removed for good
+        self._fenced: OrderedDict[str, None] = OrderedDict()
+        # outlives a session, so that leaving and joining anew does not reset the count
+        self._faults: OrderedDict[str, int] = OrderedDict()
+
+    def join(self, join: Join, identity: str, now: float, *, version: int, digest: str) -> Admission:
+        """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins."""
+        if join.instance in self._fenced:
+            return Admission(
+                refused=f"another instance of {join.name!r} has taken its place, or it was removed for good"
+            )
+        old = self.members.get(join.name)
+        if old is not None and old.session == join.session:
+            old.heard_at = now
+            return Admission(member=old)
+        if old is not None:
+            self._drop(old)
+            if old.instance != join.instance:
+                self._fence(old.instance)
+        member = Member(
+            name=join.name,
+            session=join.session,
+            instance=join.instance,
+            identity=identity,
+            pid=join.pid,
+            host=join.host,
+            since=now,
+            heard_at=now,
+            faults=self._faults.get(join.instance, 0),
+        )
+        if version >= 0 and (join.version, join.digest) == (version, digest):
+            member.state, member.version = State.LIVE, version
+        self.members[join.name] = member
+        return Admission(member=member, replaced=old)
+
+    def find(self, session: str) -> Member | None:
+        """The member of a session; None when the session has ended."""
+        return next((member for member in self.members.values() if member.session == session), None)
+
+    def heard(self, session: str, now: float) -> Member | None:
+        """Note a sign of life."""
+        member = self.find(session)
+        if member is not None:
+            member.heard_at = now
+        return member
+
+    def needing(self, version: int) -> list[Member]:
+        """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first.
+
+        A member that keeps failing must not take a healthy one down with it in the same group.
+        """
+        idle = [m for m in self.members.values() if m.state in IDLE and m.version != version]
+        fewest = min((m.faults for m in idle), default=0)
+        return [m for m in idle if m.faults == fewest]
+
+    def unsettled(self, version: int) -> list[Member]:
+        """Members that do not serve `version` yet."""
+        return [m for m in self.members.values() if m.state is not State.LIVE or m.version != version]
+
+    def invite(self, members: Iterable[Member], now: float, deadline: float) -> int:
+        """IDLE → INVITED in the next epoch, whose number it returns. The formed group ends here."""
+        self.epoch += 1
+        self.group = ()
+        for member in members:
+            assert member.state in IDLE, member.state
+            self._move(member, State.INVITED, now, deadline)
+            member.epoch = self.epoch
+        return self.epoch
+
+    def ready(self, session: str, epoch: int, now: float) -> bool:
+        """INVITED → READY. False for an answer to an older epoch."""
+        member = self.find(session)
+        if member is None or member.state is not State.INVITED or epoch != member.epoch:
+            return False
+        self._move(member, State.READY, now)
+        return True
+
+    def begin(self, members: Iterable[Member], target: tuple[int, str], now: float, deadline: float) -> None:
+        """READY, or IDLE in the formed group → RECEIVING (version, digest). They are the group from now on."""
+        receivers = list(members)
+        for member in receivers:
+            assert member.state is State.READY or member.session in self.group, member.state
+            self._move(member, State.RECEIVING, now, deadline)
+            member.target, member.expected = target
+            member.epoch = self.epoch
+        self.group = tuple(member.session for member in receivers)
+
+    def receiving(self, session: str, epoch: int, version: int) -> Member | None:
+        """The member that is RECEIVING exactly this; None for late messages."""
+        member = self.find(session)
+        if member is None or member.state is not State.RECEIVING or (member.epoch, member.target) != (epoch, version):
+            return None
+        return member
+
+    def staged(self, staged: Staged, now: float, deadline: float) -> Member | None:
+        """RECEIVING → APPLYING when whole, → WAITING with a fault when corrupt. None for late messages."""
+        member = self.receiving(staged.session, staged.epoch, staged.version)
+        if member is None:
+            return None
+        if staged.corrupt:
+            self._move(member, State.WAITING, now)
+            self.fault(member)
+        else:
+            # from here until Applied the engine may hold anything
+            member.version = -1
+            self._move(member, State.APPLYING, now, deadline)
+        return member
+
+    def applied(self, applied: Applied, now: float) -> Member | None:
+        """APPLYING → LIVE when the engine's digest is the expected one, else → QUARANTINED. None for late ones."""
+        member = self.find(applied.session)
+        if member is None or member.state is not State.APPLYING:
+            return None
+        if (applied.epoch, applied.version) != (member.epoch, member.target):
+            return None
+        if not applied.differences and applied.digest == member.expected:
+            self._move(member, State.LIVE, now)
+            member.version = member.target
+            member.faults = 0
+            self._faults.pop(member.instance, None)
+        else:
+            self._move(member, State.QUARANTINED, now)
+            self.fault(member)
+        return member
+
+    def release(self, member: Member, now: float) -> None:
+        """INVITED, READY or RECEIVING → WAITING: its engine was not touched, it serves what it served."""
+        assert member.state in (State.INVITED, State.READY, State.RECEIVING), member.state
+        self._move(member, State.WAITING, now)
+
+    def fault(self, member: Member) -> None:
+        """Count a failed update."""
+        member.faults += 1
+        self._faults[member.instance] = member.faults
+        self._faults.move_to_end(member.instance)
+        while len(self._faults) > MAX_FENCED:
+            self._faults.popitem(last=False)
+
+    def hopeless(self, member: Member) -> bool:
+        """Whether a member has used up its refills."""
+        return member.faults > self._max_faults
+
+    def overdue(self, now: float) -> list[tuple[Member, str, float]]:
+        """Members that are silent, or too slow in their state: (member, symptom, seconds)."""
+        found = []
+        for member in self.members.values():
+            if now - member.heard_at > self.silent_after_s:
+                found.append((member, "silent", now - member.heard_at))
+            elif now > member.deadline:
+                found.append((member, "slow", now - member.since))
+        return found
+
+    def remove(self, member: Member, *, rejoin: bool) -> None:
+        """End a session. Without `rejoin` its instance is fenced for good."""
+        self._drop(member)
+        if not rejoin:
+            self._fence(member.instance)
+
+    def break_group(self) -> None:
+        """The formed group is unusable; the next update starts an epoch."""
+        self.group = ()
+
+    def in_group(self, members: Iterable[Member]) -> bool:
+        """Whether exactly these members form the present group."""
+        return bool(self.group) and self.group == tuple(member.session for member in members)
+
+    def _drop(self, member: Member) -> None:
+        del self.members[member.name]
+        if member.session in self.group:
+            self.group = ()
+
+    def _fence(self, instance: str) -> None:
+        self._fenced[instance] = None
+        while len(self._fenced) > MAX_FENCED:
+            self._fenced.popitem(last=False)
+
+    def _move(self, member: Member, state: State, now: float, deadline: float = math.inf) -> None:
+        member.state, member.since, member.deadline = state, now, deadline

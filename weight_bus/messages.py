@@ -1,0 +1,206 @@
+"""Control plane of the weight bus: what publisher and subscribers say beside the buckets.
+
+| phase  | publisher                | subscriber                                                  |
+|--------|--------------------------|-------------------------------------------------------------|
+| join   | Welcome                  | Join                                                        |
+| epoch  | Epoch                    | EpochReady                                                  |
+| send   | Begin, then the buckets  | Staged (whole and verified, or corrupt) or ReceiveFailed    |
+| apply  | Commit or Abort          | Applied (what the engine holds)                             |
+| always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
+
+A `session` names one membership, from a Join to its end. Whoever reads a message of another session or an
+older epoch ignores it, which fences peers that come back from the dead.
+"""
+
+from dataclasses import dataclass, field
+
+from replay.channel import Message, WireError, registry
+from weight_bus.manifest import Manifest, plan
+
+MAX_UPDATE_BYTES = 1 << 42
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Message):
+    """A subscriber wants updates. `version` and `digest` are what its engine verifiably holds, if anything."""
+
+    session: str
+    name: str
+    instance: str
+    """Random per subscriber object; tells a restarted server from one that comes back."""
+    pid: int
+    host: str
+    version: int = -1
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """The publisher admits this session."""
+
+    session: str
+    incarnation: int
+    version: int
+    """Last published version, -1 before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Message):
+    """The sender lives. Subscribers send theirs from a thread of its own, so a broadcast cannot hold it up."""
+
+    session: str
+    activity: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch(Message):
+    """A new membership is being formed; only those who answer are in it."""
+
+    session: str
+    epoch: int
+    members: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReady(Message):
+    """The subscriber is free to enter the group of this epoch."""
+
+    session: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Message):
+    """The buckets of `version` follow in the group of `epoch`, which is built first where it is new.
+
+    The layout is not sent: both sides derive it from names, dtypes, shapes and `bucket_bytes`.
+    """
+
+    session: str
+    epoch: int
+    version: int
+    incarnation: int
+    evaluate: bool
+    rank: int
+    size: int
+    endpoint: str
+    """Where the transport meets, as the publisher's transport names it."""
+    bucket_bytes: int
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    digests: list[int]
+    digest: str
+    """Of the whole version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged(Message):
+    """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's."""
+
+    session: str
+    epoch: int
+    version: int
+    corrupt: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveFailed(Message):
+    """The buckets did not all arrive. The engine has not been touched."""
+
+    session: str
+    epoch: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit(Message):
+    """Apply what is staged."""
+
+    session: str
+    epoch: int
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """Forget what is staged."""
+
+    session: str
+    epoch: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied(Message):
+    """What the engine holds after a Commit. `differences` names wrong tensors; none means it serves `version`."""
+
+    session: str
+    epoch: int
+    version: int
+    digest: str
+    """Of what the engine holds; empty when it could not load."""
+    differences: list[str] = field(default_factory=list)
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed(Message):
+    """This session has ended. With `rejoin` the subscriber may join anew."""
+
+    session: str
+    reason: str
+    rejoin: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye(Message):
+    """The sender leaves in good order."""
+
+    session: str
+    reason: str
+
+
+def describe_manifest(manifest: Manifest) -> tuple[list[str], list[str], list[list[int]], list[int]]:
+    """Names, dtypes, shapes and digests of a manifest, in order, as Begin carries them."""
+    entries = manifest.entries
+    return (
+        [entry.name for entry in entries],
+        [entry.dtype for entry in entries],
+        [list(entry.shape) for entry in entries],
+        [manifest.digests[entry.name] for entry in entries],
+    )
+
+
+def manifest_of(begin: Begin) -> Manifest:
+    """The manifest that a Begin describes.
+
+    Raises:
+        WireError: lists of different lengths, a negative size, an absurd total, an unknown dtype, a name given
+            twice, or digests that do not add up to `begin.digest`.
+    """
+    if not len(begin.names) == len(begin.dtypes) == len(begin.shapes) == len(begin.digests):
+        raise WireError(f"Begin of v{begin.version}: names, dtypes, shapes and digests differ in length")
+    if begin.bucket_bytes < 1 or not 0 < begin.rank < begin.size:
+        raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, rank {begin.rank}/{begin.size}")
+    for name, shape in zip(begin.names, begin.shapes, strict=True):
+        if any(size < 0 for size in shape):
+            raise WireError(f"Begin of v{begin.version}: tensor {name[:80]!r} has shape {shape}")
+    shapes = map(tuple, begin.shapes)
+    try:
+        manifest = plan(zip(begin.names, begin.dtypes, shapes, strict=True), begin.bucket_bytes)
+    except ValueError as error:
+        raise WireError(f"Begin of v{begin.version}: {error}") from error
+    manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
+    if manifest.num_bytes > MAX_UPDATE_BYTES:
+        raise WireError(f"Begin of v{begin.version}: {manifest.num_bytes} bytes is above {MAX_UPDATE_BYTES}")
+    if manifest.digest != begin.digest:
+        raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
+    return manifest
+
+
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Goodbye)
+TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)

@@ -1,0 +1,219 @@
+"""The learner's end of the weight bus.
+
+Example:
+    publisher = Publisher(config.weight_bus, host="127.0.0.1", run_id="toy", incarnation=1)
+    publisher.start_publish(3, named_tensors, digests)     # packs here, sends from the bus thread
+    report = publisher.wait()                              # never longer than weight_bus.deadline_s
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from configs.infrastructure import WeightBus
+from weight_bus.bus import Bus
+from weight_bus.control import Router
+from weight_bus.errors import WeightBusError
+from weight_bus.jobs import Board, Event, Job, PublishReport
+from weight_bus.membership import Membership
+from weight_bus.staging import Packer
+from weight_bus.transports import TransportFactory, make_transport
+
+log = logging.getLogger(__name__)
+
+SILENT_BEATS = 3
+
+
+class Publisher:
+    """Publishes versions to whoever has joined. Its methods are for one thread (except `members` and `stats`).
+
+    Args:
+        config: the weight_bus section.
+        host: address of the interface that control and data plane bind.
+        run_id: subscribers of another run are refused.
+        incarnation: the learner's start within the run; part of every group's name.
+        transport_factory: makes the data plane; none takes the configured one.
+
+    Raises:
+        WeightBusError: the backend is not available here.
+        ChannelError: the port is taken or the host is not an address of this machine.
+    """
+
+    def __init__(
+        self,
+        config: WeightBus,
+        *,
+        host: str,
+        run_id: str,
+        incarnation: int,
+        transport_factory: TransportFactory | None = None,
+    ) -> None:
+        self._config = config
+        self._packer = Packer(config.bucket_bytes)
+        transport = (transport_factory or make_transport)(config, host)
+        membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
+        self._board = Board(membership)
+        self._router = Router(host, config.port, run_id)
+        self._last: Job | None = None
+        self._closed = False
+        self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
+
+    @property
+    def address(self) -> str:
+        """Control address for subscribers, `tcp://host:port`."""
+        return self._router.address
+
+    @property
+    def version(self) -> int:
+        """Last version handed to the bus, -1 before the first."""
+        with self._board.changed:
+            job = self._board.pending or self._board.current
+            return job.version if job is not None else -1
+
+    @property
+    def epoch(self) -> int:
+        """Number of the last epoch that was started; 0 before the first."""
+        with self._board.changed:
+            return self._board.membership.epoch
+
+    @property
+    def on_event(self) -> list[Callable[[Event], None]]:
+        """Listeners to what happens on the bus; they run on its thread and must be quick."""
+        return self._board.on_event
+
+    def publish(
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        digests: Mapping[str, int],
+        *,
+        evaluate: bool = False,
+    ) -> PublishReport:
+        """`start_publish` and `wait`. Publishing to nobody succeeds at once."""
+        self.start_publish(version, named_tensors, digests, evaluate=evaluate)
+        return self.wait()
+
+    def start_publish(
+        self,
+        version: int,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        digests: Mapping[str, int],
+        *,
+        evaluate: bool = False,
+    ) -> None:
+        """Pack a version on this thread, hand it to the bus thread and return.
+
+        A version that is still being sent is finished or superseded by this one, never mixed with it.
+
+        Args:
+            version: above every version published before.
+            named_tensors: HF names, in wire dtype, on any device; each is read before the next is asked for.
+            digests: of the parameters as the learner holds them, taken from its own shards. They are what
+                the engines' digests are held against, so they must not come from `named_tensors`.
+            evaluate: subscribers are told to keep this version for an evaluation.
+
+        Raises:
+            NonFiniteWeights: nothing is sent, subscribers keep the last version.
+            ValueError: the version is not newer, the layout changed, or names and digests differ.
+            WeightBusError: the bus thread has failed, with its cause; or the publisher is closed.
+        """
+        started = time.monotonic()
+        if version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}, which was published before")
+        spare = self._spare_buffer(version)
+        layout, buckets = self._packer.pack(named_tensors, spare)
+        manifest = layout.with_digests(digests)
+        now = time.monotonic()
+        job = Job(
+            version=version,
+            manifest=manifest,
+            buckets=buckets,
+            buffer=spare,
+            evaluate=evaluate,
+            posted_at=now,
+            deadline=now + self._config.deadline_s,
+            seconds={"pack": now - started},
+        )
+        with self._board.changed:
+            self._raise_failure()
+            self._board.pending = self._last = job
+        self._router.wake.set()
+
+    def wait(self, deadline_s: float | None = None) -> PublishReport:
+        """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
+
+        On expiry the report names the laggards in `failed`; the bus goes on with them by itself.
+
+        Args:
+            deadline_s: a shorter limit, from now.
+
+        Raises:
+            WeightBusError: nothing was published, or the bus thread has failed, with its cause.
+        """
+        job = self._last
+        if job is None:
+            raise WeightBusError("wait() before start_publish()")
+        now = time.monotonic()
+        limit = job.deadline if deadline_s is None else min(job.deadline, now + deadline_s)
+        with self._board.changed:
+            self._board.changed.wait_for(
+                lambda: job.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
+            )
+            self._raise_failure()
+            return self._board.report(job, time.monotonic())
+
+    def members(self) -> dict[str, tuple[str, int]]:
+        """Subscribers by name: what each is doing, and the version it verifiably serves (-1 for none)."""
+        with self._board.changed:
+            return {m.name: (m.state.value, m.version) for m in self._board.membership.members.values()}
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and seconds per phase of the last version, for metrics."""
+        with self._board.changed:
+            job = self._last
+            seconds = self._board.report(job, time.monotonic()).seconds if job is not None else {}
+            return {
+                **self._board.counters,
+                **{f"seconds/{phase}": value for phase, value in seconds.items()},
+                "members": float(len(self._board.membership.members)),
+                "num_bytes": float(job.manifest.num_bytes) if job is not None else 0.0,
+            }
+
+    def close(self, reason: str = "the learner is done") -> None:
+        """Say goodbye to all subscribers and stop the bus thread."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._board.changed:
+            self._board.closing = reason
+        self._router.wake.set()
+        limit = self._config.deadline_s + self._config.collective_timeout_s
+        if not self._bus.join(limit):
+            log.error("weight bus: the publisher's thread did not end in %.0f s", limit)
+
+    def __enter__(self) -> "Publisher":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _spare_buffer(self, version: int) -> int:
+        """The set of buffers that the bus does not use. A version it has not begun gives its set up."""
+        with self._board.changed:
+            self._raise_failure()
+            waiting = self._board.pending
+            if waiting is not None:
+                self._board.pending = None
+                waiting.report = self._board.report(waiting, time.monotonic())
+                self._board.counters["superseded"] += 1
+                log.warning("weight bus: v%d is superseded by v%d before it was sent", waiting.version, version)
+            current = self._board.current
+            return 1 - current.buffer if current is not None else 0
+
+    def _raise_failure(self) -> None:
+        if self._board.failure is not None:
+            raise WeightBusError(f"the weight bus thread has failed: {self._board.failure}") from self._board.failure
+        if self._closed:
+            raise WeightBusError("the publisher is closed")

@@ -1,0 +1,212 @@
+"""One round: the current version to those who need it, in the group of one epoch.
+
+The members of the last epoch use its group again; any other set forms the next epoch of exactly those who
+answer for it. Buckets travel on a thread of their own, so the control plane is served during a broadcast.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from configs.infrastructure import WeightBus
+from weight_bus.control import Router
+from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.jobs import Board, Event, Job
+from weight_bus.membership import Member, State
+from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
+from weight_bus.transports.base import Formation, Transport, group_prefix
+
+log = logging.getLogger(__name__)
+
+WORKER_SLACK_S = 5.0
+
+
+class Control(Protocol):
+    """What a round asks of the control plane."""
+
+    def pump(self, until: Callable[[], bool], deadline: float) -> bool:
+        """Serve the control plane until a condition holds (True) or the deadline has passed (False)."""
+
+    def reach(self, member: Member) -> bool:
+        """Whether a member has a connection; it is removed if not."""
+
+    def charge(self, member: Member, reason: str) -> None:
+        """Count a failed broadcast against the only receiver it had."""
+
+
+class Rounds:
+    """Runs rounds on the bus thread; `control` serves the control plane while a round waits."""
+
+    def __init__(
+        self,
+        config: WeightBus,
+        *,
+        router: Router,
+        board: Board,
+        transport: Transport,
+        incarnation: int,
+        control: Control,
+    ) -> None:
+        self._config = config
+        self._router = router
+        self._board = board
+        self._transport = transport
+        self._incarnation = incarnation
+        self._control = control
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
+        self._endpoint = transport.serve()
+        self._bucket = -1
+        """Bucket on the wire, -1 between rounds."""
+        self._failed: frozenset[str] = frozenset()
+        """Sessions of the last round if it failed."""
+
+    def run(self, receivers: list[Member]) -> None:
+        """Send the current version to `receivers`. Failures end in another state of the members, never in an error.
+
+        Raises:
+            BusClosed: close() was called.
+            WeightBusError: the transport does not keep its own timeout.
+        """
+        job = self._board.current
+        assert job is not None
+        started = time.monotonic()
+        with self._board.changed:
+            receivers = [member for member in receivers if self._control.reach(member)]
+            fresh = not self._board.membership.in_group(receivers)
+        if fresh:
+            receivers = self._form(job, receivers)
+        if not receivers:
+            return
+        job.seconds["epoch"] = job.seconds.get("epoch", 0.0) + time.monotonic() - started
+        self._send(job, receivers, fresh)
+
+    def activity(self, member: Member) -> str:
+        """What a member is doing, in words."""
+        job = self._board.current
+        if member.state is State.RECEIVING and job is not None:
+            if self._bucket >= 0:
+                return f"receiving bucket {self._bucket + 1} of {len(job.buckets)} of v{member.target}"
+            return f"verifying what it received of v{member.target}"
+        return f"{member.state.value} v{member.target}" if member.state is State.APPLYING else member.state.value
+
+    def close(self) -> None:
+        """End the data plane; a broadcast in flight ends by its own timeout."""
+        self._worker.submit(self._transport.close)
+        self._worker.shutdown(wait=True)
+
+    def _form(self, job: Job, receivers: list[Member]) -> list[Member]:
+        """Invite and return exactly those who answer. A survivor may sit in its own collective timeout meanwhile."""
+        now = time.monotonic()
+        patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
+        with self._board.changed:
+            membership = self._board.membership
+            epoch = membership.invite(receivers, now, now + patience)
+            self._board.counters["epochs"] += 1
+            names = [member.name for member in receivers]
+            for member in receivers:
+                self._router.send(member.identity, Epoch(session=member.session, epoch=epoch, members=names))
+
+        def answered() -> bool:
+            return not any(m.state is State.INVITED and m.name in membership.members for m in receivers)
+
+        # the pump removes who is silent, and who has not answered when the patience is over
+        self._control.pump(answered, now + patience + self._config.heartbeat_s)
+        with self._board.changed:
+            ready = [m for m in receivers if m.state is State.READY and membership.find(m.session) is m]
+            if len(ready) > 1 and frozenset(m.session for m in ready) == self._failed:
+                # all live and yet their round failed: one at a time shows whose data plane is broken
+                for member in ready[1:]:
+                    membership.release(member, time.monotonic())
+                ready = ready[:1]
+        verb = "resends" if job.rounds else "sends"
+        log.info(
+            "weight bus: epoch %d with %d members (%s) %s v%d", epoch, len(ready), ", ".join(names), verb, job.version
+        )
+        self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(m.name for m in ready)))
+        return ready
+
+    def _send(self, job: Job, receivers: list[Member], fresh: bool) -> None:
+        started = time.monotonic()
+        with self._board.changed:
+            membership = self._board.membership
+            membership.begin(receivers, (job.version, job.digest), started, started + self._config.deadline_s)
+            epoch, size = membership.epoch, len(receivers) + 1
+            self._board.counters["rounds"] += 1
+            job.rounds += 1
+            for rank, member in enumerate(receivers, 1):
+                self._router.send(member.identity, self._begin(job, member, rank=rank, size=size))
+        prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
+        formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
+        future = self._worker.submit(self._transmit, job, formation if fresh else None)
+        future.add_done_callback(lambda _: self._router.wake.set())
+        error = self._await(future, job)
+        self._bucket = -1
+        job.sent_at = time.monotonic()
+        job.seconds["send"] = job.seconds.get("send", 0.0) + job.sent_at - started
+        if error is None:
+            self._failed = frozenset()
+            self._board.emit(Event(kind="sent", version=job.version, epoch=epoch))
+        else:
+            self._abort(job, receivers, error)
+
+    def _begin(self, job: Job, member: Member, *, rank: int, size: int) -> Begin:
+        names, dtypes, shapes, digests = describe_manifest(job.manifest)
+        return Begin(
+            session=member.session,
+            epoch=self._board.membership.epoch,
+            version=job.version,
+            incarnation=self._incarnation,
+            evaluate=job.evaluate,
+            rank=rank,
+            size=size,
+            endpoint=self._endpoint,
+            bucket_bytes=self._config.bucket_bytes,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            digests=digests,
+            digest=job.digest,
+        )
+
+    def _transmit(self, job: Job, formation: Formation | None) -> None:
+        if formation is not None:
+            self._transport.form(formation)
+        for index, bucket in enumerate(job.buckets):
+            if self._board.closing:
+                raise TransportError(f"closed before bucket {index + 1}", "closed")
+            self._bucket = index
+            self._transport.broadcast(bucket, index)
+
+    def _await(self, future: "Future[None]", job: Job) -> TransportError | None:
+        limit = (len(job.buckets) + 1) * self._config.collective_timeout_s + WORKER_SLACK_S
+        if not self._control.pump(future.done, time.monotonic() + limit):
+            raise WeightBusError(
+                f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
+            )
+        try:
+            future.result()
+        except TransportError as error:
+            return error
+        return None
+
+    def _abort(self, job: Job, receivers: list[Member], error: TransportError) -> None:
+        """The group is broken. Who has staged everything goes on; the others are sent the version again."""
+        now = time.monotonic()
+        with self._board.changed:
+            membership = self._board.membership
+            epoch = membership.epoch
+            log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
+            membership.break_group()
+            self._failed = frozenset(member.session for member in receivers)
+            for member in receivers:
+                if membership.receiving(member.session, epoch, job.version) is None:
+                    continue
+                names = {"session": member.session, "epoch": epoch, "version": job.version}
+                self._router.send(member.identity, Abort(**names, reason=str(error)))
+                membership.release(member, now)
+                job.failed[member.name] = str(error)
+                if len(receivers) == 1:
+                    self._control.charge(member, str(error))
+        self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)

@@ -1,0 +1,322 @@
+"""The rollout server's end of the weight bus.
+
+consumes:     epochs, buckets and decisions of the publisher
+produces:     verified weights for the engine, through `load`; what the engine holds, to the publisher
+waits for:    the publisher (its silence is logged, once, and outlived), broadcasts (collective timeout)
+unblocked by: a message, a lost peer, stop(), Goodbye
+"""
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from configs.infrastructure import WeightBus
+from replay.channel import Message, WireError
+from weight_bus.control import Dealer, Pulse
+from weight_bus.digest import combined
+from weight_bus.errors import BusClosed, RemovedFromBus, TransportError
+from weight_bus.messages import (
+    Abort,
+    Applied,
+    Begin,
+    Commit,
+    Epoch,
+    EpochReady,
+    Goodbye,
+    Join,
+    ReceiveFailed,
+    Removed,
+    Staged,
+    Welcome,
+    manifest_of,
+)
+from weight_bus.staging import Staging
+from weight_bus.transports import Formation, TransportFactory, make_transport
+from weight_bus.transports.base import group_prefix
+
+log = logging.getLogger(__name__)
+
+SILENT_BEATS = 3
+MAX_NAMED = 16
+
+Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
+"""(version, named tensors) -> digests of what the engine holds afterwards. The tensors are views; copy them."""
+Activate = Callable[[int, bool], None]
+"""(version, evaluate): the engine verifiably holds this version and may serve it."""
+Quarantine = Callable[[int, str], None]
+"""(version, reason): the engine holds something else and must not serve; a refill follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    load: Load
+    activate: Activate
+    quarantine: Quarantine
+
+
+class Subscriber:
+    """Receives versions for one engine. `receive` and `close` belong to one thread, `stop` to any.
+
+    Args:
+        address: control address of the publisher.
+        name: of this rollout server; the newest subscriber of a name wins.
+        config: the weight_bus section.
+        host: address of this machine's interface that the data plane binds.
+        run_id: must be the publisher's.
+        incarnation: messages of an earlier one are refused; none takes what the publisher says.
+        transport_factory: makes the data plane; none takes the configured one.
+
+    Raises:
+        WeightBusError: the backend is not available here.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str,
+        config: WeightBus,
+        host: str,
+        run_id: str,
+        incarnation: int | None = None,
+        transport_factory: TransportFactory | None = None,
+    ) -> None:
+        self.address = address
+        self.name = name
+        self._config = config
+        self._incarnation = incarnation if incarnation is not None else 0
+        self._instance = secrets.token_hex(8)
+        self._sessions = 0
+        self._session = ""
+        self._transport = (transport_factory or make_transport)(config, host)
+        identity = f"{name}.{self._instance}"
+        self._dealer = Dealer(address, identity, run_id)
+        self._pulse = Pulse(address, identity, run_id, config.heartbeat_s)
+        self._staging = Staging()
+        self._epoch = 0
+        self._formed = (0, "")
+        """Epoch and session of the present group; epoch 0 for none."""
+        self._staged: Begin | None = None
+        self._held: tuple[int, int, str] = (-1, -1, "")
+        """(incarnation, version, digest) that the engine verifiably holds."""
+        self._heard_at = time.monotonic()
+        self._joined_at = 0.0
+        self._silent = False
+        self._stopping = threading.Event()
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """Version that the engine verifiably holds, -1 for none."""
+        return self._held[1]
+
+    def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
+        """Block until one version has been received, applied, verified and activated; return it.
+
+        Call it again without long pauses: a subscriber that does not answer for an epoch is removed from the
+        bus, and joins anew with its next call. Nothing touches the engine before every byte is verified.
+
+        Raises:
+            BusClosed: stop() was called or the publisher said goodbye.
+            RemovedFromBus: the publisher gave this subscriber up; the engine must not serve.
+        """
+        engine = _Engine(load, activate, quarantine)
+        entered = time.monotonic()
+        while True:
+            self._join_when_due()
+            self._pulse.activity = "waiting for the publisher"
+            message = self._dealer.poll(self._config.heartbeat_s)
+            if self._stopping.is_set():
+                raise BusClosed(f"subscriber {self.name!r} was stopped")
+            self._watch(message is not None, entered)
+            if isinstance(message, WireError):
+                log.warning("weight bus: %r refused a message of %s: %s [corrupt]", self.name, self.address, message)
+            elif message is not None and self._handle(message, engine):
+                return self._held[1]
+
+    def stop(self) -> None:
+        """Make `receive` raise BusClosed, from any thread."""
+        self._stopping.set()
+        if not self._closed:
+            self._dealer.wake.set()
+
+    def close(self, reason: str = "the rollout server is done") -> None:
+        """Leave the bus."""
+        if self._closed:
+            return
+        self._closed = True
+        self._pulse.close()
+        self._dealer.send(Goodbye(session=self._session, reason=reason))
+        self._dealer.close()
+        self._transport.close()
+
+    def __enter__(self) -> "Subscriber":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _join_when_due(self) -> None:
+        now = time.monotonic()
+        if self._pulse.session or now - self._joined_at < self._config.heartbeat_s:
+            return
+        if not self._session:
+            self._sessions += 1
+            self._session = f"{self._instance}-{self._sessions}"
+        _, version, digest = self._held
+        join = Join(
+            session=self._session,
+            name=self.name,
+            instance=self._instance,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            version=version,
+            digest=digest,
+        )
+        if self._dealer.send(join):
+            self._joined_at = now
+
+    def _watch(self, heard: bool, entered: float) -> None:
+        """Log once when the publisher falls silent, and once when it is back. Only this wait counts as silence."""
+        now = time.monotonic()
+        if heard:
+            if self._silent:
+                log.info("weight bus: %r hears the publisher %s again", self.name, self.address)
+            self._heard_at, self._silent = now, False
+            return
+        quiet = now - max(self._heard_at, entered)
+        if quiet > SILENT_BEATS * self._config.heartbeat_s and not self._silent:
+            self._silent = True
+            log.warning(
+                "weight bus: %r waits for the publisher %s, last heard %.1f s ago, holds v%d [silent]; keeps trying",
+                self.name,
+                self.address,
+                now - self._heard_at,
+                self.version,
+            )
+
+    def _handle(self, message: Message, engine: _Engine) -> bool:
+        """True when a version has been activated."""
+        if getattr(message, "session", "") != self._session:
+            return False
+        match message:
+            case Welcome():
+                self._welcome(message)
+            case Epoch():
+                self._forget()
+                self._epoch = message.epoch
+                self._dealer.send(EpochReady(session=self._session, epoch=message.epoch))
+            case Begin():
+                self._begin(message)
+            case Commit():
+                return self._commit(message, engine)
+            case Abort():
+                if self._is_staged(message):
+                    self._staged = None
+                log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
+            case Removed():
+                self._removed(message)
+            case Goodbye():
+                raise BusClosed(f"the publisher {self.address} said goodbye: {message.reason}")
+        return False
+
+    def _welcome(self, welcome: Welcome) -> None:
+        if welcome.incarnation < self._incarnation:
+            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self._incarnation}"
+            raise RemovedFromBus(f"{reason}: an older learner still runs there")
+        self._incarnation = welcome.incarnation
+        self._pulse.session = self._session
+
+    def _removed(self, removed: Removed) -> None:
+        self._pulse.session = self._session = ""
+        self._joined_at = 0.0
+        self._forget()
+        if not removed.rejoin:
+            raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
+        log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
+
+    def _forget(self) -> None:
+        self._staged = None
+        self._formed = (0, "")
+        self._transport.leave()
+
+    def _begin(self, begin: Begin) -> None:
+        self._staged = None
+        older = (begin.incarnation, begin.version) < self._held[:2]
+        if begin.epoch != self._epoch or begin.incarnation != self._incarnation or older:
+            log.warning(
+                "weight bus: %r ignores v%d of incarnation %d, epoch %d: it holds v%d in epoch %d",
+                self.name,
+                begin.version,
+                begin.incarnation,
+                begin.epoch,
+                self.version,
+                self._epoch,
+            )
+            return
+        ids = {"session": self._session, "epoch": begin.epoch, "version": begin.version}
+        self._pulse.activity = f"receiving v{begin.version}"
+        try:
+            self._receive_buckets(begin)
+        except (TransportError, WireError) as error:
+            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
+            self._forget()
+            self._dealer.send(ReceiveFailed(**ids, reason=str(error)))
+            return
+        corrupt = self._staging.corrupt()
+        if corrupt:
+            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
+        else:
+            self._staged = begin
+        self._dealer.send(Staged(**ids, corrupt=corrupt[:MAX_NAMED]))
+
+    def _receive_buckets(self, begin: Begin) -> None:
+        self._staging.prepare(manifest_of(begin))
+        if self._formed != (begin.epoch, self._session):
+            prefix = group_prefix(self._dealer.run_id, begin.incarnation, begin.epoch)
+            self._transport.form(
+                Formation(epoch=begin.epoch, rank=begin.rank, size=begin.size, endpoint=begin.endpoint, prefix=prefix)
+            )
+            self._formed = (begin.epoch, self._session)
+        for index, bucket in enumerate(self._staging.buckets):
+            self._transport.broadcast(bucket, index)
+
+    def _is_staged(self, decision: Commit | Abort) -> bool:
+        staged = self._staged
+        return staged is not None and (staged.epoch, staged.version) == (decision.epoch, decision.version)
+
+    def _commit(self, commit: Commit, engine: _Engine) -> bool:
+        """Apply, then hold what the engine says it holds against the manifest."""
+        staged = self._staged
+        if staged is None or not self._is_staged(commit) or commit.digest != staged.digest:
+            log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
+            return False
+        self._staged = None
+        self._held = (-1, -1, "")
+        self._pulse.activity = f"applying v{commit.version}"
+        held: Mapping[str, int] = {}
+        reason = ""
+        try:
+            held = engine.load(commit.version, self._staging.tensors())
+        except Exception as error:
+            log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
+            reason = f"the engine could not load: {type(error).__name__}: {error}"
+        differences = self._staging.manifest.differences(held)
+        ids = {"session": self._session, "epoch": commit.epoch, "version": commit.version}
+        if differences:
+            reason = reason or f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
+            engine.quarantine(commit.version, reason)
+            applied = Applied(**ids, digest="", differences=differences[:MAX_NAMED], reason=reason)
+        else:
+            engine.activate(commit.version, staged.evaluate)
+            self._held = (staged.incarnation, commit.version, staged.digest)
+            applied = Applied(**ids, digest=combined(held))
+        self._dealer.send(applied)
+        return not differences
