@@ -53,5 +53,7 @@ class Tracking(Section):
     """Weights & Biases; `offline` needs no account (extra `wandb`)."""
     wandb_project: str = "slipstream"
     """Project name in Weights & Biases."""
+    save_rollouts_every: int = Field(default=0, ge=0)
+    """Write the trained trajectories of every so many steps to rollouts/step_N/; 0 writes none."""
     plot: bool = True
     """Write plots/summary.png at the end of the run."""

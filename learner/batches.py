@@ -45,9 +45,14 @@ class BatchReader:
         limits = Limits(config.network.max_message_bytes)
         self._dealer = Dealer(address, f"learner-{rank}.{os.getpid()}", m.FROM_REPLAY, limits)
 
-    @property
-    def run_id(self) -> str:
-        """The run's identity on the wire."""
+    def connect(self) -> str:
+        """Find out which run replay serves; its id is part of everything on the wire.
+
+        Raises:
+            ChannelError: replay does not answer within network.silent_after_s.
+        """
+        self._dealer.send(m.StatusRequest())
+        self._wait_for(m.Status, "an answer", self.config.network.silent_after_s)
         return self._dealer.run_id
 
     def join(self, *, version: int, bus_address: str | None, cursor: dict[str, Any] | None) -> None:

@@ -56,6 +56,7 @@ class Launcher:
     address: str = ""
     _metrics_offset: int = 0
     _status_asked: float = 0.0
+    _rank_logs: dict[Path, int] = field(default_factory=dict)
 
     @property
     def run_dir(self) -> Path:
@@ -142,11 +143,13 @@ class Launcher:
             self.address,
             *(["--resume"] if self.resume else []),
         ]
+        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
+        self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         environment = {"OMP_NUM_THREADS": str(self.config.learner.num_threads), "GLOO_SOCKET_IFNAME": "lo"}
         return children.start("learner", command, self._log_of("learner"), environment)
 
     def _log_of(self, name: str) -> Path:
-        return self.run_dir / "logs" / f"{name}.out"
+        return self.run_dir / "logs" / f"{name}.log"
 
     # ---- watching --------------------------------------------------------------------------------------
 
@@ -185,9 +188,8 @@ class Launcher:
     def _learner_root_cause(self) -> str:
         """The first rank that logged an error is the cause; others fail because it is gone."""
         assert self.learner is not None
-        for rank in range(self.config.num_learner_ranks):
-            path = self.run_dir / "logs" / f"learner-{rank}.log"
-            error = children.last_error(path) if path.exists() else ""
+        for path, offset in self._rank_logs.items():
+            error = children.last_error(path, offset) if path.exists() else ""
             if error:
                 return f"the learner stopped: {error}"
         return self._root_cause("learner", self.learner)

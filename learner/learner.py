@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.schema import Config
 from learner import evaluation
 from learner.advantages import grpo
@@ -18,9 +16,10 @@ from learner.checkpoint import Checkpointer
 from learner.losses import build_loss
 from learner.metrics import build_metrics
 from learner.optimizer import build_optimizer, lr_at
-from learner.packing import pack
+from learner.packing import active_trajectories, pack
 from learner.policy import build_policy
 from learner.ranks import Ranks
+from learner.rollouts import write_rollouts
 from learner.step import accumulate_gradients, apply_update
 from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
@@ -50,7 +49,6 @@ class Learner:
         self.optimizer = build_optimizer(config.learner, self.policy)
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
-        self.bus = WeightPublisher(config, self.policy, ranks)
         self.tripwires = Tripwires(config)
         self.digests: dict[str, int] = {}
         self._step_started = time.monotonic()
@@ -61,12 +59,14 @@ class Learner:
         """Load the checkpoint if there is one to resume from, join replay; the version to go on from."""
         state = self.checkpoints.resume() if resume else None
         version = int(state["version"]) if state else 0
+        cursor = state["replay"] if state and self.ranks.is_first else None
         self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if state else None)
-        self.batches.join(
-            version=version,
-            bus_address=self.bus.address,
-            cursor=state["replay"] if state and self.ranks.is_first else None,
-        )
+        if state and self.ranks.is_first:
+            self._trained = surviving_groups(Path(self.config.run_dir) / "ledger.jsonl", version)
+        run_id = self.batches.connect()
+        incarnation = int(cursor["incarnation"]) + 1 if cursor else 1
+        self.bus = WeightPublisher(self.config, self.policy, self.ranks, run_id=run_id, incarnation=incarnation)
+        self.batches.join(version=version, bus_address=self.bus.address, cursor=cursor)
         self.digests = self.bus.digests()
         log.info("rank %d starts at version %d, policy digest %s", self.ranks.rank, version, self.policy_digest())
         return version
@@ -99,8 +99,12 @@ class Learner:
             normalize_by_std=algorithm.normalize_by_std,
             epsilon=algorithm.advantage_epsilon,
         )
-        active = advantages != 0 if algorithm.drop_zero_advantage else np.ones(len(advantages), dtype=bool)
-        packed = pack(batch, advantages, active, device=self.ranks.device)
+        active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
+        every = self.config.tracking.save_rollouts_every
+        if every and batch.step % every == 0:
+            write_rollouts(self.config.run_dir, batch, advantages)
+        lag = self.config.replay.async_lag
+        packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device)
         sums = accumulate_gradients(
             self.policy,
             packed.microbatches,
@@ -109,9 +113,10 @@ class Learner:
             global_tokens=packed.global_tokens,
         )
         lr = lr_at(batch.step, self.config.learner)
-        result = apply_update(
-            self.policy, self.optimizer, max_grad_norm=self.config.learner.max_grad_norm, lr=lr, sums=sums
-        )
+        max_norm = self.config.learner.max_grad_norm
+        result = apply_update(self.policy, self.optimizer, sums, max_grad_norm=max_norm, lr=lr)
+        if not result.applied:
+            log.warning("step %d was not applied: %s", batch.step, result.reason)
         values = sums.metrics() | result.metrics() | _advantage_metrics(advantages)
         return Update(values, result.applied, packed.global_tokens > 0)
 
@@ -183,6 +188,13 @@ class Learner:
         with (Path(self.config.run_dir) / "ledger.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         return self._groups_trained_twice
+
+
+def surviving_groups(ledger: Path, version: int) -> set[tuple[int, int]]:
+    """Groups trained on the surviving line of policies up to `version`: the last ledger line of each step."""
+    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
+    by_step = {line["step"]: line["groups"] for line in lines}
+    return {(pass_, index) for step, groups in by_step.items() if step <= version for pass_, index in groups}
 
 
 def _advantage_metrics(advantages: Any) -> dict[str, float]:

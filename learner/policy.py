@@ -35,7 +35,7 @@ class Policy:
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
-        self._mesh = mesh
+        self.mesh = mesh
         self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         self.world_size = 1 if mesh is None else mesh.size()
@@ -55,11 +55,11 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        if self._mesh is None:
+        if self.mesh is None:
             return shard.local
         stride = torch.empty(shard.shape, device="meta").stride()
         return DTensor.from_local(
-            shard.local, self._mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
+            shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
     def sync_gradients(self, enabled: bool) -> None:

@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 class WeightPublisher:
     """All ranks call `start`; rank 0 owns the publisher."""
 
-    def __init__(self, config: Config, policy: Policy, ranks: Ranks) -> None:
+    def __init__(self, config: Config, policy: Policy, ranks: Ranks, *, run_id: str, incarnation: int) -> None:
         self.config = config
         self.policy = policy
         self._publisher: Publisher | None = None
         if ranks.is_first:
             self._publisher = Publisher(
-                config.weight_bus, host=config.network.host, run_id=config.run.name, incarnation=0
+                config.weight_bus, host=config.network.host, run_id=run_id, incarnation=incarnation
             )
 
     @property
@@ -60,16 +60,18 @@ class WeightPublisher:
             return {}
         for name, reason in report.failed.items():
             log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
-        seconds = report.seconds
+        counters = {
+            k: v for k, v in self._publisher.stats().items() if "/" not in k and k not in ("members", "num_bytes")
+        }
         return {
             "weight_sync/version": report.version,
-            "weight_sync/seconds": float(sum(seconds.values())),
-            "weight_sync/bytes": report.bytes,
+            "weight_sync/seconds": report.seconds["total"],
+            "weight_sync/bytes": report.num_bytes,
             "weight_sync/epoch": report.epoch,
             "weight_sync/members": len(report.served),
             "weight_sync/digests_equal": not report.failed,
-            **{f"weight_sync/{phase}_s": value for phase, value in seconds.items()},
-            **{f"weight_sync/{name}": value for name, value in self._publisher.stats().items()},
+            **{f"weight_sync/{phase}_s": s for phase, s in report.seconds.items() if phase != "total"},
+            **{f"weight_sync/{name}": value for name, value in counters.items()},
         }
 
     def close(self) -> None:

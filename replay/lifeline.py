@@ -34,7 +34,10 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int = logging.INFO) -> None:
-    """Log to stderr and to `<run_dir>/logs/<name>.log`."""
+    """Log to stderr and, unless run_dir is None, to `<run_dir>/logs/<name>.log`.
+
+    Children of the launcher have their stderr in that file already, and pass None.
+    """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if run_dir is not None:
         folder = Path(run_dir) / "logs"

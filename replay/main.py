@@ -58,7 +58,7 @@ def main() -> int:
         die_with_parent(args.parent)
     try:
         config = from_arguments(args)
-        set_up_logging("replay", config.run_dir)
+        set_up_logging("replay", None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.run_id or f"{config.run.name}-{os.getpid()}"))
     except (ConfigError, DataError, ChannelError) as error:

@@ -61,7 +61,7 @@ def main() -> int:
         die_with_parent(args.parent)
     try:
         config = from_arguments(args)
-        set_up_logging(args.server_name, config.run_dir)
+        set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name))
     except (ConfigError, FingerprintError, EngineError, TaskError, RewardError, ChannelError) as error:

@@ -92,7 +92,7 @@ class RolloutServer:
         match message:
             case m.Welcome():
                 if message.bus_address is not None:
-                    self.follower.follow(message.bus_address, self.dealer.run_id, message.incarnation)
+                    self.follower.follow(message.bus_address, self.dealer.run_id)
                 else:
                     self._now("waiting for the learner")
             case m.Lease():

@@ -47,11 +47,12 @@ class WeightFollower:
         self._thread: threading.Thread | None = None
         self._paused_at = 0.0
 
-    def follow(self, address: str, run_id: str, incarnation: int) -> None:
+    def follow(self, address: str, run_id: str) -> None:
         """Subscribe to the publisher at `address`; a new address replaces the old subscription."""
         if address == self.address:
             return
-        self.stop()
+        if self._subscriber is not None:
+            self._subscriber.stop()  # its thread ends by itself; joining it here would block this loop
         self.address = address
         subscriber = Subscriber(
             address,
@@ -59,7 +60,6 @@ class WeightFollower:
             config=self.config.weight_bus,
             host=self.config.network.host,
             run_id=run_id,
-            incarnation=incarnation,
         )
         self._subscriber = subscriber
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="weight-follower", daemon=True)
@@ -78,9 +78,11 @@ class WeightFollower:
                 subscriber.receive(self._load, activate=self._activate, quarantine=self._quarantine)
         except BusClosed as closed:
             log.info("weight bus: %s", closed)
-        except BaseException as error:  # the serve loop raises it: a follower must not die silently
+        except BaseException as error:  # the heartbeat raises it: a follower must not die silently
             self.failure = error
             raise
+        finally:
+            subscriber.close()
 
     # ---- called by the subscriber, in its thread -------------------------------------------------------
 

@@ -36,7 +36,7 @@ FORMAT = 1
 NUM_DIGITS = 6
 NUM_PROMPTS = 10**NUM_DIGITS
 NUM_HELD_OUT = 50_000
-"""Numbers that neither training nor the warm-up sees; a fixed count, so that --eval-prompts does not change the model."""
+"""Numbers kept from training and warm-up; a fixed count, so that --eval-prompts does not change the model."""
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 SYMBOLS = (*SPECIAL, *"0123456789", *"abcdefghijklmnopqrstuvwxyz", *"=+-*/,.:;? ")
 VOCAB_SIZE = 64

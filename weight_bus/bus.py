@@ -15,7 +15,7 @@ from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError
 from weight_bus.control import Router
 from weight_bus.errors import BusClosed
-from weight_bus.jobs import Board, Event, Job
+from weight_bus.jobs import Board, Event
 from weight_bus.membership import Member, State
 from weight_bus.messages import (
     Abort,
@@ -90,32 +90,15 @@ class Bus:
             pending, last = self._board.pending, self._board.current
             if pending is not None:
                 if last is not None and last.report is None:
-                    self._supersede(last, pending, now)
+                    self._board.supersede(last, pending.version, now)
                 pending.seconds["queue"] = now - pending.posted_at
                 self._board.pending, self._board.current = None, pending
-            self._settle(now)
-
-    def _supersede(self, last: Job, pending: Job, now: float) -> None:
-        last.report = self._board.report(last, now)
-        if last.report.failed:
-            self._board.counters["superseded"] += 1
-            late = "; ".join(last.report.failed.values())
-            log.warning(
-                "weight bus: v%d is superseded by v%d before all had it: %s", last.version, pending.version, late
-            )
-            self._board.emit(Event(kind="superseded", version=last.version, epoch=last.report.epoch, detail=late))
-
-    def _settle(self, now: float) -> None:
-        """Write the report once no member waits for the current version any more."""
-        job = self._board.current
-        if job is not None and job.report is None and not self._board.membership.unsettled(job.version):
-            job.report = self._board.report(job, now)
-        self._board.changed.notify_all()
+            self._board.settle(now)
 
     def _receivers(self) -> list[Member]:
         with self._board.changed:
             job = self._board.current
-            return self._board.membership.needing(job.version) if job is not None else []
+            return self._board.membership.needing(job.version, time.monotonic()) if job is not None else []
 
     def _has_work(self) -> bool:
         return self._board.pending is not None or bool(self._receivers())
@@ -139,7 +122,7 @@ class Bus:
                 for identity, envelope in arrived:
                     self._handle(identity, envelope, time.monotonic())
                 self._tend(time.monotonic())
-                self._settle(time.monotonic())
+                self._board.settle(time.monotonic())
 
     def _tend(self, now: float) -> None:
         """Beat, and remove who is gone. After reading what has arrived, never before."""
@@ -216,7 +199,7 @@ class Bus:
         version, digest = (job.version, job.digest) if job is not None else (-1, "")
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
-            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False))
+            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False), run_id)
             return
         known = board.membership.find(join.session) is not None
         admission = board.membership.join(join, identity, now, version=version, digest=digest)
@@ -240,24 +223,23 @@ class Bus:
         member = board.membership.receiving(staged.session, staged.epoch, staged.version)
         if member is None or job is None:
             return
-        names = {"session": member.session, "epoch": member.epoch, "version": staged.version}
-        if not staged.corrupt and staged.version != job.version:
-            self._router.send(member.identity, Abort(**names, reason=f"superseded by v{job.version}"))
+        session, epoch, version = staged.session, staged.epoch, staged.version
+        if not staged.corrupt and version != job.version:
+            reason = f"superseded by v{job.version}"
+            self._router.send(member.identity, Abort(session=session, epoch=epoch, version=version, reason=reason))
             board.membership.release(member, now)
             return
         board.membership.staged(staged, now, now + self._config.deadline_s)
         if staged.corrupt:
             board.counters["corrupt"] += 1
-            named = ", ".join(staged.corrupt[:5])
-            self._faulty(
-                member, "corrupt", f"received corrupt tensors: {named} ({len(staged.corrupt)} in all) [corrupt]"
-            )
+            self._faulty(member, "corrupt", f"received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
         else:
-            self._router.send(member.identity, Commit(**names, digest=member.expected))
+            commit = Commit(session=session, epoch=epoch, version=version, digest=member.expected)
+            self._router.send(member.identity, commit)
 
     def _on_applied(self, applied: Applied, now: float) -> None:
-        board, job = self._board, self._board.current
-        healing = self._board.membership.find(applied.session)
+        board = self._board
+        healing = board.membership.find(applied.session)
         faults = healing.faults if healing is not None else 0
         member = board.membership.applied(applied, now)
         if member is None:
@@ -270,13 +252,13 @@ class Bus:
             self._emit("live", member)
         else:
             board.counters["quarantines"] += 1
-            named = ", ".join(applied.differences[:5])
-            reason = applied.reason or f"the engine holds wrong tensors: {named} ({len(applied.differences)} in all)"
+            reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
             self._faulty(member, "quarantined", f"quarantined: {reason} [corrupt]")
 
     def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
         member = self._board.membership.receiving(failed.session, failed.epoch, failed.version)
         if member is None:
+            log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
             return
         alone = len(self._board.membership.group) == 1
         self._board.membership.release(member, now)
@@ -286,9 +268,10 @@ class Bus:
             self.charge(member, failed.reason)
 
     def charge(self, member: Member, reason: str) -> None:
-        """Count a failed broadcast against the only receiver it had."""
+        """Count a failed broadcast against the only receiver it had, which is tried again after a pause."""
         with self._board.changed:
-            self._board.membership.fault(member)
+            pause = self._config.heartbeat_s * 2.0**member.faults
+            self._board.membership.fault(member, time.monotonic() + pause)
             self._faulty(member, "failed", reason)
 
     def _faulty(self, member: Member, kind: str, reason: str) -> None:
@@ -308,3 +291,7 @@ class Bus:
         self._board.emit(
             Event(kind=kind, version=version, epoch=self._board.membership.epoch, name=member.name, detail=detail)
         )
+
+
+def _named(tensors: list[str]) -> str:
+    return ", ".join(tensors[:5]) + (" and more" if len(tensors) > 5 else "")

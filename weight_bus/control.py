@@ -4,11 +4,10 @@ import itertools
 import logging
 import socket
 import threading
-import time
 
 import zmq
 
-from replay.channel import Envelope, Limits, Message, Registry, WireError, bind, configure, decode, encode
+from replay.channel import Envelope, Limits, Message, WireError, bind, configure, decode, encode
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -68,9 +67,12 @@ class Router:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
-    def send(self, identity: str, message: Message) -> str:
-        """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full."""
-        frames = [identity.encode(), *encode(message, self.run_id, next(self._sequence))]
+    def send(self, identity: str, message: Message, run_id: str = "") -> str:
+        """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full.
+
+        `run_id` answers a peer of another run, which refuses anything that does not carry its own.
+        """
+        frames = [identity.encode(), *encode(message, run_id or self.run_id, next(self._sequence))]
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -83,7 +85,7 @@ class Router:
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
         """What has arrived within `timeout_s`; corrupt messages as their error, the bus must go on."""
-        events = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self.wake.fileno() in events:
             self.wake.clear()
         arrived: list[tuple[str, Envelope | WireError]] = []
@@ -106,16 +108,15 @@ class Router:
 class Dealer:
     """A subscriber's end, used by the thread that receives (except `wake`)."""
 
-    def __init__(self, address: str, identity: str, run_id: str, accepted: Registry = TO_SUBSCRIBER) -> None:
+    def __init__(self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = itertools.count(1)
-        self._accepted = accepted
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits())
-        # without a connection nothing is queued: what a dead publisher never read must not reach its successor
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
+        # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
+        self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.connect(address)
         self._poller = zmq.Poller()
@@ -123,7 +124,7 @@ class Dealer:
         self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, message: Message) -> bool:
-        """Queue a message; False when there is no connection."""
+        """Queue a message; False when the queue is full, or unconnected and so without one."""
         try:
             self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -132,13 +133,13 @@ class Dealer:
 
     def poll(self, timeout_s: float) -> Message | WireError | None:
         """The next message within `timeout_s`, None after that time or a wake-up."""
-        events = dict(self._poller.poll(max(0.0, timeout_s) * 1000))
+        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self.wake.fileno() in events:
             self.wake.clear()
         if not self._socket.poll(0):
             return None
         try:
-            envelope = decode(self._socket.recv_multipart(), self._accepted)
+            envelope = decode(self._socket.recv_multipart(), TO_SUBSCRIBER)
         except WireError as error:
             return error
         if self.run_id and envelope.run_id != self.run_id:
@@ -159,7 +160,8 @@ class Pulse:
     """
 
     def __init__(self, address: str, identity: str, run_id: str, period_s: float) -> None:
-        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id)
+        # beats that nobody heard must not reach a later publisher
+        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False)
         self._period_s = period_s
         self._stop = threading.Event()
         self.session = ""

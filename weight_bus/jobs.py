@@ -1,5 +1,6 @@
 """What the learner's thread and the bus thread share: the update on offer, what became of it, and counters."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +9,8 @@ import torch
 
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,22 @@ class Board:
         """Tell the listeners; they run on the bus thread and must be quick."""
         for listener in self.on_event:
             listener(event)
+
+    def supersede(self, job: Job, newer: int, now: float) -> None:
+        """Close the report of a version that a newer one takes the place of, before all had it."""
+        job.report = self.report(job, now)
+        late = "; ".join(job.report.failed.values())
+        if late:
+            self.counters["superseded"] += 1
+            log.warning("weight bus: v%d is superseded by v%d before all had it: %s", job.version, newer, late)
+            self.emit(Event(kind="superseded", version=job.version, epoch=job.report.epoch, detail=late))
+
+    def settle(self, now: float) -> None:
+        """Write the current report once no member waits for its version any more."""
+        job = self.current
+        if job is not None and job.report is None and not self.membership.unsettled(job.version):
+            job.report = self.report(job, now)
+        self.changed.notify_all()
 
     def report(self, job: Job, now: float) -> PublishReport:
         """The report of a job as it stands; who is not settled is named with what it is doing."""

@@ -60,6 +60,8 @@ class Member:
     """Digest of `target`."""
     faults: int = 0
     """Failed updates since the last verified one."""
+    retry_at: float = -math.inf
+    """Not sent anything before this time."""
 
     def __str__(self) -> str:
         return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"
@@ -135,12 +137,12 @@ class Membership:
             member.heard_at = now
         return member
 
-    def needing(self, version: int) -> list[Member]:
+    def needing(self, version: int, now: float) -> list[Member]:
         """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first.
 
         A member that keeps failing must not take a healthy one down with it in the same group.
         """
-        idle = [m for m in self.members.values() if m.state in IDLE and m.version != version]
+        idle = [m for m in self.members.values() if m.state in IDLE and m.version != version and now >= m.retry_at]
         fewest = min((m.faults for m in idle), default=0)
         return [m for m in idle if m.faults == fewest]
 
@@ -219,9 +221,10 @@ class Membership:
         assert member.state in (State.INVITED, State.READY, State.RECEIVING), member.state
         self._move(member, State.WAITING, now)
 
-    def fault(self, member: Member) -> None:
-        """Count a failed update."""
+    def fault(self, member: Member, retry_at: float = -math.inf) -> None:
+        """Count a failed update; the next try is at `retry_at` or later."""
         member.faults += 1
+        member.retry_at = retry_at
         self._faults[member.instance] = member.faults
         self._faults.move_to_end(member.instance)
         while len(self._faults) > MAX_FENCED:

@@ -206,9 +206,7 @@ class Publisher:
             waiting = self._board.pending
             if waiting is not None:
                 self._board.pending = None
-                waiting.report = self._board.report(waiting, time.monotonic())
-                self._board.counters["superseded"] += 1
-                log.warning("weight bus: v%d is superseded by v%d before it was sent", waiting.version, version)
+                self._board.supersede(waiting, version, time.monotonic())
             current = self._board.current
             return 1 - current.buffer if current is not None else 0
 

@@ -120,11 +120,10 @@ class Rounds:
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
                 ready = ready[:1]
-        verb = "resends" if job.rounds else "sends"
-        log.info(
-            "weight bus: epoch %d with %d members (%s) %s v%d", epoch, len(ready), ", ".join(names), verb, job.version
-        )
-        self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(m.name for m in ready)))
+        verb = "resends" if any(member.name in job.failed for member in ready) else "sends"
+        names = [member.name for member in ready]
+        log.info("weight bus: epoch %d of %d (%s) %s v%d", epoch, len(ready), ", ".join(names), verb, job.version)
+        self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(names)))
         return ready
 
     def _send(self, job: Job, receivers: list[Member], fresh: bool) -> None:
@@ -203,8 +202,8 @@ class Rounds:
             for member in receivers:
                 if membership.receiving(member.session, epoch, job.version) is None:
                     continue
-                names = {"session": member.session, "epoch": epoch, "version": job.version}
-                self._router.send(member.identity, Abort(**names, reason=str(error)))
+                abort = Abort(session=member.session, epoch=epoch, version=job.version, reason=str(error))
+                self._router.send(member.identity, abort)
                 membership.release(member, now)
                 job.failed[member.name] = str(error)
                 if len(receivers) == 1:

@@ -7,6 +7,7 @@ unblocked by: a message, a lost peer, stop(), Goodbye
 """
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from replay.channel import Message, WireError
 from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed, RemovedFromBus, TransportError
+from weight_bus.intake import Intake
 from weight_bus.messages import (
     Abort,
     Applied,
@@ -35,16 +37,14 @@ from weight_bus.messages import (
     Removed,
     Staged,
     Welcome,
-    manifest_of,
 )
-from weight_bus.staging import Staging
-from weight_bus.transports import Formation, TransportFactory, make_transport
-from weight_bus.transports.base import group_prefix
+from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
 
 SILENT_BEATS = 3
 MAX_NAMED = 16
+JOIN_AGAIN_BEATS = 10
 
 Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
 """(version, named tensors) -> digests of what the engine holds afterwards. The tensors are views; copy them."""
@@ -95,19 +95,15 @@ class Subscriber:
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
-        self._transport = (transport_factory or make_transport)(config, host)
+        self._intake = Intake((transport_factory or make_transport)(config, host), run_id)
         identity = f"{name}.{self._instance}"
         self._dealer = Dealer(address, identity, run_id)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s)
-        self._staging = Staging()
         self._epoch = 0
-        self._formed = (0, "")
-        """Epoch and session of the present group; epoch 0 for none."""
-        self._staged: Begin | None = None
         self._held: tuple[int, int, str] = (-1, -1, "")
         """(incarnation, version, digest) that the engine verifiably holds."""
         self._heard_at = time.monotonic()
-        self._joined_at = 0.0
+        self._joined_at = -math.inf
         self._silent = False
         self._stopping = threading.Event()
         self._closed = False
@@ -155,7 +151,7 @@ class Subscriber:
         self._pulse.close()
         self._dealer.send(Goodbye(session=self._session, reason=reason))
         self._dealer.close()
-        self._transport.close()
+        self._intake.close()
 
     def __enter__(self) -> "Subscriber":
         return self
@@ -164,8 +160,9 @@ class Subscriber:
         self.close()
 
     def _join_when_due(self) -> None:
+        """Ask for a session while there is none. The request outlives a lost connection, so seldom is enough."""
         now = time.monotonic()
-        if self._pulse.session or now - self._joined_at < self._config.heartbeat_s:
+        if self._pulse.session or now - self._joined_at < JOIN_AGAIN_BEATS * self._config.heartbeat_s:
             return
         if not self._session:
             self._sessions += 1
@@ -210,7 +207,7 @@ class Subscriber:
             case Welcome():
                 self._welcome(message)
             case Epoch():
-                self._forget()
+                self._intake.forget()
                 self._epoch = message.epoch
                 self._dealer.send(EpochReady(session=self._session, epoch=message.epoch))
             case Begin():
@@ -218,8 +215,7 @@ class Subscriber:
             case Commit():
                 return self._commit(message, engine)
             case Abort():
-                if self._is_staged(message):
-                    self._staged = None
+                self._intake.decide(message)
                 log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
             case Removed():
                 self._removed(message)
@@ -236,87 +232,69 @@ class Subscriber:
 
     def _removed(self, removed: Removed) -> None:
         self._pulse.session = self._session = ""
-        self._joined_at = 0.0
-        self._forget()
+        self._joined_at = -math.inf
+        self._intake.forget()
         if not removed.rejoin:
             raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
-    def _forget(self) -> None:
-        self._staged = None
-        self._formed = (0, "")
-        self._transport.leave()
-
     def _begin(self, begin: Begin) -> None:
-        self._staged = None
-        older = (begin.incarnation, begin.version) < self._held[:2]
-        if begin.epoch != self._epoch or begin.incarnation != self._incarnation or older:
-            log.warning(
-                "weight bus: %r ignores v%d of incarnation %d, epoch %d: it holds v%d in epoch %d",
-                self.name,
-                begin.version,
-                begin.incarnation,
-                begin.epoch,
-                self.version,
-                self._epoch,
-            )
+        if not self._expected(begin):
             return
-        ids = {"session": self._session, "epoch": begin.epoch, "version": begin.version}
-        self._pulse.activity = f"receiving v{begin.version}"
+        session, epoch, version = begin.session, begin.epoch, begin.version
+        self._pulse.activity = f"receiving v{version}"
         try:
-            self._receive_buckets(begin)
+            corrupt = self._intake.take(begin)
         except (TransportError, WireError) as error:
-            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
-            self._forget()
-            self._dealer.send(ReceiveFailed(**ids, reason=str(error)))
+            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, version, error)
+            self._intake.forget()
+            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
             return
-        corrupt = self._staging.corrupt()
         if corrupt:
-            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
-        else:
-            self._staged = begin
-        self._dealer.send(Staged(**ids, corrupt=corrupt[:MAX_NAMED]))
+            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, version, corrupt[:5])
+        self._dealer.send(Staged(session=session, epoch=epoch, version=version, corrupt=corrupt[:MAX_NAMED]))
 
-    def _receive_buckets(self, begin: Begin) -> None:
-        self._staging.prepare(manifest_of(begin))
-        if self._formed != (begin.epoch, self._session):
-            prefix = group_prefix(self._dealer.run_id, begin.incarnation, begin.epoch)
-            self._transport.form(
-                Formation(epoch=begin.epoch, rank=begin.rank, size=begin.size, endpoint=begin.endpoint, prefix=prefix)
-            )
-            self._formed = (begin.epoch, self._session)
-        for index, bucket in enumerate(self._staging.buckets):
-            self._transport.broadcast(bucket, index)
-
-    def _is_staged(self, decision: Commit | Abort) -> bool:
-        staged = self._staged
-        return staged is not None and (staged.epoch, staged.version) == (decision.epoch, decision.version)
+    def _expected(self, begin: Begin) -> bool:
+        """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
+        older = (begin.incarnation, begin.version) < self._held[:2]
+        if begin.epoch == self._epoch and begin.incarnation == self._incarnation and not older:
+            return True
+        offered = f"v{begin.version} of incarnation {begin.incarnation} in epoch {begin.epoch}"
+        present = f"v{self.version} of incarnation {self._incarnation} in epoch {self._epoch}"
+        log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
+        return False
 
     def _commit(self, commit: Commit, engine: _Engine) -> bool:
         """Apply, then hold what the engine says it holds against the manifest."""
-        staged = self._staged
-        if staged is None or not self._is_staged(commit) or commit.digest != staged.digest:
+        staged = self._intake.decide(commit)
+        if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
             return False
-        self._staged = None
         self._held = (-1, -1, "")
         self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
         try:
-            held = engine.load(commit.version, self._staging.tensors())
+            held = engine.load(commit.version, self._intake.staging.tensors())
         except Exception as error:
             log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
             reason = f"the engine could not load: {type(error).__name__}: {error}"
-        differences = self._staging.manifest.differences(held)
-        ids = {"session": self._session, "epoch": commit.epoch, "version": commit.version}
-        if differences:
-            reason = reason or f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
+        differences = self._intake.staging.manifest.differences(held)
+        if differences and not reason:
+            reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
+        if reason:
             engine.quarantine(commit.version, reason)
-            applied = Applied(**ids, digest="", differences=differences[:MAX_NAMED], reason=reason)
         else:
             engine.activate(commit.version, staged.evaluate)
             self._held = (staged.incarnation, commit.version, staged.digest)
-            applied = Applied(**ids, digest=combined(held))
-        self._dealer.send(applied)
-        return not differences
+        self._dealer.send(
+            Applied(
+                session=self._session,
+                epoch=commit.epoch,
+                version=commit.version,
+                digest=combined(held) if held else "",
+                differences=differences[:MAX_NAMED],
+                reason=reason,
+            )
+        )
+        return not reason

@@ -25,7 +25,7 @@ LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowRange:
     """Where an HF tensor lies: rows [start, start + shape[0]) of the live tensor `live`."""
 
     live: str
@@ -50,27 +50,27 @@ class LayerTensors(NamedTuple):
     down_bias: torch.Tensor | None
 
 
-def layout(spec: ModelSpec) -> dict[str, Rows]:
+def layout(spec: ModelSpec) -> dict[str, RowRange]:
     """The inverse map of a model: HF name -> rows of a live tensor, in the order of the model."""
-    table: dict[str, Rows] = {EMBEDDING: Rows("embed", 0, (spec.vocab_size, spec.hidden_size))}
+    table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
-    table["model.norm.weight"] = Rows("norm", 0, (spec.hidden_size,))
+    table["model.norm.weight"] = RowRange("norm", 0, (spec.hidden_size,))
     if not spec.tied:
-        table[LM_HEAD] = Rows("lm_head", 0, (spec.vocab_size, spec.hidden_size))
+        table[LM_HEAD] = RowRange("lm_head", 0, (spec.vocab_size, spec.hidden_size))
     return table
 
 
-def _layer_layout(spec: ModelSpec, index: int) -> dict[str, Rows]:
+def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
     hf, live = f"model.layers.{index}", f"layers.{index}"
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    table: dict[str, Rows] = {}
+    table: dict[str, RowRange] = {}
 
     def add(name: str, rows: int, columns: int, *, into: str, start: int = 0, bias: bool = False) -> None:
-        table[f"{hf}.{name}.weight"] = Rows(f"{live}.{into}", start, (rows, columns) if columns else (rows,))
+        table[f"{hf}.{name}.weight"] = RowRange(f"{live}.{into}", start, (rows, columns) if columns else (rows,))
         if bias:
-            table[f"{hf}.{name}.bias"] = Rows(f"{live}.{into}_bias", start, (rows,))
+            table[f"{hf}.{name}.bias"] = RowRange(f"{live}.{into}_bias", start, (rows,))
 
     add("input_layernorm", hidden, 0, into="input_norm")
     add("self_attn.q_proj", q_rows, hidden, into="qkv", bias=spec.qkv_bias)
@@ -115,7 +115,7 @@ class LiveWeights:
         """The live tensors themselves, by live name ("embed", "layers.0.qkv", ...); not copies."""
         return self._live
 
-    def layout(self) -> Mapping[str, Rows]:
+    def layout(self) -> Mapping[str, RowRange]:
         """HF name -> rows of a live tensor."""
         return self._layout
 
@@ -207,6 +207,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
         return weight_map
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise EngineError(f"{folder}: neither model.safetensors nor model.safetensors.index.json; only safetensors load")
+        raise EngineError(
+            f"{folder}: neither model.safetensors nor model.safetensors.index.json; only safetensors load"
+        )
     with safe_open(str(single), framework="pt") as tensors:
         return dict.fromkeys(tensors.keys(), single.name)

@@ -1,6 +1,7 @@
 """Runs a loaded reward function over samples and checks what it returns. Runs in the worker process."""
 
 import math
+import numbers
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ def reward_of(value: Any) -> tuple[float, dict[str, float]]:
     metrics = {
         str(name)[:100]: _number(item, f"returned {name} =")
         for name, item in value.items()
-        if name != key and _is_number(item)
+        if name != key and _scalar(item) is not None
     }
     if len(metrics) > MAX_METRICS:
         raise NotAReward(f"returned {len(metrics)} metrics, at most {MAX_METRICS} are kept")
@@ -90,26 +91,24 @@ def together(result: tuple[Any, str | None], num: int, seconds: float) -> list[V
     return [verdict(index, None if error else values[index], error, seconds / num) for index in range(num)]
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (bool, int, float)):
-        return True
-    # Scalars of numpy and torch, without importing either.
-    return hasattr(value, "item") and getattr(value, "size", None) in (1,) or _is_scalar_tensor(value)
-
-
-def _is_scalar_tensor(value: Any) -> bool:
-    return callable(getattr(value, "numel", None)) and value.numel() == 1
+def _scalar(value: Any) -> float | None:
+    """The value as a Python number, None when it is none. Scalars of numpy and torch count, lists and text do not."""
+    if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
+        try:
+            value = value.item()
+        except (TypeError, ValueError, RuntimeError):
+            return None  # more than one element
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:
+        return math.inf
 
 
 def _number(value: Any, what: str) -> float:
-    if not _is_number(value):
-        shown = "None" if value is None else f"a {type(value).__name__} ({str(value)[:60]!r})"
+    number = _scalar(value)
+    if number is None:
+        shown = "None" if value is None else f"{str(value)[:60]!r}, a {type(value).__name__}"
         raise NotAReward(f"{what} {shown}")
-    number = value if isinstance(value, (bool, int, float)) else value.item()
-    try:
-        result = float(number)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise NotAReward(f"{what} {str(number)[:60]!r}") from error
-    if not math.isfinite(result):
-        raise NotAReward(f"{what} {result}")
-    return result
+    if not math.isfinite(number):
+        raise NotAReward(f"{what} {number}")
+    return number

@@ -14,7 +14,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,7 @@ from rollout_server.rewards.base import RewardError, Sample
 
 BUILT_IN = {"exact": "rollout_server.rewards.exact:reward", "numeric": "rollout_server.rewards.numeric:reward"}
 Convention = Literal["sample", "verl", "trl"]
+Parameters = Mapping[str, inspect.Parameter]
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURES = (
     "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
@@ -74,7 +75,7 @@ def adapt(function: Callable[..., Any], name: str) -> RewardFunction:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward.function: {name!r} shows no signature ({error}); wrap it in a function") from error
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     if "completions" in parameters:
         return RewardFunction(name=name, convention="trl", is_async=is_async, call=_trl(function, parameters, name))
     if "solution_str" in parameters:
@@ -88,9 +89,7 @@ def adapt(function: Callable[..., Any], name: str) -> RewardFunction:
     raise RewardError(f"reward.function: {name!r} has the parameters ({', '.join(parameters)}); {SIGNATURES}")
 
 
-def _verl(
-    function: Callable[..., Any], parameters: dict[str, inspect.Parameter] | Any, name: str
-) -> Callable[[Sample], Any]:
+def _verl(function: Callable[..., Any], parameters: Parameters, name: str) -> Callable[[Sample], Any]:
     accepted = _accepted(parameters, VERL_NAMES)
     _refuse_unknown(parameters, VERL_NAMES, name)
 
@@ -106,16 +105,14 @@ def _verl(
     return call
 
 
-def _trl(
-    function: Callable[..., Any], parameters: dict[str, inspect.Parameter] | Any, name: str
-) -> Callable[[Sequence[Sample]], Any]:
+def _trl(function: Callable[..., Any], parameters: Parameters, name: str) -> Callable[[Sequence[Sample]], Any]:
     if "completion_ids" in parameters and parameters["completion_ids"].default is inspect.Parameter.empty:
         raise RewardError(f"reward.function: {name!r} asks for completion_ids, which rewards do not get; {SIGNATURES}")
 
     def call(samples: Sequence[Sample]) -> Any:
         # Columns of the row win: a dataset may well call one of its own columns `ground_truth`.
         rows = [
-            {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]  # type: ignore[literal-required]
+            {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]
             for sample in samples
         ]
         given: dict[str, list[Any]] = {
@@ -134,14 +131,14 @@ def _completion(sample: Sample) -> str | list[dict[str, str]]:
     return text if isinstance(sample["prompt"], str) else [{"role": "assistant", "content": text}]
 
 
-def _accepted(parameters: Any, names: Any) -> list[str]:
+def _accepted(parameters: Parameters, names: Iterable[str]) -> list[str]:
     """Those names that the function takes as keywords."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return list(names)
     return [name for name in names if name in parameters]
 
 
-def _refuse_unknown(parameters: Any, names: Sequence[str], name: str) -> None:
+def _refuse_unknown(parameters: Parameters, names: Sequence[str], name: str) -> None:
     for key, p in parameters.items():
         if key not in names and p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             raise RewardError(

@@ -12,13 +12,13 @@ from rollout_server.rewards.base import Sample
 
 MAX_DIGITS = 100
 """Longer numbers count as none: a policy must not be able to buy grading time with digits."""
-DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = re.compile(
     # A minus after a word or a bracket is a subtraction or a hyphen, not a sign.
-    rf"(?P<sign>(?<![\w)\]}}])[-−+])?\s?(?:\\?[$€£¥]\s?)?(?P<inner>[-−])?(?P<number>{DIGITS})"
-    rf"(?P<exponent>[eE][-+]?\d{{1,2}}(?!\w))?(?:\s?/\s?(?P<divisor>{DIGITS}))?"
+    rf"(?P<sign>(?<![\w)\]}}])[-−+])?(?:\\?[$€£¥]\s?(?P<inner>[-−])?)?(?P<number>{DIGITS})"
+    rf"(?P<exponent>[eE][-+]?[0-9]{{1,2}}(?!\w))?(?:\s?/\s?(?P<divisor>{DIGITS}))?"
 )
-LATEX_FRACTION = re.compile(r"\\[dt]?frac\{\s*([-−]?[\d.,]+)\s*\}\{\s*([\d.,]+)\s*\}")
+LATEX_FRACTION = re.compile(r"\\[dt]?frac\{\s*([-−]?[0-9.,]+)\s*\}\{\s*([0-9.,]+)\s*\}")
 BOXED = "\\boxed{"
 MARKER = "####"
 
@@ -64,10 +64,10 @@ def _inside(text: str, start: int) -> str:
 
 
 def _last(text: str) -> Fraction | None:
-    match = None
+    last = None
     for match in NUMBER.finditer(text):
-        pass
-    return _value(match)
+        last = match
+    return _value(last)
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:

@@ -12,7 +12,8 @@ import socket
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing in the stubs
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError, WeightBusError
@@ -59,7 +60,7 @@ class Collective:
         self.leave()
         try:
             store = PrefixStore(formation.prefix, self._store_at(formation.endpoint))
-            options = ProcessGroupGloo._Options()
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             options._timeout = self._timeout
             self._group = ProcessGroupGloo(store, formation.rank, formation.size, options)
@@ -73,7 +74,7 @@ class Collective:
         if self._group is None:
             raise TransportError(f"bucket {index + 1}: no group is formed", "closed")
         try:
-            self._group.broadcast(bucket, 0).wait()
+            self._group.broadcast(bucket, 0).wait()  # type: ignore[attr-defined]  # inherited from Backend
         except RuntimeError as error:
             raise _lost(f"broadcast of bucket {index + 1} failed", error) from error
 
@@ -97,7 +98,8 @@ class Collective:
 
 
 def _lost(what: str, error: RuntimeError) -> TransportError:
-    text = str(error).strip().splitlines()[0]
+    # gloo puts its source position before, and advice after the reason
+    text = str(error).strip().splitlines()[0].rpartition("] ")[2].partition(". This")[0]
     lowered = text.lower()
     closed = any(word in lowered for word in ("closed", "reset", "refused", "broken pipe"))
     return TransportError(f"{what}: {text}", "closed" if closed else "silent")

@@ -1,0 +1,303 @@
+"""The run's numbers: one JSON line per step in metrics.jsonl, and TensorBoard and Weights & Biases where wanted.
+
+Every name stands in docs/metrics.md. A row is one of
+
+    {"step": 12, "time": 1760000000.0, "critic/score/mean": 0.61, "training/lag_histogram": {"0": 90, "1": 3410}, ...}
+    {"version": 10, "time": 1760000000.0, "val-core/sort6/greedy": 0.83}         an evaluation of one policy version
+    {"version": 80, "time": 1760000000.0, "final": true, ...}                    what was left after the last step
+
+Rank 0 writes; the other ranks hold `NullMetrics`, which has the same methods. This module imports no torch.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.data import Tracking
+from configs.schema import Config
+
+Numbers = Mapping[str, float | Mapping[str, float]]
+"""Metric name to number (Python, numpy or a tensor of one element), or to a map of numbers."""
+
+FILE = "metrics.jsonl"
+DISCARDED = "metrics.discarded.jsonl"
+WANDB_ID = "wandb_run_id"
+
+
+class MetricsError(RuntimeError):
+    """A tracker that the configuration asks for cannot be used; the message names the key and the extra."""
+
+
+class Recorder(Protocol):
+    """What the learner needs of `Metrics` and `NullMetrics`."""
+
+    def span(self, name: str) -> AbstractContextManager[None]: ...
+    def take_spans(self) -> dict[str, float]: ...
+    def log(self, step: int, values: Numbers) -> None: ...
+    def log_evaluation(self, version: int, values: Numbers) -> None: ...
+    def log_final(self, version: int, values: Numbers) -> None: ...
+    def close(self) -> None: ...
+
+
+def build_metrics(config: Config, *, first: bool, resume_step: int | None) -> Recorder:
+    """`Metrics` for rank 0, `NullMetrics` for the others. Raises MetricsError when an extra is missing."""
+    if not first:
+        return NullMetrics()
+    return Metrics(config.run_dir, config.tracking, config.model_dump(mode="json"), resume_step=resume_step)
+
+
+class Metrics:
+    """Writes metrics.jsonl and feeds the trackers. Not safe to share between threads."""
+
+    def __init__(
+        self, run_dir: str | Path, tracking: Tracking, run_config: dict[str, Any], *, resume_step: int | None
+    ) -> None:
+        """Open the file for appending.
+
+        Args:
+            run_dir: run folder; made if it is missing.
+            tracking: the `tracking` section of the configuration.
+            run_config: the resolved configuration, for Weights & Biases.
+            resume_step: step that the run goes on from; later rows are moved to metrics.discarded.jsonl, so that
+                the file keeps one row per step. None starts from nothing and moves every row that is there.
+
+        Raises:
+            MetricsError: a tracker's package is not installed.
+        """
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._trackers: list[Tracker] = []
+        if tracking.tensorboard:
+            self._trackers.append(TensorBoard(folder / "tensorboard", resume_step))
+        if tracking.wandb != "off":
+            self._trackers.append(Wandb(folder, tracking, run_config))
+        set_aside(folder, after=-1 if resume_step is None else resume_step)
+        self._spans: dict[str, float] = {}
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Add the seconds inside to `timing_s/<name>` of the next row. Spans may nest."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"timing_s/{name}"
+            self._spans[key] = self._spans.get(key, 0.0) + time.perf_counter() - started
+
+    def take_spans(self) -> dict[str, float]:
+        """Seconds per `timing_s/<name>` since the last row, and start again at zero."""
+        spans, self._spans = self._spans, {}
+        return spans
+
+    def log(self, step: int, values: Numbers) -> None:
+        """Write the row of a step; spans that were not taken are part of it.
+
+        NaN and infinity become null and are counted in `metrics/nonfinite`.
+
+        Raises:
+            TypeError: a value is not a number.
+        """
+        self._write({"step": step}, {"training/global_step": step, **self.take_spans(), **values})
+
+    def log_evaluation(self, version: int, values: Numbers) -> None:
+        """Write the row of an evaluation of policy version `version`. Raises TypeError as `log` does."""
+        self._write({"version": version}, values)
+
+    def log_final(self, version: int, values: Numbers) -> None:
+        """Write what was measured after the last step's row. Raises TypeError as `log` does."""
+        self._write({"version": version, "final": True}, {**self.take_spans(), **values})
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    def _write(self, head: dict[str, Any], values: Numbers) -> None:
+        numbers, nonfinite = finite(values)
+        if nonfinite or "step" in head:
+            numbers["metrics/nonfinite"] = nonfinite
+        self._file.write(json.dumps({**head, "time": time.time(), **numbers}, allow_nan=False) + "\n")
+        self._file.flush()
+        for tracker in self._trackers:
+            tracker.log(head.get("step", head.get("version", 0)), "step" not in head, flat(numbers))
+
+
+class NullMetrics:
+    """The twin for ranks that record nothing."""
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Time nothing."""
+        return nullcontext()
+
+    def take_spans(self) -> dict[str, float]:
+        """No spans."""
+        return {}
+
+    def log(self, step: int, values: Numbers) -> None:
+        """Write nothing."""
+
+    def log_evaluation(self, version: int, values: Numbers) -> None:
+        """Write nothing."""
+
+    def log_final(self, version: int, values: Numbers) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+def finite(values: Numbers) -> tuple[dict[str, Any], int]:
+    """Plain JSON numbers with None for NaN and infinity, and how many of those there were.
+
+    Raises:
+        TypeError: a value is not a number; the message names its key.
+    """
+    plain: dict[str, Any] = {}
+    nonfinite = 0
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            plain[name], inside = finite({str(key): item for key, item in value.items()})
+            nonfinite += inside
+            continue
+        number = getattr(value, "item", lambda value=value: value)()
+        if not isinstance(number, int | float):
+            raise TypeError(f"metric {name!r}: {value!r} is a {type(value).__name__}, not a number")
+        good = math.isfinite(number)
+        plain[name] = number if good else None
+        nonfinite += not good
+    return plain, nonfinite
+
+
+def flat(numbers: Mapping[str, Any]) -> dict[str, float]:
+    """Maps as `name/key`, values that are None left out, for trackers that know scalars only."""
+    scalars: dict[str, float] = {}
+    for name, value in numbers.items():
+        if isinstance(value, Mapping):
+            scalars |= {f"{name}/{key}": item for key, item in flat(value).items()}
+        elif value is not None:
+            scalars[name] = float(value)
+    return scalars
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a metrics.jsonl, oldest first; a last line that is still being written is left out.
+
+    Raises:
+        MetricsError: another line is not a JSON object; the message shows its number.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif number < len(lines):
+            raise MetricsError(f"{path}, line {number}: {line[:60]!r} is not a row of metrics; remove the line")
+    return rows
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and line.endswith("\n") else None
+
+
+def set_aside(folder: Path, *, after: int) -> None:
+    """Move rows of steps and versions above `after`, and lines that are no rows, to metrics.discarded.jsonl."""
+    path = folder / FILE
+    if not path.exists():
+        return
+    kept: list[str] = []
+    discarded: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        row = _parse(line)
+        position = row.get("step", row.get("version")) if row else None
+        stays = isinstance(position, int) and position <= after
+        (kept if stays else discarded).append(line if line.endswith("\n") else line + "\n")
+    if not discarded:
+        return
+    with (folder / DISCARDED).open("a", encoding="utf-8") as file:
+        file.writelines(discarded)
+        file.flush()
+        os.fsync(file.fileno())
+    beside = path.with_suffix(".jsonl.new")
+    beside.write_text("".join(kept), encoding="utf-8")
+    beside.replace(path)
+
+
+class Tracker(Protocol):
+    """Somewhere else that rows go."""
+
+    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
+        """Take the numbers of one row; `position` is a step, or the version of an evaluation."""
+
+    def close(self) -> None:
+        """Flush and close."""
+
+
+class TensorBoard:
+    """Event files in the run folder (extra `tensorboard`)."""
+
+    def __init__(self, folder: Path, resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise MetricsError(
+                f"tracking.tensorboard: true, and {error}; install the extra: pip install 'slipstream-rl[tensorboard]'"
+            ) from error
+        purge = None if resume_step is None else resume_step + 1
+        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
+
+    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
+        """Add every number at its step or version."""
+        for name, value in scalars.items():
+            self._writer.add_scalar(name, value, global_step=position)
+
+    def close(self) -> None:
+        """Write the events that are left."""
+        self._writer.close()
+
+
+class Wandb:
+    """One Weights & Biases run per run folder, resumed under the id kept there (extra `wandb`)."""
+
+    def __init__(self, folder: Path, tracking: Tracking, run_config: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MetricsError(
+                f"tracking.wandb: {tracking.wandb}, and {error}; install the extra: pip install 'slipstream-rl[wandb]'"
+            ) from error
+        kept = folder / WANDB_ID
+        self._run = wandb.init(
+            project=tracking.wandb_project,
+            name=folder.name,
+            dir=str(folder),
+            id=kept.read_text(encoding="utf-8").strip() if kept.exists() else None,
+            resume="allow",
+            mode=tracking.wandb,
+            config=run_config,
+        )
+        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        # evaluations of version v arrive while later steps are logged, and the default axis may not go back
+        self._run.define_metric("*", step_metric="training/global_step")
+        for pattern in ("val-core/*", "val-aux/*"):
+            self._run.define_metric(pattern, step_metric="training/version")
+
+    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
+        """Send one row."""
+        axis = "training/version" if evaluation else "training/global_step"
+        self._run.log({axis: position, **scalars})
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()

@@ -1,0 +1,221 @@
+"""Book-keeping of the answers that one set of weights decodes: waiting queue, dense rows, finishing. No torch.
+
+Running answers are always rows 0..n-1; when one finishes, the last row moves into its place. All per-token work
+is a few numpy operations over all rows; Python touches a single answer only when it starts and when it ends.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_server.engines.base import Completion, FinishReason, Sampling
+
+ADMIT_FRACTION = 8
+NO_TOKEN = -1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """`len(keys)` answers to one prompt; `future` gets the completions in order."""
+
+    request_id: str
+    prompt: NDArray[np.int32]
+    sampling: Sampling
+    keys: list[int]
+    """Random stream of each answer."""
+    future: "Future[list[Completion]]"
+    done: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """All answers have ended."""
+        return len(self.done) == len(self.keys)
+
+    def completions(self) -> list[Completion]:
+        """Answers in the order of their index."""
+        return [self.done[index] for index in range(len(self.keys))]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Answer:
+    """Answer number `index` of a request."""
+
+    request: Request
+    index: int
+
+
+@dataclass(slots=True, frozen=True)
+class Admission:
+    """Answers that start now, in the rows from `first_row`; `prompts[prompt_of_row[i]]` is the prompt of the i-th."""
+
+    first_row: int
+    prompts: list[NDArray[np.int32]]
+    prompt_of_row: list[int]
+
+
+class RowTable:
+    """State of running answers, one row each, and the queue of those that wait.
+
+    `ids[r, :length[r]]` is prompt plus answer so far; the last of these tokens is not in the KV cache yet.
+    """
+
+    def __init__(self, *, max_running: int, max_context: int) -> None:
+        self.max_running = max_running
+        self.answers: list[Answer] = []
+        self.waiting: deque[Answer] = deque()
+        self.ids = np.zeros((max_running, max_context), dtype=np.int32)
+        self.logprobs = np.zeros((max_running, max_context), dtype=np.float32)
+        self.versions = np.zeros((max_running, max_context), dtype=np.int32)
+        self.length = np.zeros(max_running, dtype=np.int64)
+        self.prompt_length = np.zeros(max_running, dtype=np.int64)
+        self.end = np.zeros(max_running, dtype=np.int64)
+        self.token = np.zeros(max_running, dtype=np.int64)
+        self.temperature = np.ones(max_running, dtype=np.float32)
+        self.greedy = np.zeros(max_running, dtype=np.bool_)
+        self.key = np.zeros(max_running, dtype=np.uint64)
+        self.stops = np.full((max_running, 1), NO_TOKEN, dtype=np.int64)
+        self._index = np.arange(max_running)
+
+    @property
+    def running(self) -> int:
+        """Number of rows in use."""
+        return len(self.answers)
+
+    def enqueue(self, request: Request) -> None:
+        """Put the answers of a request at the end of the queue."""
+        self.waiting.extend(Answer(request, index) for index in range(len(request.keys)))
+
+    def ready_to_admit(self) -> bool:
+        """Whether a prefill is worth it: something waits, and an eighth of the rows is free or nothing runs."""
+        if not self.waiting:
+            return False
+        free = self.max_running - self.running
+        return not self.answers or free >= max(1, self.max_running // ADMIT_FRACTION)
+
+    def admit(self, max_prefill_tokens: int) -> Admission:
+        """Move waiting answers, first come first served, into free rows.
+
+        Stops at the last free row, or before the padded prompts exceed `max_prefill_tokens` (one always goes in).
+        """
+        admission = Admission(self.running, [], [])
+        last: Request | None = None
+        longest = 0
+        while self.waiting and self.running < self.max_running:
+            request = self.waiting[0].request
+            if request is not last:
+                longest = max(longest, len(request.prompt))
+                if admission.prompts and longest * (len(admission.prompts) + 1) > max_prefill_tokens:
+                    break
+                admission.prompts.append(request.prompt)
+                last = request
+            self._start(self.waiting.popleft())
+            admission.prompt_of_row.append(len(admission.prompts) - 1)
+        return admission
+
+    def _start(self, answer: Answer) -> None:
+        row, request, sampling = self.running, answer.request, answer.request.sampling
+        size = len(request.prompt)
+        self.answers.append(answer)
+        self.ids[row, :size] = request.prompt
+        self.length[row] = self.prompt_length[row] = size
+        self.end[row] = size + sampling.max_new_tokens
+        self.temperature[row] = sampling.temperature
+        self.greedy[row] = sampling.greedy
+        self.key[row] = request.keys[answer.index]
+        extra = len(sampling.stop_token_ids) - self.stops.shape[1]
+        if extra > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, extra)), constant_values=NO_TOKEN)
+        self.stops[row] = NO_TOKEN
+        self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+
+    def record(self, start: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
+        """Append one sampled token to the rows [start, start + len(tokens))."""
+        stop = start + len(tokens)
+        row, at = self._index[start:stop], self.length[start:stop]
+        self.ids[row, at] = tokens
+        self.logprobs[row, at] = logprobs
+        self.versions[row, at] = version
+        self.token[start:stop] = tokens
+        at += 1
+
+    def ended(self) -> NDArray[np.int64]:
+        """Rows whose last token ends them."""
+        n = self.running
+        stopped = (self.stops[:n] == self.token[:n, None]).any(axis=1)
+        return np.flatnonzero(stopped | (self.length[:n] >= self.end[:n]))
+
+    def remove(
+        self, rows: NDArray[np.int64], *, aborted: bool = False
+    ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int64]]:
+        """Take answers out of their rows and close the gaps.
+
+        Returns:
+            requests that are complete with this, and the moves (source rows, target rows) that the KV cache must follow.
+        """
+        complete = []
+        for row in rows.tolist():
+            answer = self.answers[row]
+            answer.request.done[answer.index] = self._completion(row, aborted=aborted)
+            if answer.request.complete:
+                complete.append(answer.request)
+        n, left = self.running, self.running - len(rows)
+        stays = np.ones(n, dtype=np.bool_)
+        stays[rows] = False
+        source, target = left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left])
+        self._move(source, target)
+        del self.answers[left:]
+        return complete, source, target
+
+    def _move(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
+        if not len(source):
+            return
+        for column in (self.length, self.prompt_length, self.end, self.token, self.temperature, self.greedy, self.key):
+            column[target] = column[source]
+        self.stops[target] = self.stops[source]
+        width = int(self.length[target].max())
+        for table in (self.ids, self.logprobs, self.versions):
+            table[target, :width] = table[source, :width]
+        for old, new in zip(source.tolist(), target.tolist(), strict=True):
+            self.answers[new] = self.answers[old]
+
+    def _completion(self, row: int, *, aborted: bool) -> Completion:
+        span = slice(self.prompt_length[row], self.length[row])
+        reason: FinishReason = "abort" if aborted else "length"
+        if not aborted and self.token[row] in self.stops[row]:
+            reason = "stop"
+        return Completion(
+            token_ids=self.ids[row, span].copy(),
+            logprobs=self.logprobs[row, span].copy(),
+            versions=self.versions[row, span].copy(),
+            finish_reason=reason,
+        )
+
+    def drop_waiting(self, request: Request | None = None) -> list[Request]:
+        """End waiting answers (of one request, or all) as `abort` without a token; requests complete with this."""
+        dropped = [answer for answer in self.waiting if request is None or answer.request is request]
+        self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
+        complete = []
+        for answer in dropped:
+            answer.request.done[answer.index] = Completion(
+                token_ids=np.zeros(0, dtype=np.int32),
+                logprobs=np.zeros(0, dtype=np.float32),
+                versions=np.zeros(0, dtype=np.int32),
+                finish_reason="abort",
+            )
+            if answer.request.complete:
+                complete.append(answer.request)
+        return complete
+
+    def rows_of(self, request: Request | None = None) -> NDArray[np.int64]:
+        """Rows of one request, or all rows in use."""
+        rows = [row for row, a in enumerate(self.answers) if request is None or a.request is request]
+        return np.array(rows, dtype=np.int64)
+
+    def produced(self) -> Iterator[tuple[Request, int]]:
+        """Running answers with the number of tokens they have."""
+        counts = self.length[: self.running] - self.prompt_length[: self.running]
+        return zip((answer.request for answer in self.answers), counts.tolist(), strict=True)

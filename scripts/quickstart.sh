@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The main job on one CPU machine: installs what is needed into .venv, makes a tiny model and its prompts,
+# trains it through replay, a rollout server and two learner ranks, and prints one line of JSON.
+#
+#   bash scripts/quickstart.sh [--seed N] [--set a.b=c ...]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+seed=0
+overrides=()
+while (($#)); do
+  case "$1" in
+    --seed) seed="$2"; shift 2 ;;
+    --set) overrides+=(--set "$2"); shift 2 ;;
+    -h | --help) sed -n '2,5p' "$0"; exit 0 ;;
+    *) echo "quickstart.sh: unknown argument '$1' (there are --seed N and --set a.b=c)" >&2; exit 2 ;;
+  esac
+done
+
+if [[ -n "${SLIPSTREAM_PYTHON:-}" ]]; then
+  python="$SLIPSTREAM_PYTHON"
+else
+  bash scripts/install.sh --venv .venv
+  python=.venv/bin/python
+fi
+export OMP_NUM_THREADS=1
+
+data="data/sort6-seed$seed"
+"$python" -m scripts.make_sort6 --out "$data" --seed "$seed"
+name="quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)-$$"
+started=$(date +%s.%N)
+"$python" -m learner.main --async-lag 1 --seed "$seed" --name "$name" \
+  --set "model.path=$data/model" --set "data.train=$data/train.jsonl" --set "data.eval=$data/eval.jsonl" \
+  "${overrides[@]}"
+seconds=$("$python" -c "import time; print(time.time() - $started)")
+"$python" -m scripts.summarize_run "runs/$name" --train-seconds "$seconds"

@@ -1,0 +1,29 @@
+"""A gloo process group of one rank inside the test process, and policies over it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from configs import Config
+from learner.optimizer import Optimizer, build_optimizer
+from learner.policy import Policy, build_policy
+
+
+@contextmanager
+def process_group(store: Path, rank: int = 0, world_size: int = 1) -> Iterator[DeviceMesh]:
+    """The default process group over gloo, found through a file; left again at the end."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def built(config: Config, mesh: DeviceMesh | None) -> tuple[Policy, Optimizer]:
+    """A policy with a fresh optimizer."""
+    policy = build_policy(config, mesh, torch.device("cpu"))
+    return policy, build_optimizer(config.learner, policy)

@@ -1,0 +1,282 @@
+"""metrics.jsonl: one row per step, strict JSON, resumable; trackers; every name documented."""
+
+import ast
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs import load
+from configs.data import Tracking
+from learner.metrics import Metrics, MetricsError, NullMetrics, build_metrics, finite, read_rows
+
+ROOT = Path(__file__).parents[2]
+
+
+def open_metrics(folder: Path, resume_step: int | None = None, **tracking: Any) -> Metrics:
+    return Metrics(folder, Tracking(**tracking), {"run": {"seed": 7}}, resume_step=resume_step)
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    """Rows by a parser that refuses NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_a_row_is_one_line_and_on_disk_at_once(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    recorder.log(1, {"critic/score/mean": np.float32(0.5), "training/lag_histogram": {"0": 3, "1": np.int64(4)}})
+    (row,) = strict(tmp_path / "metrics.jsonl")
+    assert row["step"] == row["training/global_step"] == 1
+    assert row["critic/score/mean"] == 0.5
+    assert row["training/lag_histogram"] == {"0": 3, "1": 4}
+    assert row["metrics/nonfinite"] == 0
+    assert row["time"] > 1.6e9
+    recorder.close()
+
+
+def test_evaluations_and_the_closing_row_carry_their_version(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    recorder.log_evaluation(10, {"val-core/sort6/greedy": 0.75})
+    recorder.log_final(80, {"weight_sync/seconds": 0.25})
+    recorder.close()
+    evaluation, final = strict(tmp_path / "metrics.jsonl")
+    assert (evaluation["version"], evaluation["val-core/sort6/greedy"], "step" in evaluation) == (10, 0.75, False)
+    assert (final["version"], final["final"], final["weight_sync/seconds"]) == (80, True, 0.25)
+
+
+def test_nonfinite_numbers_become_null_and_are_counted(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    values = {"actor/pg_loss": math.nan, "actor/grad_norm": torch.tensor(math.inf), "map": {"a": -math.inf, "b": 1}}
+    recorder.log(1, values)
+    recorder.log_evaluation(1, {"val-core/x/greedy": np.float64("nan")})
+    recorder.close()
+    step, evaluation = strict(tmp_path / "metrics.jsonl")
+    assert step["actor/pg_loss"] is None and step["actor/grad_norm"] is None and step["map"] == {"a": None, "b": 1}
+    assert step["metrics/nonfinite"] == 3
+    assert evaluation["metrics/nonfinite"] == 1
+
+
+numbers = st.floats() | st.integers(-(2**53), 2**53) | st.booleans()
+
+
+@given(st.dictionaries(st.text(), numbers | st.dictionaries(st.text(), numbers)))
+def test_every_number_survives_or_is_counted(values: dict[str, Any]) -> None:
+    plain, nonfinite = finite(values)
+    json.dumps(plain, allow_nan=False)
+    leaves = [v for item in plain.values() for v in (item.values() if isinstance(item, dict) else [item])]
+    assert leaves.count(None) == nonfinite
+    originals = [v for item in values.values() for v in (item.values() if isinstance(item, dict) else [item])]
+    assert [v for v in leaves if v is not None] == [v for v in originals if math.isfinite(v)]
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0]])
+def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(TypeError, match="metric 'actor/lr'"):
+        open_metrics(tmp_path).log(1, {"actor/lr": value})
+
+
+def test_spans_add_up_nest_and_start_again(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    with recorder.span("step"):
+        for _ in range(2):
+            with recorder.span("wait_batch"):
+                pass
+    with pytest.raises(ZeroDivisionError), recorder.span("update_actor"):
+        raise ZeroDivisionError
+    recorder.log(1, {})
+    recorder.log(2, {})
+    first, second = strict(tmp_path / "metrics.jsonl")
+    assert first["timing_s/step"] >= first["timing_s/wait_batch"] > 0 and first["timing_s/update_actor"] > 0
+    assert not [name for name in second if name.startswith("timing_s/")]
+    recorder.close()
+
+
+def test_taken_spans_are_not_written_twice(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    with recorder.span("step"):
+        pass
+    spans = recorder.take_spans()
+    assert spans.keys() == {"timing_s/step"}
+    recorder.log(1, {})
+    recorder.close()
+    assert "timing_s/step" not in strict(tmp_path / "metrics.jsonl")[0]
+
+
+def test_resume_moves_later_rows_aside(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path)
+    for step in range(1, 6):
+        recorder.log(step, {"critic/score/mean": step / 10})
+        recorder.log_evaluation(step, {"val-core/x/greedy": 0.0})
+    recorder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "ti')  # the process was killed here
+
+    recorder = open_metrics(tmp_path, resume_step=3)
+    recorder.log(4, {"critic/score/mean": 9.0})
+    recorder.close()
+    rows = strict(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4]
+    assert [row["version"] for row in rows if "version" in row] == [1, 2, 3]
+    assert rows[-1]["critic/score/mean"] == 9.0
+    discarded = (tmp_path / "metrics.discarded.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("step") for line in discarded[:-1]] == [4, None, 5, None]
+    assert discarded[-1] == '{"step": 6, "ti'
+
+
+def test_a_start_from_nothing_keeps_no_old_row(tmp_path: Path) -> None:
+    for _ in range(2):
+        recorder = open_metrics(tmp_path)
+        recorder.log_evaluation(0, {"val-core/x/greedy": 0.5})
+        recorder.log(1, {})
+        recorder.close()
+    assert len(strict(tmp_path / "metrics.jsonl")) == len(strict(tmp_path / "metrics.discarded.jsonl")) == 2
+
+
+def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    assert read_rows(path) == [{"step": 1}]
+    path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
+    with pytest.raises(MetricsError, match="line 2: 'hello"):
+        read_rows(path)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    config = load("quickstart", [f"run.dir={tmp_path}", "run.name=r"])
+    null = build_metrics(config, first=False, resume_step=None)
+    assert isinstance(null, NullMetrics)
+    with null.span("step"):
+        null.log(1, {"actor/lr": 1.0})
+        null.log_evaluation(1, {})
+        null.log_final(1, {})
+    assert null.take_spans() == {}
+    null.close()
+    assert list(tmp_path.iterdir()) == []
+    build_metrics(config, first=True, resume_step=None).close()
+    assert (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+    recorder = open_metrics(tmp_path, tensorboard=True)
+    recorder.log(3, {"critic/score/mean": 0.25, "actor/pg_loss": math.nan, "training/lag_histogram": {"1": 40}})
+    recorder.log_evaluation(2, {"val-core/x/greedy": 0.75})
+    recorder.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    read = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert read["critic/score/mean"] == [(3, 0.25)]
+    assert read["training/lag_histogram/1"] == [(3, 40.0)]
+    assert read["val-core/x/greedy"] == [(2, 0.75)]
+    assert "actor/pg_loss" not in read
+
+
+@pytest.mark.parametrize(
+    ("tracking", "module", "extra"),
+    [({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"), ({"wandb": "offline"}, "wandb", "wandb")],
+)
+def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], module: str, extra: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MetricsError, match=rf"tracking\.{extra}.*slipstream-rl\[{extra}\]"):
+        open_metrics(tmp_path, **tracking)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+class WandbDouble:
+    """Stands for the wandb module, which needs an account or a server: records what it is told."""
+
+    def __init__(self) -> None:
+        self.starts: list[dict[str, Any]] = []
+        self.rows: list[dict[str, float]] = []
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> Any:
+        self.starts.append(arguments)
+        return SimpleNamespace(
+            id=arguments["id"] or "abc123",
+            log=self.rows.append,
+            define_metric=lambda name, step_metric: None,
+            finish=self.finish,
+        )
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    double = WandbDouble()
+    monkeypatch.setitem(sys.modules, "wandb", double)
+    for resume_step in (None, 1):
+        recorder = open_metrics(tmp_path, resume_step, wandb="offline", wandb_project="p")
+        recorder.log(2, {"training/lag_histogram": {"1": 40}})
+        recorder.log_evaluation(1, {"val-core/x/greedy": 0.5})
+        recorder.close()
+    assert [start["id"] for start in double.starts] == [None, "abc123"]
+    assert double.starts[0] | {"id": None} == double.starts[1] | {"id": None}
+    assert double.starts[0]["config"] == {"run": {"seed": 7}}
+    assert (double.starts[0]["mode"], double.starts[0]["project"], double.starts[0]["resume"]) == (
+        "offline",
+        "p",
+        "allow",
+    )
+    assert double.rows[0]["training/global_step"] == 2 and double.rows[0]["training/lag_histogram/1"] == 40
+    assert double.rows[1] == {"training/version": 1, "val-core/x/greedy": 0.5}
+    assert double.finished == 2
+
+
+# ---- docs/metrics.md --------------------------------------------------------------------------------------
+
+PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
+PREFIXES += " weight_sync reward metrics"
+NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
+
+
+def shape(name: str) -> str:
+    """A name with its placeholders blanked, so that `weight_sync/<phase>_s` in words equals it in code."""
+    return re.sub(r"<[^>]*>", "<>", name)
+
+
+def written_names(source: str) -> Iterator[str]:
+    """Metric names that a module spells out: string literals, f-strings and the names of spans."""
+    tree = ast.parse(source)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "span":
+            yield from (f"timing_s/{arg.value}" for arg in node.args if isinstance(arg, ast.Constant))
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "<>" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
+def names_in_code() -> set[str]:
+    files = [*(ROOT / "learner").rglob("*.py"), *(ROOT / "replay").rglob("*.py"), *(ROOT / "weight_bus").rglob("*.py")]
+    found = {name for file in files for name in written_names(file.read_text()) if NAME.fullmatch(name)}
+    return {shape(name) for name in found} - {"timing_s/<>"}  # spans are found by their own names
+
+
+def test_docs_and_code_have_the_same_metric_names() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    documented = [shape(name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+    assert len(documented) == len(set(documented)), "a name stands twice in docs/metrics.md"
+    in_code = names_in_code()
+    assert in_code - set(documented) == set(), "add these to docs/metrics.md"
+    assert set(documented) - in_code == set(), "no module writes these; remove them from docs/metrics.md"

@@ -1,0 +1,152 @@
+"""Everything that takes a second rank: uneven shards, parity, resharding, failures that must not leave a rank alone."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_rank import built
+from recorded import random_step
+from reference import train
+from safetensors.torch import load_file
+from tiny_models import save_model
+from two_ranks import NUM_STEPS, configured, steps
+
+from learner.checkpoint import Checkpointer, find_latest, load
+
+HERE = Path(__file__).parent
+DEADLINE_S = 100
+MODELS = ("qwen3", "llama")
+UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models whose rows do not divide by two, a checkpoint of one rank for each, and a file where a folder should be."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
+    save_model(folder / "llama", "llama", tied=False, **UNEVEN)
+    (folder / "a_file").write_text("in the way")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, str]:
+    """Digest after two steps in this process, by model; its checkpoint lies in FOLDER/one_rank_<model>."""
+    result = {}
+    for model in MODELS:
+        config = configured(folder, model, run={"dir": str(folder), "name": f"one_rank_{model}"})
+        policy, optimizer = built(config, None)
+        steps(policy, optimizer, config, range(1, 3))
+        Checkpointer(config, policy, optimizer).save(2, replay={})
+        result[model] = policy.parameter_digest()
+    return result
+
+
+@pytest.fixture(scope="module")
+def seen(folder: Path, one_rank: dict[str, str]) -> Iterator[Seen]:
+    """What the two ranks saw."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}:{HERE.parent.parent}"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "two_ranks.py"), str(rank), str(folder)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(ranks):
+        assert process.returncode == 0, f"rank {rank}:\n{errors[rank][-4000:]}"
+    yield [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_awkward_shards_gather_and_digest_to_the_whole(seen: Seen) -> None:
+    for rank in range(2):
+        assert seen[rank]["synthetic"]["digests_equal"] and seen[rank]["synthetic"]["gathers_equal"]
+    assert seen[0]["synthetic"]["held"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
+    assert seen[1]["synthetic"]["held"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_digests_layout_and_gather_of_a_policy_agree(seen: Seen, folder: Path, model: str) -> None:
+    policy, _ = built(configured(folder, model), None)
+    for rank in range(2):
+        start = seen[rank][model]["start"]
+        assert start["parameter_digest"] == policy.parameter_digest()
+        for dtype in ("float32", "bfloat16"):
+            assert start[f"digests_equal_{dtype}"] and start[f"layout_equal_{dtype}"]
+            assert start[f"dtypes_{dtype}"] == [f"torch.{dtype}"]
+        assert ("lm_head.weight" in start["names"]) is (model == "llama")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_train_what_the_reference_trains(seen: Seen, folder: Path, model: str) -> None:
+    config = configured(folder, model)
+    recorded = [random_step(step) for step in range(1, NUM_STEPS + 1)]
+    expected, found = train(folder / model, recorded, config), load_file(folder / f"{model}.safetensors")
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
+    start = load_file(folder / model / "model.safetensors")
+    assert all(not torch.equal(found[name], start[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ranks_read_the_same_numbers_and_one_rank_nearly_the_same(seen: Seen, folder: Path, model: str) -> None:
+    assert seen[0][model]["steps"] == seen[1][model]["steps"]
+    assert seen[0][model]["end"] == seen[1][model]["end"]
+    config = configured(folder, model)
+    alone = steps(*built(config, None), config, range(1, NUM_STEPS + 1))
+    for one, two in zip(alone, seen[0][model]["steps"], strict=True):
+        assert two == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_number_that_is_not_finite_on_one_rank_is_skipped_on_both(seen: Seen, model: str) -> None:
+    for rank in range(2):
+        assert seen[rank][model]["poisoned"] == {"applied": False, "reason": "nonfinite_loss", "same": True}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_run_repeats_the_digests(seen: Seen, model: str) -> None:
+    for rank in range(2):
+        found = seen[rank][model]["checkpoints"]
+        assert found["nothing_yet"] is None
+        assert found["state"] == {"step": NUM_STEPS, "version": NUM_STEPS, "seed": 0, "replay": {"cursor": 7}}
+        assert found["resumed"] == found["saved"] != found["went_on"]
+        assert found["went_on_again"] == found["went_on"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_checkpoints_move_between_one_and_two_ranks(
+    seen: Seen, folder: Path, one_rank: dict[str, str], model: str
+) -> None:
+    for rank in range(2):
+        assert seen[rank][model]["checkpoints"]["from_one_rank"] == one_rank[model]
+        assert seen[rank][model]["checkpoints"]["from_one_rank_steps"] == 2
+    config = configured(folder, model)
+    policy, optimizer = built(config, None)
+    latest = find_latest(Path(config.run_dir))
+    assert latest is not None
+    load(latest, policy, optimizer)
+    assert policy.parameter_digest() == seen[0][model]["checkpoints"]["saved"]
+    assert optimizer.num_steps == NUM_STEPS
+
+
+def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen: Seen) -> None:
+    blocked = [seen[rank]["llama"]["checkpoints"]["blocked"] for rank in range(2)]
+    assert all("a_file/x/checkpoints/step_1 could not be written" in message for message in blocked)
+    assert [seen[rank]["export_fails"] for rank in range(2)] == ["NotADirectoryError", ""]
+    assert seen[0]["in_step"] == seen[1]["in_step"]

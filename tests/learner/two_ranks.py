@@ -1,0 +1,165 @@
+"""One of two gloo ranks: `python two_ranks.py RANK FOLDER`. Goes through everything that needs a second rank.
+
+Imports cost seconds, so one pair of processes makes all observations and writes them to FOLDER/rank_R.json (weights:
+safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from one_rank import built, process_group
+from recorded import batch_of, random_step, train_on
+from safetensors.torch import save_file
+from tiny_models import make_config
+
+from configs import Config
+from learner import sharding
+from learner.checkpoint import CheckpointError, Checkpointer, load
+from learner.export import write_hf_folder
+from learner.optimizer import Optimizer
+from learner.policy import Policy
+from learner.sharding import Shard, digests, gather, row_range
+from weight_bus.digest import slice_digest
+
+CONDITIONED = {"adam_epsilon": 1e-6}
+NUM_STEPS = 5
+NUM_MICROBATCHES = 5
+"""More than the second microbatch of some ranks can fill, so dummies meet full ones."""
+
+
+def configured(folder: Path, model: str, **sections: Any) -> Config:
+    """The configuration of both ranks."""
+    base: dict[str, Any] = {
+        "replay": {"async_lag": 2},
+        "placement": {"split": "1:2"},
+        "learner": CONDITIONED,
+        "run": {"dir": str(folder / "runs"), "name": model},
+    }
+    return make_config(folder / model, **{**base, **sections})
+
+
+def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
+    """Train on these steps; the metrics of each."""
+    seen = []
+    for step in numbers:
+        batch = batch_of(
+            random_step(step), step, rank=policy.rank, world_size=policy.world_size, num_microbatches=NUM_MICROBATCHES
+        )
+        sums, result = train_on(batch, policy, optimizer, config)
+        assert result.applied
+        seen.append(sums.metrics() | result.metrics())
+    return seen
+
+
+def synthetic(rank: int, folder: Path) -> dict[str, Any]:
+    """Shards of every awkward shape: uneven, of one row (rank 1 holds nothing), of one dimension."""
+    whole = {f"t{i}": torch.randn(shape) for i, shape in enumerate([(1, 3), (5, 2, 3), (4,), (1,), (7, 1)])}
+    if rank == 0:
+        save_file(whole, folder / "synthetic.safetensors")
+    shards = []
+    for name, tensor in whole.items():
+        begin, end = row_range(tensor.shape[0], rank, 2)
+        shards.append(Shard(name, tuple(tensor.shape), tensor[begin:end], begin))
+    group = dist.group.WORLD
+    seen: dict[str, Any] = {"digests_equal": True, "gathers_equal": True}
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = {name: slice_digest(tensor.to(dtype)) for name, tensor in whole.items()}
+        seen["digests_equal"] &= digests(shards, dtype, group) == expected
+        for limit in (1, 40, 1 << 20):
+            sharding.GATHER_BYTES = limit
+            found = dict(gather(shards, dtype, group))
+            seen["gathers_equal"] &= list(found) == list(whole)
+            seen["gathers_equal"] &= all(torch.equal(found[n], whole[n].to(dtype)) for n in whole)
+    seen["held"] = [list(s.local.shape) for s in shards]
+    return seen
+
+
+def layout_of(policy: Policy) -> dict[str, Any]:
+    """Gather, digests and layout of a policy, in both wire dtypes, against each other."""
+    seen: dict[str, Any] = {"parameter_digest": policy.parameter_digest()}
+    for dtype in ("float32", "bfloat16"):
+        full = dict(policy.named_full_tensors(dtype))
+        seen[f"digests_equal_{dtype}"] = policy.shard_digests(dtype) == {n: slice_digest(t) for n, t in full.items()}
+        seen[f"layout_equal_{dtype}"] = policy.layout(dtype) == [(n, dtype, tuple(t.shape)) for n, t in full.items()]
+        seen[f"dtypes_{dtype}"] = sorted({str(t.dtype) for t in full.values()})
+    seen["names"] = list(full)
+    return seen
+
+
+def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
+    """A weight that is not a number on rank 1 alone: both ranks must skip, and nothing may change."""
+    before = policy.parameter_digest()
+    row = policy.shards()[0].local[0] if policy.rank == 1 else None
+    kept = row.clone() if row is not None else None
+    if row is not None:
+        row.fill_(float("nan"))
+    _, result = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
+    if row is not None and kept is not None:
+        row.copy_(kept)
+    return {"applied": result.applied, "reason": result.reason, "same": policy.parameter_digest() == before}
+
+
+def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
+    """Save, go on, load, go on again: the same digests. Then a failure on one rank, and one rank's checkpoint."""
+    seen: dict[str, Any] = {}
+    keeper = Checkpointer(config, policy, optimizer)
+    seen["nothing_yet"] = keeper.resume()
+    keeper.save(NUM_STEPS, replay={"cursor": 7} if policy.rank == 0 else {})
+    seen["saved"] = policy.parameter_digest()
+    steps(policy, optimizer, config, range(6, 8))
+    seen["went_on"] = policy.parameter_digest()
+    fresh, fresh_optimizer = built(config, policy.mesh)
+    seen["state"] = Checkpointer(config, fresh, fresh_optimizer).resume()
+    seen["resumed"] = fresh.parameter_digest()
+    steps(fresh, fresh_optimizer, config, range(6, 8))
+    seen["went_on_again"] = fresh.parameter_digest()
+    load(folder / f"one_rank_{config.run.name}" / "checkpoints" / "step_2", fresh, fresh_optimizer)
+    seen["from_one_rank"] = fresh.parameter_digest()
+    seen["from_one_rank_steps"] = fresh_optimizer.num_steps
+    blocked = make_config(policy.source, run={"dir": str(folder / "a_file"), "name": "x"})
+    try:
+        Checkpointer(blocked, policy, optimizer).save(1, replay={})
+    except CheckpointError as error:
+        seen["blocked"] = str(error)
+    return seen
+
+
+def export_fails(folder: Path, policy: Policy) -> str:
+    """Rank 0 cannot write: it must raise only after it has gathered everything with the other."""
+    try:
+        write_hf_folder(policy, policy.source, folder / "a_file" / "hf", "float32")
+    except OSError as error:
+        return type(error).__name__
+    return ""
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    seen: dict[str, Any] = {}
+    with process_group(folder / "store", rank, 2) as mesh:
+        seen["synthetic"] = synthetic(rank, folder)
+        sharding.GATHER_BYTES = 20_000  # several spans
+        for model in ("qwen3", "llama"):
+            config = configured(folder, model)
+            policy, optimizer = built(config, mesh)
+            seen[model] = {"start": layout_of(policy), "poisoned": poisoned(policy, optimizer, config)}
+            seen[model]["steps"] = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+            full = dict(policy.named_full_tensors("float32"))
+            if rank == 0:
+                save_file(full, folder / f"{model}.safetensors")
+            seen[model]["end"] = layout_of(policy)
+            seen[model]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
+        seen["export_fails"] = export_fails(folder, policy)
+        # A collective after all failures: both ranks are still in step.
+        seen["in_step"] = policy.parameter_digest()
+    (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Reward functions: the built-in ones, finding user code, and telling its signature apart."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_server.rewards.base import RewardError, Sample
+from rollout_server.rewards.exact import reward as exact
+from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
+from rollout_server.rewards.loading import adapt, load_function
+from rollout_server.rewards.numeric import final_number, reward as numeric
+
+
+def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:
+    base = {
+        "prompt": "6*7=",
+        "completion": completion,
+        "ground_truth": truth,
+        "data_source": "sums",
+        "extra_info": {"index": 3},
+        "columns": {"level": 5},
+        "num_tokens": 3,
+        "finish_reason": "stop",
+    }
+    return base | changes  # type: ignore[return-value]
+
+
+def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
+    verdicts: list[Verdict] = []
+    judge(adapt(function, "f"), samples, verdicts.extend)
+    return verdicts
+
+
+def test_exact_is_to_the_letter() -> None:
+    assert exact(sample()) == 1.0
+    assert exact(sample(truth=42)) == 1.0
+    assert exact(sample("42 ")) == 0.0
+    assert exact(sample("4")) == 0.0
+    assert exact(sample(finish_reason="length")) == 0.0
+    for truth in (None, ["42"], True):
+        with pytest.raises(ValueError, match="ground_truth is"):
+            exact(sample(truth=truth))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 3 apples and 4 pears, so 7.", 7),
+        ("7 apples.\n#### 12 apples (not 13)", 12),
+        ("#### 12\nWait: 13", 12),
+        (r"so 5 is \boxed{1,234.50} dollars, 9", Fraction("1234.5")),
+        (r"\boxed{\text{about } x = {-3}} and 8", -3),
+        (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+        (r"#### 3\n \boxed{4}", 4),
+        (r"\boxed{4} #### 3", 3),
+        (r"the rest \boxed{no number} is 6", 6),
+        ("it costs $1,000,000", 1_000_000),
+        ("it costs -$5", -5),
+        ("it costs $-5", -5),
+        (r"it costs \$5.", 5),
+        ("−8", -8),
+        ("10-3", 3),
+        ("(x)-3", 3),
+        ("50%", 50),
+        ("x = .5", Fraction(1, 2)),
+        ("3/4 of it", Fraction(3, 4)),
+        ("1, 2", 2),
+        ("1.5e3", 1500),
+        ("42.", 42),
+        ("+7", 7),
+        ("1/0", None),
+        ("nothing", None),
+        ("", None),
+        ("####", None),
+        ("9" * 101, None),
+        ("٤٢", None),
+    ],
+)
+def test_final_number(text: str, number: Any) -> None:
+    assert final_number(text) == number
+
+
+def test_numeric_compares_numbers_not_text() -> None:
+    assert numeric(sample("#### 1,234.0", "1234")) == {"score": 1.0, "has_number": 1.0}
+    assert numeric(sample("0.1", 0.1))["score"] == 1.0
+    assert numeric(sample("0.30000000000000004", "0.3"))["score"] == 0.0
+    assert numeric(sample("none", "0")) == {"score": 0.0, "has_number": 0.0}
+    assert numeric(sample("#### 5", "so it is\n#### 5"))["score"] == 1.0
+    for truth in ("none", None, [1], True):
+        with pytest.raises(ValueError, match="is no number"):
+            numeric(sample(truth=truth))
+
+
+@given(st.integers(-(10**30), 10**30), st.integers(0, 6))
+def test_numeric_reads_what_python_formats(number: int, places: int) -> None:
+    value = Fraction(number, 10**places)
+    text = f"{number // 10**places:,}" if places == 0 else f"{'-' * (number < 0)}{float(abs(number)):,.0f}"
+    if places == 0:
+        assert final_number(f"so it is {text}.") == value
+        assert final_number(f"#### ${number:,} in 3 weeks") == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1,111" * 30_000, "1," + "111," * 60_000, "1" * 300_000, "-" * 300_000, "\\boxed{" * 50_000]
+)
+def test_adversarial_answers_cost_little(text: str) -> None:
+    start = time.perf_counter()
+    final_number(text)
+    assert time.perf_counter() - start < 1.0
+
+
+def test_own_signature_sync_and_async() -> None:
+    def sync(sample: Sample, weight: float = 2.0) -> float:
+        return weight * sample["num_tokens"]
+
+    async def later(sample: Sample) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"reward": 1.0}
+
+    function = adapt(sync, "f")
+    assert (function.convention, function.is_async, function.call(sample())) == ("sample", False, 6.0)
+    function = adapt(later, "f")
+    assert (function.convention, function.is_async) == ("sample", True)
+    assert asyncio.run(function.call(sample())) == {"reward": 1.0}
+
+    class Judge:
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+    assert adapt(Judge(), "f").is_async
+
+
+def test_verl_signature() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+        return {"score": float(solution_str == ground_truth), "index": extra_info["index"], "pred": solution_str}
+
+    def short(solution_str: str, ground_truth: str) -> bool:
+        return solution_str == ground_truth
+
+    def wide(solution_str: str, **rest: Any) -> float:
+        return float(rest == {"data_source": "sums", "ground_truth": "42", "extra_info": {"index": 3}})
+
+    assert adapt(compute_score, "f").convention == "verl"
+    assert [v[1:4] for v in judged(compute_score, [sample(), sample("7")])] == [
+        (1.0, {"index": 3.0}, None),
+        (0.0, {"index": 3.0}, None),
+    ]
+    assert [v[1] for v in judged(short, [sample(), sample("7")])] == [1.0, 0.0]
+    assert judged(wide, [sample()])[0][1] == 1.0
+
+
+def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
+    seen: dict[str, Any] = {}
+
+    def trl(prompts: list[Any], completions: list[Any], level: list[int], **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions, level=level)
+        return [float(len(completion)) for completion in completions]
+
+    assert [v[:3] for v in judged(trl, [sample("a"), sample("bb")])] == [(0, 1.0, {}), (1, 2.0, {})]
+    assert seen["prompts"] == ["6*7=", "6*7="] and seen["completions"] == ["a", "bb"] and seen["level"] == [5, 5]
+    assert seen["ground_truth"] == ["42", "42"] and seen["extra_info"] == [{"index": 3}] * 2
+
+    def chat(completions: list[Any]) -> list[float]:
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    assert judged(chat, [sample("abc", prompt=[{"role": "user", "content": "?"}])])[0][1] == 3.0
+
+    def own_truth(completions: list[Any], ground_truth: list[Any]) -> list[float]:
+        return [float(truth) for truth in ground_truth]
+
+    assert judged(own_truth, [sample(columns={"ground_truth": 9})])[0][1] == 9.0
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ([1.0, None], "returned None"),
+        ([1.0], "list of 2 numbers, found 1 of them"),
+        (7, "found a int"),
+        ([1.0, float("nan")], "returned nan"),
+    ],
+)
+def test_trl_results_are_checked(values: Any, error: str) -> None:
+    verdicts = judged(lambda completions: values, [sample(), sample()])
+    assert error in str(verdicts[1][3]) and verdicts[1][1] is None
+
+
+def test_trl_arrays_are_fine() -> None:
+    assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample(), sample()])] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (1, (1.0, {})),
+        (True, (1.0, {})),
+        (np.float32(0.5), (0.5, {})),
+        (np.array([0.5]), (0.5, {})),
+        (Fraction(1, 2), (0.5, {})),
+        ({"score": 1, "acc": True, "text": "x", "none": None}, (1.0, {"acc": 1.0})),
+        ({"reward": 0.5, "length": np.int64(3)}, (0.5, {"length": 3.0})),
+        ({"score": 1.0, "reward": 0.0}, (1.0, {"reward": 0.0})),
+    ],
+)
+def test_rewards_that_count(value: Any, expected: Any) -> None:
+    assert reward_of(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (None, "returned None"),
+        ("1.0", "'1.0', a str"),
+        (float("nan"), "returned nan"),
+        (float("-inf"), "returned -inf"),
+        (10**400, "returned inf"),
+        (np.zeros(2), "a ndarray"),
+        ([1.0], "a list"),
+        ({}, "without 'score'"),
+        ({"accuracy": 1.0}, "accuracy"),
+        ({"score": None}, "score = None"),
+        ({"score": 1.0, "loss": float("inf")}, "loss = inf"),
+        ({"score": 1.0} | {f"m{i}": 0.0 for i in range(65)}, "65 metrics"),
+        ((1.0, 2.0), "a tuple"),
+    ],
+)
+def test_rewards_that_are_none_are_errors_never_zero(value: Any, named: str) -> None:
+    with pytest.raises(NotAReward) as raised:
+        reward_of(value)
+    assert named in str(raised.value)
+    ((_, score, metrics, error, _),) = judged(lambda sample: value, [sample()])
+    assert score is None and metrics == {} and named in str(error)
+
+
+def test_what_a_function_raises_names_type_message_and_place() -> None:
+    def broken(sample: Sample) -> float:
+        raise KeyError("level9")
+
+    def leaving(sample: Sample) -> float:
+        raise SystemExit(3)
+
+    ((_, score, _, error, _),) = judged(broken, [sample()])
+    assert score is None and "KeyError: 'level9'" in str(error) and "test_reward_functions.py:" in str(error)
+    assert "SystemExit" in str(judged(leaving, [sample()])[0][3])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ("", "parameters ()"),
+        ("a, b", "(a, b)"),
+        ("*, sample", "(sample)"),
+        ("solution_str, tokenizer", "'tokenizer'"),
+        ("completions, completion_ids", "completion_ids"),
+    ],
+)
+def test_other_signatures_are_refused(parameters: str, named: str) -> None:
+    namespace: dict[str, Any] = {}
+    exec(f"def f({parameters}): return 1.0", namespace)
+    with pytest.raises(RewardError) as raised:
+        adapt(namespace["f"], "my:f")
+    assert named in str(raised.value) and "'my:f'" in str(raised.value) and "compute_score" in str(raised.value)
+
+
+def test_functions_are_found_in_files_and_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sibling.py").write_text("SCORE = 0.25\n")
+    (tmp_path / "grader.py").write_text("from sibling import SCORE\ndef grade(sample): return SCORE\n_hidden = print\n")
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    assert load_function(f"{tmp_path}/grader.py:grade").call(sample()) == 0.25
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_function("grader:grade").call(sample()) == 0.25
+    assert load_function("exact").call(sample()) == 1.0
+    assert load_function("numeric").call(sample())["score"] == 1.0
+
+
+def test_wrong_names_come_with_a_suggestion(tmp_path: Path) -> None:
+    file = tmp_path / "grader.py"
+    file.write_text("def grade(sample): return 1.0\n")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_of_that_name\n")
+    leaving = tmp_path / "leaving.py"
+    leaving.write_text("raise SystemExit('bye')\n")
+    for spec, parts in {
+        "exactt": ["'exactt'", "did you mean 'exact'?"],
+        "judge": ["'judge'", "module:function"],
+        ":f": ["':f'", "names no function"],
+        f"{file}:grad": ["no function 'grad'", "did you mean 'grade'?"],
+        f"{file}:zzz": ["no function 'zzz'", "it has grade"],
+        f"{tmp_path}/none.py:f": ["no file", str(Path.cwd())],
+        f"{broken}:f": ["ModuleNotFoundError", "nothing_of_that_name", "broken.py:1"],
+        f"{leaving}:f": ["SystemExit", "bye"],
+        "no_such_package.rewards:f": ["no_such_package", "not installed"],
+    }.items():
+        with pytest.raises(RewardError) as raised:
+            load_function(spec)
+        for part in ["reward.function", *parts]:
+            assert part in str(raised.value)

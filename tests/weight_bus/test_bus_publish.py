@@ -1,0 +1,324 @@
+"""Publisher and subscribers over real sockets and real gloo groups; subscribers are threads of this process."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
+
+from configs.infrastructure import WeightBus
+from weight_bus import BusClosed, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
+from weight_bus.jobs import Event
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1) as made:
+        yield made
+
+
+def joined(publisher: Publisher, count: int) -> None:
+    until(lambda: len(publisher.members()) == count, f"{count} members")
+
+
+def publish(publisher: Publisher, version: int, **options: bool):
+    named = weights(version)
+    return publisher.publish(version, named.items(), digests(named), **options)
+
+
+def test_publishing_to_nobody_succeeds_at_once(publisher: Publisher) -> None:
+    started = time.monotonic()
+    report = publish(publisher, 0)
+    assert time.monotonic() - started < 1.0
+    assert (report.version, report.served, report.failed) == (0, [], {})
+    assert publisher.version == 0 and publisher.epoch == 0
+
+
+def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher: Publisher) -> None:
+    one, two = Rollout(publisher, "one"), Rollout(publisher, "two")
+    joined(publisher, 2)
+    for version in range(1, 5):
+        report = publish(publisher, version, evaluate=version == 3)
+        assert (sorted(report.served), report.failed) == (["one", "two"], {})
+        assert report.num_bytes > 0 and {"pack", "queue", "epoch", "send", "apply", "total"} <= report.seconds.keys()
+    assert publisher.epoch == 1, "an unchanged membership uses its group again"
+    for rollout in (one, two):
+        assert digests(rollout.engine.live) == digests(weights(4))
+        assert rollout.engine.live["layers.0.weight"].dtype == torch.bfloat16
+        assert (rollout.engine.activated, rollout.engine.evaluated) == ([1, 2, 3, 4], [3])
+    publisher.close("done")
+    for rollout in (one, two):
+        rollout.join(5.0)
+        assert isinstance(rollout.ended, BusClosed) and "done" in str(rollout.ended)
+
+
+def test_a_late_join_is_served_without_the_learners_thread(publisher: Publisher) -> None:
+    publish(publisher, 0)
+    early = Rollout(publisher, "early")
+    until(lambda: early.engine.activated == [0], "the first join is filled")
+    late = Rollout(publisher, "late")
+    until(lambda: late.engine.activated == [0], "the second join is filled")
+    assert digests(late.engine.live) == digests(weights(0))
+    assert early.engine.loads == 1, "a fill is for the joiner alone"
+    assert publisher.stats()["joins"] == 2 and publisher.epoch == 2
+    assert sorted(publish(publisher, 1).served) == ["early", "late"]
+    assert publisher.epoch == 3
+    early.halt()
+    until(lambda: publisher.members() == {"late": ("live", 1)}, "who says goodbye is gone at once", 1.0)
+    late.halt()
+
+
+def test_a_byte_flipped_on_the_wire_is_named_and_sent_again(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    flips = iter([1, 1])
+
+    def flip(bucket: torch.Tensor) -> None:
+        if next(flips, 0):
+            bucket[1000] ^= 1
+
+    hit = Rollout(publisher, "hit", factory=faulty(1, flip))
+    spared = Rollout(publisher, "spared")
+    joined(publisher, 2)
+    report = publish(publisher, 1)
+    assert sorted(report.served) == ["hit", "spared"] and report.failed == {}
+    assert publisher.stats()["corrupt"] == 2 and publisher.stats()["heals"] == 1
+    assert "'hit' (pid" in caplog.text and "corrupt tensors: layers.2.weight [corrupt]" in caplog.text
+    assert hit.engine.loads == 1 and spared.engine.loads == 1, "corrupt bytes never reach an engine"
+    assert digests(hit.engine.live) == digests(weights(1))
+
+
+def test_a_wire_that_always_corrupts_loses_its_subscriber(publisher: Publisher) -> None:
+    def flip(bucket: torch.Tensor) -> None:
+        bucket[0] ^= 4
+
+    hit = Rollout(publisher, "hit", factory=faulty(0, flip))
+    spared = Rollout(publisher, "spared")
+    joined(publisher, 2)
+    report = publish(publisher, 1)
+    assert report.served == ["spared"] and "layers.0.weight" in report.failed["hit"]
+    hit.join(5.0)
+    assert isinstance(hit.ended, RemovedFromBus) and "3 updates in a row" in str(hit.ended)
+    assert hit.engine.loads == 0
+    assert publish(publisher, 2).served == ["spared"]
+    spared.halt()
+
+
+def test_an_engine_that_holds_something_else_is_quarantined_and_healed(publisher: Publisher) -> None:
+    times = iter([1])
+
+    def spoil(version: int, live: Weights) -> None:
+        if next(times, 0):
+            live["layers.3.weight"][0, 0] += 1
+
+    events: list[Event] = []
+    publisher.on_event.append(events.append)
+    rollout = Rollout(publisher, "spoilt", Engine(spoil))
+    joined(publisher, 1)
+    report = publish(publisher, 1)
+    assert report.served == ["spoilt"]
+    assert [version for version, _ in rollout.engine.quarantined] == [1]
+    assert "layers.3.weight" in rollout.engine.quarantined[0][1]
+    assert rollout.engine.activated == [1] and rollout.engine.loads == 2
+    stats = publisher.stats()
+    assert (stats["quarantines"], stats["heals"], stats["lost_peers"]) == (1, 1, 0)
+    kinds = [event.kind for event in events]
+    assert kinds.index("quarantined") < kinds.index("healed") < kinds.index("live")
+
+
+def test_an_engine_that_never_holds_what_was_sent_is_removed(publisher: Publisher) -> None:
+    def spoil(version: int, live: Weights) -> None:
+        live["norm.weight"].zero_()
+
+    spoilt, good = Rollout(publisher, "spoilt", Engine(spoil)), Rollout(publisher, "good")
+    joined(publisher, 2)
+    report = publish(publisher, 1)
+    assert report.served == ["good"] and "norm.weight" in report.failed["spoilt"]
+    spoilt.join(5.0)
+    assert isinstance(spoilt.ended, RemovedFromBus)
+    assert spoilt.engine.loads == 1 + CONFIG.max_heals and spoilt.engine.activated == []
+    assert good.engine.activated == [1] and publisher.stats()["quarantines"] == 1 + CONFIG.max_heals
+
+
+def test_a_load_that_raises_is_quarantined_and_healed(publisher: Publisher) -> None:
+    times = iter([1])
+
+    def spoil(version: int, live: Weights) -> None:
+        if next(times, 0):
+            raise RuntimeError("out of memory, in this test")
+
+    rollout = Rollout(publisher, "raising", Engine(spoil))
+    joined(publisher, 1)
+    assert publish(publisher, 1).served == ["raising"]
+    assert "out of memory, in this test" in rollout.engine.quarantined[0][1]
+    assert rollout.engine.activated == [1]
+
+
+def test_non_finite_weights_are_refused_and_the_last_version_stays(publisher: Publisher) -> None:
+    publish(publisher, 0)
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        named = weights(1)
+        named["layers.4.weight"][3, 5] = bad
+        with pytest.raises(NonFiniteWeights, match=r"layers\.4\.weight"):
+            publisher.start_publish(1, named.items(), digests(named))
+    assert publisher.version == 0
+    rollout = Rollout(publisher, "late")
+    until(lambda: rollout.engine.activated == [0], "version 0 is still served")
+    assert digests(rollout.engine.live) == digests(weights(0))
+    assert publish(publisher, 1).served == ["late"]
+
+
+def test_digests_of_other_weights_never_activate(publisher: Publisher) -> None:
+    rollout = Rollout(publisher, "one")
+    joined(publisher, 1)
+    wrong = digests(weights(1)) | {"layers.1.weight": 7}
+    report = publisher.publish(1, weights(1).items(), wrong)
+    assert report.served == [] and "layers.1.weight" in report.failed["one"]
+    assert rollout.engine.activated == [] and rollout.engine.loads == 0
+
+
+def test_wait_is_bounded_and_a_slow_engine_comes_back_without_a_refill() -> None:
+    config = CONFIG.model_copy(update={"deadline_s": 1.5})
+    release = threading.Event()
+
+    def spoil(version: int, live: Weights) -> None:
+        assert version != 1 or release.wait(20.0)
+
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:
+        slow = Rollout(publisher, "slow", Engine(spoil), config=config)
+        quick = Rollout(publisher, "quick", config=config)
+        joined(publisher, 2)
+        started = time.monotonic()
+        report = publish(publisher, 1)
+        assert 1.0 < time.monotonic() - started < 3.0
+        assert report.served == ["quick"]
+        assert "'slow' (pid" in report.failed["slow"] and "applying v1" in report.failed["slow"]
+        assert "[slow]" in report.failed["slow"]
+        until(lambda: "slow" not in publisher.members(), "the slow engine is removed")
+        rounds = publisher.stats()["rounds"]
+        release.set()
+        until(lambda: publisher.members().get("slow") == ("live", 1), "it joins anew with what it verified")
+        assert publisher.stats()["rounds"] == rounds and slow.engine.loads == 1
+        assert sorted(publish(publisher, 2).served) == ["quick", "slow"]
+        assert quick.engine.activated == slow.engine.activated == [1, 2]
+
+
+def test_a_newer_version_supersedes_what_was_not_sent(publisher: Publisher) -> None:
+    release = threading.Event()
+
+    def spoil(version: int, live: Weights) -> None:
+        assert version != 1 or release.wait(20.0)
+
+    rollout = Rollout(publisher, "one", Engine(spoil))
+    joined(publisher, 1)
+    for version in (1, 2, 3, 4):
+        publisher.start_publish(version, weights(version).items(), digests(weights(version)))
+        if version == 1:
+            until(lambda: rollout.engine.loads == 1, "version 1 is being applied")
+    assert publisher.wait(0.1).served == []
+    release.set()
+    assert publisher.wait().served == ["one"]
+    assert rollout.engine.activated == [1, 4]
+    assert digests(rollout.engine.live) == digests(weights(4))
+
+
+def test_a_failure_of_the_bus_thread_is_raised_with_its_cause() -> None:
+    def explode(bucket: torch.Tensor) -> None:
+        raise KeyError("not a transport error")
+
+    with Publisher(
+        CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=faulty(0, explode, before=True)
+    ) as publisher:
+        rollout = Rollout(publisher, "one")
+        joined(publisher, 1)
+        named = weights(1)
+        publisher.start_publish(1, named.items(), digests(named))
+        with pytest.raises(WeightBusError, match="not a transport error") as raised:
+            publisher.wait()
+        assert isinstance(raised.value.__cause__, KeyError)
+        with pytest.raises(WeightBusError):
+            publisher.start_publish(2, named.items(), digests(named))
+        rollout.join(5.0)
+        assert isinstance(rollout.ended, BusClosed)
+
+
+def test_a_broken_data_plane_of_one_live_peer_does_not_stop_the_others(publisher: Publisher) -> None:
+    def cut(bucket: torch.Tensor) -> None:
+        from weight_bus import TransportError
+
+        raise TransportError("cut in this test", "closed")
+
+    broken = Rollout(publisher, "broken", factory=faulty(0, cut, before=True))
+    good = Rollout(publisher, "good")
+    joined(publisher, 2)
+    started = time.monotonic()
+    report = publish(publisher, 1)
+    until(lambda: good.engine.activated == [1], "the survivor is served")
+    assert time.monotonic() - started < CONFIG.deadline_s + 1.0
+    assert report.served == ["good"] and "broadcast of bucket 1 failed" in report.failed["broken"]
+    broken.join(CONFIG.collective_timeout_s * 6)
+    assert isinstance(broken.ended, RemovedFromBus)
+
+
+def test_the_newest_of_two_subscribers_with_one_name_wins(publisher: Publisher) -> None:
+    old = Rollout(publisher, "same")
+    joined(publisher, 1)
+    new = Rollout(publisher, "same")
+    old.join(5.0)
+    assert isinstance(old.ended, RemovedFromBus) and "[duplicate]" in str(old.ended)
+    assert publish(publisher, 1).served == ["same"]
+    assert new.engine.activated == [1] and old.engine.activated == []
+
+
+def test_another_run_is_refused_with_both_names(publisher: Publisher) -> None:
+    stranger = Rollout(publisher, "one", run_id="other-run")
+    stranger.join(5.0)
+    assert isinstance(stranger.ended, RemovedFromBus) and "run 'bus-test', not 'other-run'" in str(stranger.ended)
+    assert publisher.members() == {}
+
+
+def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config = CONFIG.model_copy(update={"heartbeat_s": 0.2})
+    first = Publisher(config, host=HOST, run_id=RUN, incarnation=1)
+    address, port = first.address, int(first.address.rpartition(":")[2])
+    rollout = Rollout(first, "one", config=config)
+    joined(first, 1)
+    publish(first, 7)
+    # a learner that is killed says no goodbye
+    first._bus._say_goodbye = lambda reason: None  # type: ignore[method-assign]
+    first.close()
+    until(lambda: "[silent]" in caplog.text, "the silence is logged")
+    time.sleep(1.0)
+    assert caplog.text.count("[silent]") == 1 and address in caplog.text
+    config = config.model_copy(update={"port": port})
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=2) as second:
+        publish(second, 3)
+        until(lambda: rollout.engine.activated == [7, 3], "the next incarnation is joined and may be older")
+        rollout.halt()
+    assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ucc"])
+def test_backends_that_are_not_here_are_refused_by_name(backend: str) -> None:
+    config = WeightBus(backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(WeightBusError, match=f"{backend}.*take weight_bus.backend: gloo"):
+        Publisher(config, host=HOST, run_id=RUN, incarnation=1)
+    with pytest.raises(WeightBusError, match=backend):
+        Subscriber("tcp://127.0.0.1:1", name="one", config=config, host=HOST, run_id=RUN)
+
+
+def test_misuse_is_refused(publisher: Publisher) -> None:
+    with pytest.raises(WeightBusError, match="before start_publish"):
+        publisher.wait()
+    publish(publisher, 3)
+    with pytest.raises(ValueError, match="version 3 is not above 3"):
+        publish(publisher, 3)
+    with pytest.raises(ValueError, match="digests do not match"):
+        publisher.start_publish(4, weights(4).items(), {"layers.0.weight": 1})
+    publisher.close()
+    with pytest.raises(WeightBusError, match="closed"):
+        publish(publisher, 5)
