@@ -42,6 +42,7 @@ class BatchReader:
         self.incarnation = 0
         self.inbox = Inbox([], {})
         self._fingerprint = dict(fingerprint)
+        self._last_commit: m.Committed | None = None
         limits = Limits(config.network.max_message_bytes)
         self._dealer = Dealer(address, f"learner-{rank}.{os.getpid()}", m.FROM_REPLAY, limits)
 
@@ -97,7 +98,9 @@ class BatchReader:
                     f" ({'other ranks have no part yet' if batch else 'replay could not form it'})",
                     "slow",
                 )
-            if now - asked > ASK_AGAIN_S:  # idempotent, so a lost answer costs a repetition and nothing else
+            if now - asked > ASK_AGAIN_S:  # idempotent, so a lost message costs a repetition and nothing else
+                if asked >= 0 and self._last_commit is not None:
+                    self._dealer.send(self._last_commit)
                 self._dealer.send(m.Take(step=step, rank=self.rank, have=batch is not None))
                 asked = now
             message = self._next(f"batch {step}")
@@ -109,7 +112,8 @@ class BatchReader:
 
     def commit(self, step: int, digest: str) -> None:
         """Step `step` is in the weights (rank 0)."""
-        self._dealer.send(m.Committed(step=step, digest=digest))
+        self._last_commit = m.Committed(step=step, digest=digest)
+        self._dealer.send(self._last_commit)
 
     def published(self, version: int, digest: str, *, evaluate: bool) -> None:
         """Announce a version before it goes out, with its evaluation if it has one (rank 0)."""

@@ -94,7 +94,7 @@ class Launcher:
             while (code := self.learner.exit_code()) is None:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())
-                if self.replay.exit_code() is not None and self.learner.exit_code() is None:
+                if self.replay.exit_code() not in (None, 0) and not self._learner_leaves():
                     raise RunFailed(self._root_cause("replay", self.replay))
                 self._watch_servers()
                 time.sleep(POLL_S)
@@ -117,6 +117,14 @@ class Launcher:
         """Every process that this launcher has started and not replaced."""
         servers = [server.child for server in self.servers.values()]
         return [child for child in (self.learner, *servers, self.replay) if child is not None]
+
+    def _learner_leaves(self) -> bool:
+        """Whether the learner ends by itself within a second: then what it says is the cause, not replay."""
+        assert self.learner is not None
+        deadline = time.monotonic() + 1.0
+        while self.learner.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.learner.exit_code() is not None
 
     # ---- starting --------------------------------------------------------------------------------------
 

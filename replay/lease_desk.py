@@ -56,6 +56,15 @@ class LeaseDesk:
         self._send = send
         self._fail = fail
 
+    @property
+    def newest_possible(self) -> int:
+        """No token can be of a newer version: the learner makes version s only from a batch s formed here.
+
+        Published alone would not do: it comes on another socket than the groups, which may overtake it.
+        """
+        formed = self.buffer.formed
+        return max(self.published, formed.step if formed is not None else self.buffer.version)
+
     def newest(self, version: int) -> None:
         """The learner has handed `version` to the bus: tokens of it are possible from now on."""
         self.published = max(self.published, version)
@@ -147,7 +156,7 @@ class LeaseDesk:
             self.counters["duplicate_groups" if repeated else "superseded"] += 1
             self._ack(peer, group, "accepted" if repeated else "superseded")
             return
-        problem = problem_with(group, slot, self.config, self.published)
+        problem = problem_with(group, slot, self.config, self.newest_possible)
         if problem is not None:
             self.counters["groups_rejected"] += 1
             log.warning("replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem)

@@ -77,13 +77,12 @@ class RolloutServer:
         limit = self.config.network.silent_after_s
         if self.version is None and not self.dealer.run_id:
             limit = self.config.rollout.wait_for_servers_s  # replay may not be up yet
-        try:
-            async with asyncio.timeout(limit):
-                return (await self.dealer.receive()).message
-        except TimeoutError as error:
+        envelope = await self.dealer.receive(limit)
+        if envelope is None:
             raise ChannelError(
                 f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}: nothing came", "silent"
-            ) from error
+            )
+        return envelope.message
 
     # ---- messages --------------------------------------------------------------------------------------
 

@@ -145,7 +145,9 @@ class Bus:
         with self._board.changed:
             job, membership = self._board.current, self._board.membership
             quiet = time.monotonic() - member.heard_at
-            reason = f"{why} while {self._rounds.activity(member)}, last heartbeat {quiet:.1f} s ago [{symptom}]"
+            before = f"; before: {job.failed[member.name]}" if job is not None and member.name in job.failed else ""
+            doing = self._rounds.activity(member)
+            reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
             version = job.version if job is not None else -1
             log.warning("weight bus: v%d epoch %d: %s %s; removed", version, membership.epoch, member, reason)
             self._router.send(member.identity, Removed(session=member.session, reason=reason, rejoin=rejoin))

@@ -7,7 +7,7 @@ import threading
 
 import zmq
 
-from replay.channel import Envelope, Limits, Message, WireError, bind, configure, decode, encode
+from replay.channel import ChannelError, Envelope, Limits, Message, WireError, bind, configure, decode, encode
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,11 @@ class Router:
         configure(self._socket, Limits())
         # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.address = bind(self._socket, host, port)
+        try:
+            self.address = bind(self._socket, host, port)
+        except ChannelError:
+            self._socket.close()
+            raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wake.fileno(), zmq.POLLIN)
@@ -118,7 +122,12 @@ class Dealer:
         # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
         self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            reason = f"cannot connect to the weight bus at {address!r}: {error.strerror}; expected tcp://host:port"
+            raise ChannelError(reason, "closed") from error
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wake.fileno(), zmq.POLLIN)

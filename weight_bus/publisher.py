@@ -53,6 +53,7 @@ class Publisher:
         self._config = config
         self._packer = Packer(config.bucket_bytes)
         transport = (transport_factory or make_transport)(config, host)
+        transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id)

@@ -122,7 +122,7 @@ class Rounds:
                 ready = ready[:1]
         verb = "resends" if any(member.name in job.failed for member in ready) else "sends"
         names = [member.name for member in ready]
-        log.info("weight bus: epoch %d of %d (%s) %s v%d", epoch, len(ready), ", ".join(names), verb, job.version)
+        log.info("weight bus: epoch %d (%s) %s v%d", epoch, ", ".join(names) or "nobody", verb, job.version)
         self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(names)))
         return ready
 

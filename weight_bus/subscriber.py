@@ -75,6 +75,7 @@ class Subscriber:
 
     Raises:
         WeightBusError: the backend is not available here.
+        ChannelError: the address is not one.
     """
 
     def __init__(
@@ -191,13 +192,8 @@ class Subscriber:
         quiet = now - max(self._heard_at, entered)
         if quiet > SILENT_BEATS * self._config.heartbeat_s and not self._silent:
             self._silent = True
-            log.warning(
-                "weight bus: %r waits for the publisher %s, last heard %.1f s ago, holds v%d [silent]; keeps trying",
-                self.name,
-                self.address,
-                now - self._heard_at,
-                self.version,
-            )
+            silence = f"last heard {now - self._heard_at:.1f} s ago, holds v{self.version} [silent]; keeps trying"
+            log.warning("weight bus: %r waits for the publisher %s, %s", self.name, self.address, silence)
 
     def _handle(self, message: Message, engine: _Engine) -> bool:
         """True when a version has been activated."""

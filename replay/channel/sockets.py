@@ -130,9 +130,14 @@ class AsyncDealer:
         """Queue a message; waits while the queue to the peer is full."""
         await self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), copy=False)
 
-    async def receive(self) -> Envelope:
-        """The next message. A corrupt one raises WireError. Callers bound the wait (asyncio.timeout)."""
-        frames = await self._socket.recv_multipart()
+    async def receive(self, timeout_s: float) -> Envelope | None:
+        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError.
+
+        Polls first and then reads without waiting: a receive that is cancelled may lose its message.
+        """
+        if not await self._socket.poll(int(timeout_s * 1000)):
+            return None
+        frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK)
         self.last_heard = time.monotonic()
         envelope = decode(frames, self._accepted)
         self.run_id = self.run_id or envelope.run_id
@@ -169,9 +174,20 @@ class AsyncRouter:
             raise
         return True
 
-    async def receive(self) -> tuple[str, Envelope | WireError]:
-        """The next (identity, message). A corrupt message comes as its WireError: the hub must go on."""
-        frames = await self._socket.recv_multipart()
+    async def wait(self, timeout_s: float) -> bool:
+        """Wait for a message for at most `timeout_s` seconds; whether there is one."""
+        return bool(await self._socket.poll(int(timeout_s * 1000)))
+
+    async def receive(self) -> tuple[str, Envelope | WireError] | None:
+        """The next (identity, message), or None when there is none now. Never waits.
+
+        Waiting and reading are apart because a receive that is cancelled (by a timeout, say) may lose its
+        message. A corrupt message comes as its WireError: the hub must go on.
+        """
+        try:
+            frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return None
         identity = frames[0].decode("utf-8", "replace")
         try:
             envelope = decode(frames[1:], self._accepted)

@@ -13,7 +13,7 @@ import torch
 
 from rollout_server.engines.base import Completion, EngineError, Health, PauseMode, Sampling
 from rollout_server.engines.torch_family import read_spec
-from rollout_server.engines.torch_loop import DecodeLoop, Handler
+from rollout_server.engines.torch_loop import DecodeLoop
 from rollout_server.engines.torch_rows import Request
 from rollout_server.engines.torch_sampling import stream_key
 from rollout_server.engines.torch_weights import LiveWeights, RowRange, read_folder
@@ -100,13 +100,14 @@ class TorchEngine:
         keys = [stream_key(self._seed, sampling.seed, index) for index in range(n)]
         prompt = np.array(token_ids, dtype=np.int32)
         request = Request(request_id=request_id, prompt=prompt, sampling=sampling, keys=keys, future=Future())
-        # The request's own future resolves when its last answer ends, so the handler leaves it alone.
-        self._loop.post(lambda _: self._loop.enqueue(request, pinned), request.future)
         try:
-            return await asyncio.wrap_future(request.future)
+            completions: list[Completion] = await self._loop.mailbox.ask(
+                lambda _: self._loop.enqueue(request, pinned), request.future
+            )
         except asyncio.CancelledError:
             self._post_unwatched(lambda: self._loop.abort(request_id, request))
             raise
+        return completions
 
     def _check_request(self, token_ids: list[int], sampling: Sampling, n: int) -> None:
         size, new = len(token_ids), sampling.max_new_tokens
@@ -129,7 +130,7 @@ class TorchEngine:
         Raises:
             EngineError: a drain was ended by `resume`, another pause or `close` before the last answer ended.
         """
-        await self._wait(lambda future: self._loop.pause(mode, future))
+        await self._loop.mailbox.ask(lambda future: self._loop.pause(mode, future))
 
     async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `Engine.load`. The iterable is consumed in a worker thread; what it raises is raised here.
@@ -158,7 +159,7 @@ class TorchEngine:
 
     async def digest(self) -> Mapping[str, int]:
         """See `Engine.digest`. Keys are HF names; a tied lm_head.weight has none (rule of ties)."""
-        self._loop.raise_if_dead()
+        self._loop.mailbox.raise_if_dead()
         return await asyncio.to_thread(self._weights.digests)
 
     async def resume(self) -> None:
@@ -202,11 +203,6 @@ class TorchEngine:
         if not await asyncio.to_thread(self._loop.stop, CLOSE_DEADLINE_S):
             raise EngineError(f"the decode thread did not end within {CLOSE_DEADLINE_S:.0f} s of close()")
 
-    async def _wait(self, handler: Handler) -> None:
-        future: Future[Any] = Future()
-        self._loop.post(handler, future)
-        await asyncio.wrap_future(future)
-
     async def _do(self, action: Callable[[], None]) -> None:
         """Run `action` in the decode thread between two steps and wait until it is done."""
 
@@ -214,7 +210,7 @@ class TorchEngine:
             action()
             future.set_result(None)
 
-        await self._wait(handler)
+        await self._loop.mailbox.ask(handler)
 
     def _post_unwatched(self, action: Callable[[], None]) -> None:
         """Post an action that nobody waits for; to an engine that has ended it means nothing."""
@@ -224,6 +220,6 @@ class TorchEngine:
             future.set_result(None)
 
         try:
-            self._loop.post(handler, Future())
+            self._loop.mailbox.post(handler, Future())
         except EngineError as error:
             logger.debug("command dropped: %s", error)

@@ -3,7 +3,7 @@
 consumes     commands and requests, posted from asyncio loops
 produces     completions with a logprob and a policy version per token
 waits for    a command, when there is nothing to decode
-unblocked by `post` or `stop`; when the thread dies, every waiter fails with the cause
+unblocked by a command or `stop`; when the thread dies, every waiter fails with the cause
 
 Requests, pauses, pins and version changes happen in this thread, between two decode steps. Only the copying of a
 load runs elsewhere: it may block on a network, the live lane stands still meanwhile, and pinned evaluations go on.
@@ -12,8 +12,7 @@ load runs elsewhere: it may block on a network, the live lane stands still meanw
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,14 +20,12 @@ import torch
 
 from rollout_server.engines.base import EngineError, Health, PauseMode
 from rollout_server.engines.torch_lane import Lane
+from rollout_server.engines.torch_mailbox import Mailbox
 from rollout_server.engines.torch_model import TorchModel
 from rollout_server.engines.torch_rows import Request
 from rollout_server.engines.torch_weights import LiveWeights
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[["Future[Any]"], None]
-"""Runs in the decode thread and resolves the future, now or later; an EngineError it raises goes to the future."""
 
 
 class DecodeLoop:
@@ -39,7 +36,7 @@ class DecodeLoop:
         self._max_running = max_running
         self._num_threads = num_threads
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
+        self.mailbox = Mailbox(self._lock)
         self._model = TorchModel(weights.spec, dtype=weights.dtype, max_context=max_context)
         self.live = self._lane(weights, 0)
         self._pins: dict[int, Lane] = {}
@@ -49,10 +46,6 @@ class DecodeLoop:
         self._loading = False
         self._kv_is_old = False
         self._drains: list[Future[Any]] = []
-        self._commands: deque[tuple[Handler, Future[Any]]] = deque()
-        self._taken: set[Future[Any]] = set()
-        self._stopping = False
-        self._failure: BaseException | None = None
         self._busy_s = 0.0
         self._unpinned_tokens = 0
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -70,28 +63,9 @@ class DecodeLoop:
 
     # Any thread.
 
-    def post(self, handler: Handler, future: "Future[Any]") -> None:
-        """Run `handler(future)` in the decode thread between two steps. Raises EngineError when it has ended."""
-        with self._wake:
-            self.raise_if_dead()
-            if self._stopping:
-                raise EngineError("the engine is closed")
-            self._commands.append((handler, future))
-            self._wake.notify()
-
-    def raise_if_dead(self) -> None:
-        """Raises EngineError, with the cause, when the thread has died."""
-        if self._failure is not None:
-            raise self._death() from self._failure
-
-    def _death(self) -> EngineError:
-        return EngineError(f"the decode thread died: {type(self._failure).__name__}: {self._failure}")
-
     def stop(self, deadline_s: float) -> bool:
         """Ask the thread to end and wait; whether it did within `deadline_s`."""
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self.mailbox.close()
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 
@@ -110,7 +84,7 @@ class DecodeLoop:
     def health(self) -> Health:
         """Numbers; `running` and `waiting` count answers, live and pinned."""
         with self._lock:
-            self.raise_if_dead()
+            self.mailbox.raise_if_dead()
             lanes = (self.live, *self._pins.values())
             return Health(
                 version=self.live.version,
@@ -219,29 +193,14 @@ class DecodeLoop:
         torch.set_num_threads(self._num_threads)
         try:
             with torch.inference_mode():
-                while self._serve_commands():
+                while not self.mailbox.closed:
+                    self.mailbox.serve(self._has_work)
                     self._step()
-            self._end()
+                    self.mailbox.deliver()
+                self._end()
         except BaseException as error:
             logger.exception("the decode thread of the torch engine died")
-            self._die(error)
-
-    def _serve_commands(self) -> bool:
-        """Run what was posted, after waiting for something to do; False when the thread is to end."""
-        with self._wake:
-            while not (self._commands or self._stopping or self._has_work()):
-                self._wake.wait()
-            commands = list(self._commands)
-            self._commands.clear()
-            taken = [(handler, future) for handler, future in commands if future.set_running_or_notify_cancel()]
-            self._taken.update(future for _, future in taken)
-        for handler, future in taken:
-            future.add_done_callback(self._taken.discard)
-            try:
-                handler(future)
-            except EngineError as error:
-                future.set_exception(error)
-        return not self._stopping
+            self.mailbox.die(error)
 
     def _live_may_step(self) -> bool:
         return self._mode is None or (self._mode == "drain" and self.live.rows.running > 0)
@@ -274,15 +233,4 @@ class DecodeLoop:
         for lane in (self.live, *self._pins.values()):
             lane.abort()
         self._fail_drains("the engine was closed")
-
-    def _die(self, error: BaseException) -> None:
-        with self._lock:
-            self._failure = error
-            waiting = [future for _, future in self._commands if future.set_running_or_notify_cancel()]
-            self._commands.clear()
-            waiting += self._taken
-        for future in waiting:
-            if not future.done():
-                death = self._death()
-                death.__cause__ = error
-                future.set_exception(death)
+        self.mailbox.deliver()

@@ -144,9 +144,12 @@ class RowTable:
 
     def ended(self) -> NDArray[np.int64]:
         """Rows whose last token ends them."""
-        n = self.running
-        stopped = (self.stops[:n] == self.token[:n, None]).any(axis=1)
-        return np.flatnonzero(stopped | (self.length[:n] >= self.end[:n]))
+        used = slice(self.running)
+        return np.flatnonzero(self._stopped(used) | (self.length[used] >= self.end[used]))
+
+    def _stopped(self, rows: NDArray[np.int64] | slice) -> NDArray[np.bool_]:
+        stopped: NDArray[np.bool_] = (self.stops[rows] == self.token[rows, None]).any(axis=1)
+        return stopped
 
     def remove(
         self, rows: NDArray[np.int64], *, aborted: bool = False
@@ -154,12 +157,20 @@ class RowTable:
         """Take answers out of their rows and close the gaps.
 
         Returns:
-            requests that are complete with this, and the moves (source rows, target rows) that the KV cache must follow.
+            requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
         """
         complete = []
-        for row in rows.tolist():
+        starts, stops = self.prompt_length[rows].tolist(), self.length[rows].tolist()
+        stopped = self._stopped(rows).tolist()
+        for row, start, stop, at_stop in zip(rows.tolist(), starts, stops, stopped, strict=True):
             answer = self.answers[row]
-            answer.request.done[answer.index] = self._completion(row, aborted=aborted)
+            reason: FinishReason = "abort" if aborted else "stop" if at_stop else "length"
+            answer.request.done[answer.index] = Completion(
+                token_ids=self.ids[row, start:stop].copy(),
+                logprobs=self.logprobs[row, start:stop].copy(),
+                versions=self.versions[row, start:stop].copy(),
+                finish_reason=reason,
+            )
             if answer.request.complete:
                 complete.append(answer.request)
         n, left = self.running, self.running - len(rows)
@@ -181,18 +192,6 @@ class RowTable:
             table[target, :width] = table[source, :width]
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             self.answers[new] = self.answers[old]
-
-    def _completion(self, row: int, *, aborted: bool) -> Completion:
-        span = slice(self.prompt_length[row], self.length[row])
-        reason: FinishReason = "abort" if aborted else "length"
-        if not aborted and self.token[row] in self.stops[row]:
-            reason = "stop"
-        return Completion(
-            token_ids=self.ids[row, span].copy(),
-            logprobs=self.logprobs[row, span].copy(),
-            versions=self.versions[row, span].copy(),
-            finish_reason=reason,
-        )
 
     def drop_waiting(self, request: Request | None = None) -> list[Request]:
         """End waiting answers (of one request, or all) as `abort` without a token; requests complete with this."""

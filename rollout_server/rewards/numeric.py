@@ -12,7 +12,7 @@ from rollout_server.rewards.base import Sample
 
 MAX_DIGITS = 100
 """Longer numbers count as none: a policy must not be able to buy grading time with digits."""
-DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3}){1,30}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 NUMBER = re.compile(
     # A minus after a word or a bracket is a subtraction or a hyphen, not a sign.
     rf"(?P<sign>(?<![\w)\]}}])[-−+])?(?:\\?[$€£¥]\s?(?P<inner>[-−])?)?(?P<number>{DIGITS})"

@@ -18,7 +18,7 @@ from tiny_models import make_config
 
 from configs import Config
 from learner import sharding
-from learner.checkpoint import CheckpointError, Checkpointer, load
+from learner.checkpoint import Checkpointer, CheckpointError, load
 from learner.export import write_hf_folder
 from learner.optimizer import Optimizer
 from learner.policy import Policy

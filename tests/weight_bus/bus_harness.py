@@ -11,9 +11,7 @@ from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
 from weight_bus.transports import Formation, Transport, make_transport
 
-CONFIG = WeightBus(
-    bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2
-)
+CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
 RUN = "bus-test"
 HOST = "127.0.0.1"
 

@@ -1,0 +1,253 @@
+"""What the live view says, as text: how far, how well, how stale, how fast, and who waits for whom.
+
+Everything here is a function of the rows of metrics.jsonl and of replay's Status.state (schema: replay/status.py);
+no terminal, no clock. Any key may be missing: before replay and the learner have met, most are.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NOTHING = "–"
+ETA_STEPS = 20
+"""Steps over which the speed is taken for the ETA."""
+REWARD = "critic/score/mean"
+LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
+LAG_MAX = "training/off_policy/trajectory_staleness/max"
+EVALUATION = "val-core/"
+GOOD_COUNTERS = {"groups_accepted", "groups_trained"}
+
+
+@dataclass(slots=True)
+class Progress:
+    """What the rows have said so far."""
+
+    total_steps: int
+    async_lag: int
+    steps: list[Row] = field(default_factory=list)
+    """Rows of steps, one each, ascending."""
+    evaluations: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """Version to mode (`greedy`, `sampled`) to mean reward."""
+
+    def add(self, row: Row) -> None:
+        """Take a row; the row of a step that is made once more replaces the old one and all after it."""
+        if "step" in row:
+            while self.steps and self.steps[-1]["step"] >= row["step"]:
+                self.steps.pop()
+            self.steps.append(row)
+        elif scores := evaluation_scores(row):
+            self.evaluations.setdefault(int(row.get("version", 0)), {}).update(scores)
+
+    @property
+    def step(self) -> int:
+        """The last finished step."""
+        return int(self.steps[-1]["step"]) if self.steps else 0
+
+    @property
+    def last(self) -> Row:
+        """Row of the last finished step, empty before the first."""
+        return self.steps[-1] if self.steps else {}
+
+    def eta_s(self) -> float | None:
+        """Seconds to go at the speed of the last steps; None before two of them are known."""
+        recent = [row for row in self.steps[-ETA_STEPS - 1 :] if "time" in row]
+        if len(recent) < 2:
+            return None
+        made = int(recent[-1]["step"] - recent[0]["step"])
+        seconds = float(recent[-1]["time"] - recent[0]["time"])
+        return max(0.0, seconds / made * (self.total_steps - self.step))
+
+
+def evaluation_scores(row: Row) -> dict[str, float | None]:
+    """Scores in a row, by mode; by `source/mode` where several data sources were evaluated."""
+    names = [name.removeprefix(EVALUATION) for name in row if name.startswith(EVALUATION)]
+    modes = [name.rsplit("/", 1)[-1] for name in names]
+    labels = modes if len(set(modes)) == len(modes) else names
+    return {label: row[EVALUATION + name] for label, name in zip(labels, names, strict=True)}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number of so many decimals; a dash for None."""
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    """`870`, `5.1k`, `1.2M`; a dash for None."""
+    if value is None:
+        return NOTHING
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    """`31%`; a dash for None."""
+    return NOTHING if share is None else f"{100 * share:.0f}%"
+
+
+def duration(seconds: float | None) -> str:
+    """`0.4s`, `24s`, `3m10s`, `2h05m`; a dash for None."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def sparkline(values: Iterable[float | None], width: int = 60) -> str:
+    """The last `width` values as blocks between their lowest and highest; a dot for None."""
+    shown = list(values)[-width:]
+    known = [value for value in shown if value is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    top = len(BLOCKS) - 1
+    return "".join(
+        "·" if value is None else BLOCKS[round((value - low) / span * top) if span else top // 2] for value in shown
+    )
+
+
+def step_line(progress: Progress) -> str:
+    """The line of the last step in plain mode."""
+    row = progress.last
+    return (
+        f"step {progress.step}/{progress.total_steps}"
+        f"  reward {number(row.get(REWARD))}"
+        f"  lag {number(row.get(LAG_MEAN), 1)}/{progress.async_lag}"
+        f"  tok/s {count(row.get('perf/throughput'))}"
+        f"  idle learner {percent(row.get('trainer/idle_ratio'))} rollout {percent(row.get('rollout/idle_ratio'))}"
+        f"  eta {duration(progress.eta_s())}"
+    )
+
+
+def scores(values: Mapping[str, float | None]) -> str:
+    """`greedy 0.83  sampled 0.71`."""
+    return "  ".join(f"{mode} {number(value)}" for mode, value in sorted(values.items()))
+
+
+def evaluation_line(row: Row) -> str:
+    """The line of an evaluation in plain mode."""
+    return f"evaluation of version {row.get('version', NOTHING)}  {scores(evaluation_scores(row))}"
+
+
+def last_evaluation(progress: Progress) -> str:
+    """The newest evaluation beside the first one, in one line."""
+    if not progress.evaluations:
+        return NOTHING
+    first, newest = min(progress.evaluations), max(progress.evaluations)
+    text = f"{scores(progress.evaluations[newest])}  at version {newest}"
+    if newest != first:
+        text += f"  (version {first}: {scores(progress.evaluations[first])})"
+    return text
+
+
+def lag_text(progress: Progress) -> str:
+    """Lag of the last batch against the bound."""
+    row = progress.last
+    return f"mean {number(row.get(LAG_MEAN))}  max {number(row.get(LAG_MAX), 0)}  bound {progress.async_lag}"
+
+
+def speed_text(progress: Progress) -> str:
+    """Throughput of the last step, and how idle both sides were."""
+    row = progress.last
+    idle = f"learner {percent(row.get('trainer/idle_ratio'))}, rollout {percent(row.get('rollout/idle_ratio'))}"
+    return f"{count(row.get('perf/throughput'))} tok/s   idle: {idle}"
+
+
+def groups_text(status: Mapping[str, Any] | None) -> str:
+    """Where the admitted groups are."""
+    groups = (status or {}).get("groups") or {}
+    if not groups:
+        return NOTHING
+    parts = [f"{groups.get(place, 0)} {place}" for place in ("leased", "buffered", "taken")]
+    in_flight = sum(groups.get(place, 0) for place in ("leased", "buffered", "taken"))
+    return f"{' · '.join(parts)} = {in_flight} of {groups.get('max', NOTHING)} in flight"
+
+
+def waiting_text(status: Mapping[str, Any] | None) -> str:
+    """Who waits for whom, in words."""
+    if status is None:
+        return "replay, the learner and the rollout servers are starting"
+    if status.get("ended"):
+        return f"the run has ended: {status['ended']}"
+    waits = [_wait(wait) for wait in status.get("waits") or []]
+    if waits:
+        return "; ".join(waits)
+    missing = status.get("oldest_missing")
+    if not missing:
+        return "nobody waits"
+    group = "/".join(str(part) for part in missing.get("group", ()))
+    where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
+    return f"nobody waits; the oldest missing group is {group}, {where}"
+
+
+def _wait(wait: Mapping[str, Any]) -> str:
+    who, what, since = str(wait.get("who", "?")), str(wait.get("for", "?")), wait.get("since_s") or 0.0
+    verb = "wait" if who.endswith("servers") else "waits"
+    how_long = f" {duration(since)}" if since > 0 else ""
+    reason = " (the learner is slower)" if who.startswith("rollout") and "in flight" in what else ""
+    return f"{who} {verb}{how_long} for {what}{reason}"
+
+
+PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")
+
+
+def peer_rows(progress: Progress, status: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+    """One row of PEER_COLUMNS per rollout server and learner rank, rollout servers first."""
+    peers = [peer for peer in (status or {}).get("peers") or [] if peer.get("role") != "launcher"]
+    peers.sort(key=lambda peer: (peer.get("role") != "rollout_server", str(peer.get("name"))))
+    return [_peer(progress, peer) for peer in peers]
+
+
+def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
+    gauges = peer.get("gauges") or {}
+    serves = peer.get("role") == "rollout_server"
+    idle = gauges.get("idle_ratio") if serves else progress.last.get("trainer/idle_ratio")
+    version = peer.get("version")
+    return (
+        str(peer.get("name", "?")),
+        NOTHING if version is None else f"v{version}",
+        str(peer.get("activity") or NOTHING),
+        duration(peer.get("since_s")) if peer.get("activity") else NOTHING,
+        f"{duration(peer.get('silent_s'))} ago",
+        count(peer.get("leases")) if serves else NOTHING,
+        count(peer.get("groups_accepted")) if serves else NOTHING,
+        count(gauges.get("tokens_per_s")),
+        percent(idle),
+    )
+
+
+def trouble_text(status: Mapping[str, Any] | None) -> str:
+    """Counters of what a run in good order has none of, such as dropped or superseded groups."""
+    counters = (status or {}).get("counters") or {}
+    return "  ".join(
+        f"{name} {value}" for name, value in sorted(counters.items()) if value and name not in GOOD_COUNTERS
+    )
+
+
+def closing_line(progress: Progress) -> str:
+    """What the run came to, in one line; empty when no step was made."""
+    rewards: list[float] = [row[REWARD] for row in progress.steps if row.get(REWARD) is not None]
+    if not rewards:
+        return ""
+    text = f"reward {number(rewards[0])} → {number(_mean(rewards[-5:]))} after {progress.step} steps"
+    if len(progress.evaluations) > 1:
+        first, newest = min(progress.evaluations), max(progress.evaluations)
+        before, after = progress.evaluations[first], progress.evaluations[newest]
+        shared = sorted(before.keys() & after.keys())
+        parts = [f"{mode} {number(before[mode])} → {number(after[mode])}" for mode in shared]
+        text += f"; from version {first} to {newest}: {', '.join(parts)}"
+    return text
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,185 @@
+"""What the launcher shows in the terminal: a panel that redraws itself, a line per step, or nothing.
+
+The words are made in learner/live_text.py; this module draws them. It imports no torch, and it never ends a
+run: when the reader of the output goes away, the view goes silent.
+"""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from configs.schema import Config
+from learner import live_text
+from learner.live_text import Progress, Row
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "rich", "plain", "off"]
+
+REDRAW_S = 0.25
+QUIET_S = 15.0
+"""Plain mode: after so long without a line, one that says who waits for whom."""
+EVENTS_SHOWN = 4
+SPARK_WIDTH = 60
+
+
+class LiveView:
+    """One run in the terminal. Called by the launcher a few times a second."""
+
+    def __init__(self, config: Config, mode: Mode, console: Console | None = None) -> None:
+        """Draw nothing yet.
+
+        Args:
+            config: for the run's name, its steps and its lag bound.
+            mode: `auto` takes `rich` on a terminal and `plain` elsewhere.
+            console: where to draw; stdout by default.
+        """
+        self.console = console or Console()
+        interactive = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
+        self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
+        self.status: Mapping[str, Any] | None = None
+        self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self._name = config.run.name
+        self._started = self._drawn = self._last_line = time.monotonic()
+        self._live: Live | None = None
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
+        """Show what is new.
+
+        Args:
+            status: replay's Status.state, or None before replay has answered.
+            rows: rows of metrics.jsonl since the last call.
+        """
+        self.status = status
+        for row in rows:
+            self.progress.add(row)
+            if self.mode == "plain" and "step" in row:
+                self._line(live_text.step_line(self.progress))
+            elif self.mode == "plain" and live_text.evaluation_scores(row):
+                self._line(live_text.evaluation_line(row))
+        now = time.monotonic()
+        if self.mode == "plain" and now - self._last_line >= QUIET_S:
+            self._line(live_text.waiting_text(status))
+        if self.mode == "rich" and (rows or self._live is None or now - self._drawn >= REDRAW_S):
+            self._draw("")
+
+    def event(self, text: str) -> None:
+        """Say something that happened beside the steps, such as a rollout server that died."""
+        self.events.append(f"{live_text.duration(time.monotonic() - self._started)}  {text}")
+        if self.mode == "plain":
+            self._line(text)
+        elif self.mode == "rich":
+            self._draw("")
+
+    def close(self, summary: str) -> None:
+        """Show the last state and what the run came to. `summary` says how it ended."""
+        closing = live_text.closing_line(self.progress)
+        if self.mode == "plain" and closing:
+            self._line(closing)
+        elif self.mode == "rich":
+            self._draw("\n".join(filter(None, (summary, closing))))
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
+        self.mode = "off"
+
+    def _line(self, text: str) -> None:
+        self._last_line = time.monotonic()
+        try:
+            self.console.file.write(text + "\n")
+            self.console.file.flush()
+        except BrokenPipeError:
+            self.mode = "off"
+            log.warning("nobody reads the output any more; the run goes on without a live view")
+            _forget(self.console)
+
+    def _draw(self, ending: str) -> None:
+        self._drawn = time.monotonic()
+        elapsed = live_text.duration(self._drawn - self._started)
+        drawing = panel(self.progress, self.status, name=self._name, elapsed=elapsed, events=self.events, ending=ending)
+        if self._live is None:
+            self._live = Live(drawing, console=self.console, auto_refresh=False, vertical_overflow="visible")
+            self._live.start(refresh=True)
+        else:
+            self._live.update(drawing, refresh=True)
+
+
+def _forget(console: Console) -> None:
+    """Point a closed pipe at nothing, or the interpreter's last flush would change the exit code."""
+    with open(os.devnull, "w", encoding="utf-8") as nothing:
+        os.dup2(nothing.fileno(), console.file.fileno())
+
+
+def panel(
+    progress: Progress,
+    status: Mapping[str, Any] | None,
+    *,
+    name: str,
+    elapsed: str,
+    events: Sequence[str] = (),
+    ending: str = "",
+) -> Panel:
+    """The panel of rich mode: facts, peers, events."""
+    parts: list[Any] = [_facts(progress, status, over=bool(ending))]
+    if peers := live_text.peer_rows(progress, status):
+        parts += [Text(), _peers(peers)]
+    if events:
+        parts += [Text(), *(Text(event, style="yellow") for event in events)]
+    if ending:
+        parts += [Text(), Text(ending, style="bold")]
+    version = (status or {}).get("version", progress.step)
+    return Panel(
+        Group(*parts),
+        title=f"[bold]slipstream[/bold] · {name} · version {version} · {elapsed}",
+        title_align="left",
+        border_style="cyan",
+        padding=(0, 1),
+    )
+
+
+def _facts(progress: Progress, status: Mapping[str, Any] | None, *, over: bool) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(ratio=1)
+    eta = progress.eta_s()
+    steps = Table.grid(padding=(0, 2))
+    steps.add_row(
+        ProgressBar(total=progress.total_steps, completed=progress.step, width=40),
+        Text(f"{progress.step}/{progress.total_steps}"),
+        Text(f"eta {live_text.duration(eta)}" if progress.step < progress.total_steps else "done"),
+    )
+    rewards = [row.get(live_text.REWARD) for row in progress.steps]
+    reward = Text(live_text.number(rewards[-1] if rewards else None))
+    reward.append(f"  {live_text.sparkline(rewards, SPARK_WIDTH)}", style="green")
+    table.add_row("step", steps)
+    table.add_row("reward", reward)
+    table.add_row("evaluation", Text(live_text.last_evaluation(progress)))
+    table.add_row("lag", Text(live_text.lag_text(progress)))
+    table.add_row("speed", Text(live_text.speed_text(progress)))
+    table.add_row("groups", Text(live_text.groups_text(status)))
+    if not over:
+        table.add_row("waiting", Text(live_text.waiting_text(status), style="magenta"))
+    if trouble := live_text.trouble_text(status):
+        table.add_row("trouble", Text(trouble, style="red"))
+    return table
+
+
+def _peers(rows: Sequence[tuple[str, ...]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in live_text.PEER_COLUMNS:
+        words = column in ("peer", "doing")
+        table.add_column(column, justify="left" if words else "right", no_wrap=column != "doing")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,186 @@
+"""One picture of a run, plots/summary.png: did it learn, how stale was it, and which side waited.
+
+`python -m learner.plot runs/quickstart` draws it anew from metrics.jsonl at any time, also while the run goes on.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from learner.live_text import REWARD, duration, evaluation_scores
+from learner.metrics import FILE, MetricsError, read_rows
+
+Row = Mapping[str, Any]
+
+REWARD_COLOUR = "#8a8f98"
+COLOURS = ("#1f6feb", "#d1580b", "#1a7f37", "#8250df", "#bf3989", "#6e7781")
+SMOOTHED_STEPS = 5
+
+
+def plot_run(run_dir: str | Path) -> Path:
+    """Draw plots/summary.png of a run folder and return its path.
+
+    Raises:
+        MetricsError: metrics.jsonl is missing, broken, or has no row of a step or of an evaluation yet.
+    """
+    folder = Path(run_dir)
+    source = folder / FILE
+    if not source.is_file():
+        raise MetricsError(f"{source}: missing; name the folder of a run, such as runs/quickstart")
+    rows = read_rows(source)
+    steps = [row for row in rows if "step" in row]
+    evaluations = [row for row in rows if evaluation_scores(row)]
+    if not steps and not evaluations:
+        raise MetricsError(f"{source}: no step and no evaluation yet; run it again later")
+    path = folder / "plots" / "summary.png"
+    path.parent.mkdir(exist_ok=True)
+    beside = path.with_suffix(".new.png")
+    _draw(folder.resolve().name, steps, evaluations, beside)
+    beside.replace(path)
+    return path
+
+
+def series(steps: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of a metric, rows that have no finite value of it left out."""
+    pairs = [(int(row["step"]), float(row[name])) for row in steps if isinstance(row.get(name), int | float)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def smoothed(values: Sequence[float], width: int = SMOOTHED_STEPS) -> list[float]:
+    """Mean of each value and up to `width` − 1 before it."""
+    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]]]:
+    """Mode to (versions, scores), ascending; the newest evaluation of a version counts."""
+    points: dict[str, dict[int, float]] = {}
+    for row in evaluations:
+        for mode, score in evaluation_scores(row).items():
+            if score is not None:
+                points.setdefault(mode, {})[int(row["version"])] = score
+    return {mode: (sorted(scores), [scores[v] for v in sorted(scores)]) for mode, scores in sorted(points.items())}
+
+
+def tokens_by_lag(steps: Sequence[Row]) -> dict[int, int]:
+    """Trained tokens of the run by lag, gaps filled with 0."""
+    total: Counter[int] = Counter()
+    for row in steps:
+        total.update({int(lag): int(tokens) for lag, tokens in (row.get("training/lag_histogram") or {}).items()})
+    return {lag: total[lag] for lag in range(min(total, default=0), max(total, default=-1) + 1)}
+
+
+def _draw(name: str, steps: Sequence[Row], evaluations: Sequence[Row], path: Path) -> None:
+    # a figure of its own, not pyplot: nothing of the caller's matplotlib state is touched
+    with mpl.rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold"}):
+        figure = Figure(figsize=(12, 6.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplot_mosaic(
+            [["reward", "reward", "lag"], ["idle", "idle", "idle"]], height_ratios=[1.6, 1]
+        )
+        _reward(axes["reward"], steps, evaluations)
+        _lag(axes["lag"], tokens_by_lag(steps))
+        _idle(axes["idle"], steps)
+        figure.suptitle(_title(name, steps), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        for axis in axes.values():
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.grid(alpha=0.25, linewidth=0.6)
+            axis.set_axisbelow(True)
+        end = max([2, *(int(row["step"]) for row in steps), *(int(row["version"]) for row in evaluations)])
+        for axis in (axes["reward"], axes["idle"]):
+            axis.set_xlim(-0.01 * end, 1.01 * end)
+            axis.xaxis.get_major_locator().set_params(integer=True)
+        figure.savefig(path, dpi=130)
+
+
+def _title(name: str, steps: Sequence[Row]) -> str:
+    if not steps:
+        return f"{name}: no step yet"
+    seconds = steps[-1].get("time", 0.0) - steps[0].get("time", 0.0)
+    return f"{name}: {len(steps)} step{'s' if len(steps) > 1 else ''}, {duration(seconds)} from the first to the last"
+
+
+def _line(axis: Any, where: Sequence[int], values: Sequence[float], *, colour: str, label: str) -> None:
+    """A faint line as measured and a strong one smoothed; points where there is too little for a line."""
+    marker = "o" if len(where) < 3 else None
+    axis.plot(where, values, color=colour, alpha=0.3, linewidth=1)
+    axis.plot(where, smoothed(values), color=colour, linewidth=2, marker=marker, markersize=4, label=label)
+
+
+def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:
+    where, values = series(steps, REWARD)
+    highest = max([1.0, *values])
+    lowest = min([0.0, *values])
+    if values:
+        _line(axis, where, values, colour=REWARD_COLOUR, label=f"reward, mean of {SMOOTHED_STEPS} steps")
+    for (mode, (versions, scores)), colour in zip(curves(evaluations).items(), COLOURS * 9, strict=False):
+        label = f"evaluation, {mode} ({scores[0]:.2f} → {scores[-1]:.2f})"
+        axis.plot(versions, scores, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
+        highest, lowest = max([highest, *scores]), min([lowest, *scores])
+    margin = 0.03 * (highest - lowest)
+    axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
+    axis.set_ylim(lowest - margin, highest + margin)
+    axis.legend(loc="lower right", frameon=False)
+
+
+def _lag(axis: Any, tokens: Mapping[int, int]) -> None:
+    axis.set(title="Lag of trained tokens", xlabel="policy versions", ylabel="share of tokens")
+    total = sum(tokens.values())
+    if not total:
+        axis.text(0.5, 0.5, "no token trained yet", ha="center", va="center", transform=axis.transAxes)
+        return
+    shares = [count / total for count in tokens.values()]
+    few = len(tokens) < 5
+    bars = axis.bar(list(tokens), shares, color=COLOURS[0], width=0.7)
+    axis.bar_label(bars, [_share(share, 1 if few else 0) for share in shares], padding=2, fontsize=10 if few else 8)
+    axis.set_xticks(list(tokens))
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.set_ylim(0, max(shares) * 1.12)
+    axis.set_xlim(min(tokens) - 0.8, max(tokens) + 0.8)
+
+
+def _share(share: float, digits: int) -> str:
+    least = 0.1**digits / 100
+    return f"<{100 * least:g}%" if 0 < share < least else f"{100 * share:.{digits}f}%"
+
+
+def _idle(axis: Any, steps: Sequence[Row]) -> None:
+    axis.set(title="Idle share: who waited", xlabel="step", ylabel="share of time", ylim=(-0.02, 1.02))
+    for name, label, colour in (
+        ("trainer/idle_ratio", "learner waits for its batch", COLOURS[1]),
+        ("rollout/idle_ratio", "rollout servers have nothing to decode", COLOURS[0]),
+    ):
+        where, values = series(steps, name)
+        if not values:
+            continue
+        mean = sum(values) / len(values)
+        _line(axis, where, values, colour=colour, label=f"{label} (mean {100 * mean:.0f}%)")
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="upper right", frameon=False, ncols=2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: draw, and say where the picture is."""
+    parser = argparse.ArgumentParser(prog="python -m learner.plot", description="Draw plots/summary.png of a run.")
+    parser.add_argument("run_dir", help="run folder, such as runs/quickstart")
+    args = parser.parse_args(argv)
+    try:
+        path = plot_run(args.run_dir)
+    except MetricsError as error:
+        sys.stderr.write(f"slipstream: {error}\n")
+        return 2
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

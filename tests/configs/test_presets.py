@@ -1,0 +1,83 @@
+"""Presets: every YAML file in configs/ loads by its name, and says what its model and reward need."""
+
+from pathlib import Path
+
+import jinja2.sandbox
+import pytest
+
+import configs
+from configs.loading import PRESETS, leaf_keys
+from configs.schema import Config
+
+NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+GSM8K = "gsm8k-qwen2.5-1.5b-4gpu"
+TWO_NODES = "qwen3-8b-2nodes"
+
+
+def test_presets_are_there() -> None:
+    assert {"quickstart", GSM8K, TWO_NODES} <= set(NAMES)
+    assert len(leaf_keys()) <= 150
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_preset_loads_by_name(name: str) -> None:
+    config = configs.load(name)
+    assert isinstance(config, Config)
+    assert str(config.trajectories_per_step) in config.arithmetic()
+
+
+def test_gsm8k_is_what_its_name_says() -> None:
+    config = configs.load(GSM8K)
+    assert (config.num_rollout_servers, config.num_learner_ranks) == (2, 2)
+    assert (config.rollout.engine, config.weight_bus.backend, config.placement.device) == ("sglang", "nccl", "cuda")
+    assert (config.rollout.group_size, config.rollout.groups_per_step) == (8, 128)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (512, 1024)
+    assert config.rollout.dtype == config.learner.compute_dtype == "bfloat16"
+    assert config.learner.lr == 1e-6 and config.reward.function == "numeric"
+
+
+def test_gsm8k_runs_small_on_a_cpu(tmp_path: Path) -> None:
+    config = configs.load(
+        GSM8K,
+        [
+            f"run.dir={tmp_path}/runs",
+            f"model.path={tmp_path}/model",
+            f"data.train={tmp_path}/train.jsonl",
+            f"data.eval={tmp_path}/test.jsonl",
+            "placement.device=cpu",
+            "placement.split='1:2'",
+            "rollout.engine=torch",
+            "rollout.dtype=float32",
+            "rollout.groups_per_step=4",
+            "learner.compute_dtype=float32",
+            "weight_bus.backend=gloo",
+        ],
+    )
+    assert config.model.path == f"{tmp_path}/model" and config.weight_bus.backend == "gloo"
+    assert config.trajectories_per_step == 32
+
+
+def test_gsm8k_chat_template_is_chatml_and_asks_for_the_marker() -> None:
+    template = configs.load(GSM8K).model.chat_template
+    assert template is not None
+    # The options that transformers renders chat templates with.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    question = [{"role": "user", "content": "1+1?"}]
+    system = "Reason step by step, then write the final number after ####."
+    rendered = environment.from_string(template).render(messages=question, add_generation_prompt=True)
+    assert rendered == (
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = [{"role": "system", "content": "Be brief."}, *question]
+    rendered = environment.from_string(template).render(messages=own, add_generation_prompt=False)
+    assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+
+
+def test_two_nodes_share_no_device_and_stay_on_loopback_until_told() -> None:
+    config = configs.load(TWO_NODES)
+    assert (config.num_rollout_servers, config.num_learner_ranks) == (8, 8)
+    assert not config.placement.local_rollouts and config.network.replay_port and config.weight_bus.port
+    with pytest.raises(configs.ConfigError, match=r"network\.host"):
+        configs.load(TWO_NODES, ["network.host=10.0.0.1"])
+    trusted = configs.load(TWO_NODES, ["network.host=10.0.0.1", "network.insecure=true"])
+    assert trusted.network.host == "10.0.0.1"

@@ -1,0 +1,298 @@
+"""The live view: the words, the panel that a person sees, the plain lines, and that it never ends a run."""
+
+import io
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from configs import load
+from learner import live_text
+from learner.live_text import Progress
+from learner.live_view import LiveView
+
+STATUS: dict[str, Any] = {
+    "version": 12,
+    "incarnation": 1,
+    "async_lag": 1,
+    "groups": {"leased": 50, "buffered": 14, "taken": 64, "max": 128},
+    "oldest_missing": {"group": [0, 17], "server": "rollout-0", "age_s": 0.4},
+    "waits": [{"who": "learner", "for": "batch 13 (group 0/17 at rollout-0)", "since_s": 0.4}],
+    "peers": [
+        {
+            "name": "learner-0",
+            "role": "learner",
+            "version": None,
+            "activity": "",
+            "since_s": 0.0,
+            "silent_s": 0.2,
+            "leases": 0,
+            "groups_accepted": 0,
+            "gauges": {},
+        },
+        {
+            "name": "rollout-0",
+            "role": "rollout_server",
+            "version": 12,
+            "activity": "generating",
+            "since_s": 2.3,
+            "silent_s": 0.4,
+            "leases": 50,
+            "groups_accepted": 2688,
+            "gauges": {"idle_ratio": 0.31, "tokens_per_s": 6100.0},
+        },
+        {"name": "launcher.7", "role": "launcher"},
+    ],
+    "counters": {"superseded": 2, "groups_accepted": 2688, "dropped/poison": 0},
+    "ended": None,
+}
+
+
+def step_row(step: int, **values: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": 1000 + 0.5 * step,
+        "critic/score/mean": step / 20,
+        "training/off_policy/trajectory_staleness/mean": 0.94,
+        "training/off_policy/trajectory_staleness/max": 1,
+        "perf/throughput": 5132.0,
+        "trainer/idle_ratio": 0.12,
+        "rollout/idle_ratio": 0.31,
+        **values,
+    }
+
+
+ROWS = [
+    {"version": 0, "time": 1000.0, "val-core/sort6/greedy": 0.45},
+    {"version": 0, "time": 1000.0, "val-core/sort6/sampled": 0.31},
+    *(step_row(step) for step in range(1, 13)),
+    {"version": 10, "time": 1006.0, "val-core/sort6/greedy": 0.83, "val-core/sort6/sampled": 0.71},
+]
+
+
+def progress_of(*rows: dict[str, Any], total_steps: int = 80) -> Progress:
+    progress = Progress(total_steps, 1)
+    for row in rows:
+        progress.add(row)
+    return progress
+
+
+def view(mode: Any, **console: Any) -> LiveView:
+    # legacy_windows and a fixed size keep the drawing the same wherever the tests run
+    return LiveView(load("quickstart"), mode, Console(record=True, file=io.StringIO(), width=110, height=60, **console))
+
+
+def test_the_line_of_a_step() -> None:
+    assert live_text.step_line(progress_of(*ROWS)) == (
+        "step 12/80  reward 0.60  lag 0.9/1  tok/s 5.1k  idle learner 12% rollout 31%  eta 34s"
+    )
+
+
+def test_the_line_of_a_step_without_numbers() -> None:
+    row = {"step": 1, "time": 1.0, "critic/score/mean": None}
+    assert live_text.step_line(progress_of(row)) == (
+        "step 1/80  reward –  lag –/1  tok/s –  idle learner – rollout –  eta –"
+    )
+
+
+def test_a_step_made_once_more_replaces_the_old_line_of_the_run() -> None:
+    progress = progress_of(*(step_row(step) for step in (1, 2, 3, 4, 3)))
+    assert [row["step"] for row in progress.steps] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [
+        (STATUS["waits"], "learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"),
+        (
+            [{"who": "rollout servers", "for": "room: 128 groups are in flight", "since_s": 0.0}],
+            "rollout servers wait for room: 128 groups are in flight (the learner is slower)",
+        ),
+        (
+            [
+                {"who": "replay", "for": "a rollout server", "since_s": 75.0},
+                {"who": "learner", "for": "batch 1", "since_s": 9.96},
+            ],
+            "replay waits 1m15s for a rollout server; learner waits 10s for batch 1",
+        ),
+        ([], "nobody waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
+    ],
+)
+def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
+    assert live_text.waiting_text({**STATUS, "waits": waits}) == said
+
+
+def test_who_waits_for_whom_at_the_edges_of_a_run() -> None:
+    assert "are starting" in live_text.waiting_text(None)
+    assert live_text.waiting_text({}) == "nobody waits"
+    assert live_text.waiting_text({"oldest_missing": {"group": [1, 2], "server": None}}).endswith("1/2, not leased")
+    assert live_text.waiting_text({**STATUS, "ended": "all steps are done"}) == "the run has ended: all steps are done"
+
+
+def test_several_data_sources_keep_their_names() -> None:
+    scores = live_text.evaluation_scores({"version": 3, "val-core/a/greedy": 0.5, "val-core/b/greedy": 0.25})
+    assert scores == {"a/greedy": 0.5, "b/greedy": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "–"), (0.04, "0.0s"), (9.94, "9.9s"), (59.4, "59s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m")],
+)
+def test_durations(seconds: float | None, said: str) -> None:
+    assert live_text.duration(seconds) == said
+
+
+@pytest.mark.parametrize(("value", "said"), [(None, "–"), (0, "0"), (870, "870"), (5132, "5.1k"), (1.25e6, "1.2M")])
+def test_counts(value: float | None, said: str) -> None:
+    assert live_text.count(value) == said
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=100), st.integers(1, 80))
+def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order(values: list[float | None], width: int) -> None:
+    drawn = live_text.sparkline(values, width)
+    shown = values[-width:]
+    if all(value is None for value in shown):
+        assert drawn == ""
+        return
+    assert len(drawn) == len(shown)
+    heights = [live_text.BLOCKS.find(char) for char in drawn]
+    assert [height == -1 for height in heights] == [value is None for value in shown]
+    pairs = sorted((value, height) for value, height in zip(shown, heights, strict=True) if value is not None)
+    assert [height for _, height in pairs] == sorted(height for _, height in pairs)
+
+
+def test_eta_follows_the_speed_of_the_last_steps() -> None:
+    slow_start = [step_row(1, time=0.0), step_row(2, time=100.0)]
+    steady = [step_row(step, time=100.0 + step) for step in range(3, 41)]
+    eta = progress_of(*slow_start, *steady).eta_s()
+    assert eta is not None and math.isclose(eta, 40.0)
+
+
+def test_the_panel_shows_what_a_person_must_know() -> None:
+    shown = view("rich", force_terminal=True)
+    shown.update(STATUS, ROWS)
+    shown.event("rollout-1 (pid 77) died: killed by SIGKILL; restart 1 of 3 in 1 s")
+    text = shown.console.export_text()
+    for wanted in (
+        "quickstart",
+        "version 12",
+        "12/80",
+        "eta 34s",
+        "0.60  ▁",
+        "greedy 0.83  sampled 0.71  at version 10  (version 0: greedy 0.45  sampled 0.31)",
+        "mean 0.94  max 1  bound 1",
+        "5.1k tok/s",
+        "learner 12%, rollout 31%",
+        "50 leased · 14 buffered · 64 taken = 128 of 128 in flight",
+        "learner waits 0.4s for batch 13 (group 0/17 at rollout-0)",
+        "superseded 2",
+        "rollout-1 (pid 77) died",
+    ):
+        assert wanted in text, wanted
+    for unwanted in ("launcher.7", "poison", "groups_accepted"):
+        assert unwanted not in text, unwanted
+    peers = [line.strip("│ ").split() for line in text.splitlines() if " ago " in line]
+    assert peers[0] == ["rollout-0", "v12", "generating", "2.3s", "0.4s", "ago", "50", "2.7k", "6.1k", "31%"]
+    assert peers[1] == ["learner-0", "–", "–", "–", "0.2s", "ago", "–", "–", "–", "12%"]
+    shown.close("")
+
+
+def test_the_last_panel_says_how_the_run_ended() -> None:
+    shown = view("rich", force_terminal=True)
+    shown.update(STATUS, ROWS)
+    shown.console.export_text()
+    shown.close("finished 80 steps in 42.0 s")
+    text = shown.console.export_text()
+    assert "finished 80 steps in 42.0 s" in text
+    assert "reward 0.05 → 0.50 after 12 steps" in text
+    assert "from version 0 to 10: greedy 0.45 → 0.83, sampled 0.31 → 0.71" in text
+    assert "learner waits" not in text
+
+
+@pytest.mark.parametrize("status", [None, {}, {"peers": [{}]}, {"groups": {}, "waits": [{}], "counters": None}])
+@pytest.mark.parametrize("mode", ["rich", "plain", "off"])
+def test_missing_keys_do_not_matter(mode: str, status: dict[str, Any] | None) -> None:
+    shown = view(mode, force_terminal=True)
+    shown.update(status, [])
+    shown.update(status, [{"step": 1}, {"version": 1, "val-core/x/greedy": None}, {"version": 2, "final": True}])
+    shown.close("")
+
+
+def lines(shown: LiveView) -> list[str]:
+    assert isinstance(shown.console.file, io.StringIO)
+    return shown.console.file.getvalue().splitlines()
+
+
+def test_plain_mode_is_one_line_a_step_and_one_an_evaluation() -> None:
+    shown = view("plain")
+    shown.update(None, [])
+    shown.update(STATUS, ROWS)
+    shown.event("rollout-0 died")
+    shown.close("finished")
+    said = lines(shown)
+    assert said[0] == "evaluation of version 0  greedy 0.45"
+    assert said[1] == "evaluation of version 0  sampled 0.31"
+    assert [line.split()[1] for line in said if line.startswith("step")] == [f"{step}/80" for step in range(1, 13)]
+    assert said[-3] == "evaluation of version 10  greedy 0.83  sampled 0.71"
+    assert said[-2] == "rollout-0 died"
+    assert said[-1].startswith("reward 0.05 → 0.50 after 12 steps")
+
+
+def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("learner.live_view.time.monotonic", lambda: now)
+    shown = view("plain")
+    for _ in range(70):
+        now += 0.5
+        shown.update(STATUS, [])
+    assert lines(shown) == ["learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"] * 2
+
+
+def test_off_says_nothing() -> None:
+    shown = view("off", force_terminal=True)
+    shown.update(STATUS, ROWS)
+    shown.event("x")
+    shown.close("finished")
+    assert lines(shown) == []
+
+
+def test_auto_takes_the_panel_only_on_a_terminal() -> None:
+    assert view("auto", force_terminal=True, _environ={"TERM": "xterm"}).mode == "rich"
+    assert view("auto", force_terminal=True, _environ={"TERM": "dumb"}).mode == "plain"
+    assert view("auto", force_terminal=False).mode == "plain"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
+    program = (
+        "import sys\n"
+        "from configs import load\n"
+        "from learner.live_view import LiveView\n"
+        "view = LiveView(load('quickstart'), 'plain')\n"
+        "sys.stdin.readline()\n"
+        "for step in range(3): view.update(None, [{'step': step + 1}])\n"
+        "view.close('')\n"
+        "assert view.mode == 'off'\n"
+        "sys.exit(7)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdin and child.stdout and child.stderr
+    child.stdout.close()
+    child.stdin.write("go\n")
+    child.stdin.close()
+    errors = child.stderr.read()
+    child.stderr.close()
+    assert child.wait(timeout=30) == 7, errors
+    assert "nobody reads the output" in errors and "Traceback" not in errors

@@ -1,0 +1,445 @@
+"""The reward pool with real processes: hangs, crashes, garbage and floods cost one sample, never the run."""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from configs.data import Reward
+from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import process as process_module
+
+ROOT = Path(__file__).parents[2]
+GRADER = """
+import asyncio, os, re, signal, struct, subprocess, sys, time
+
+KEPT = {}
+
+
+def grade(sample):
+    text = sample["completion"]
+    if text.startswith("score "):
+        return {"score": float(text[6:]), "pid": os.getpid()}
+    if text == "hang":
+        time.sleep(600)
+    if text == "spin":
+        while True:
+            pass
+    if text == "hold":
+        re.match("(a+)+$", "a" * 64 + "b")  # in C for ever, with the interpreter's lock held
+    if text.startswith("sleep "):
+        time.sleep(float(text[6:]))
+        return 1.0
+    if text == "segfault":
+        print("about to fall", flush=True)
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "exit":
+        os._exit(3)
+    if text == "raise":
+        raise ValueError("bad level")
+    if text == "nan":
+        return float("nan")
+    if text == "print":
+        print("hello from the grader")
+        sys.stdout.write("{}")
+        return 1.0
+    if text.startswith("write "):
+        payload = {"garbage": b"x" * 64, "huge": struct.pack("<I", 2**31), "forged": forged()}[text[6:]]
+        for fd in range(3, 20):
+            try:
+                os.write(fd, payload)
+            except OSError:
+                pass
+        time.sleep(600)
+    if text == "flood":
+        while True:
+            for fd in range(1, 20):
+                try:
+                    os.write(fd, b"\\n" * 65536)
+                except OSError:
+                    pass
+    if text == "closed":
+        os.closerange(3, 20)
+        time.sleep(600)
+    if text.startswith("spawn "):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(text[6:], "w").write(str(child.pid))
+        time.sleep(600)
+    raise AssertionError(text)
+
+
+def forged():
+    import msgpack
+
+    body = msgpack.packb([[999, 1.0, {}, None, 0.1]])
+    return struct.pack("<I", len(body)) + body
+
+
+async def later(sample):
+    KEPT.setdefault("loop", asyncio.get_running_loop())
+    assert KEPT["loop"] is asyncio.get_running_loop()
+    text = sample["completion"]
+    if text == "block":
+        time.sleep(600)
+    await asyncio.sleep(600 if text == "hang" else 0.1)
+    return 1.0
+
+
+def trl(completions, **columns):
+    if any(completion == "exit" for completion in completions):
+        os._exit(3)
+    return [len(completions) + 0.5 for _ in completions]
+
+
+def imports(sample):
+    return {"score": 1.0, "torch": float("torch" in sys.modules), "pydantic": float("pydantic" in sys.modules)}
+"""
+
+
+@pytest.fixture
+def grader(tmp_path: Path) -> str:
+    path = tmp_path / "grader.py"
+    path.write_text(GRADER)
+    return str(path)
+
+
+def sample(completion: str, prompt: str = "?") -> Sample:
+    return {
+        "prompt": prompt,
+        "completion": completion,
+        "ground_truth": "1",
+        "data_source": "d",
+        "extra_info": {},
+        "columns": {},
+        "num_tokens": 1,
+        "finish_reason": "stop",
+    }
+
+
+def run(main: Coroutine[Any, Any, Any], *, seconds: float = 30.0) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(seconds):
+            return await main
+
+    return asyncio.run(limited())
+
+
+def score(function: str, *texts: str, workers: int = 1, timeout_s: float = 10.0) -> list[RewardOutcome]:
+    async def main() -> list[RewardOutcome]:
+        async with RewardPool(Reward(function=function, workers=workers, timeout_s=timeout_s)) as pool:
+            return await pool.score([sample(text) for text in texts])
+
+    outcomes: list[RewardOutcome] = run(main())
+    return outcomes
+
+
+def gone(pid: int, *, within_s: float = 5.0) -> bool:
+    """Whether a process has ended (a zombie that nobody reaps has ended too)."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_scores_come_in_order_with_metrics(grader: str) -> None:
+    outcomes = score(f"{grader}:grade", *[f"score {i}" for i in range(150)], workers=2)
+    assert [outcome.score for outcome in outcomes] == [float(i) for i in range(150)]
+    assert all(outcome.error is None and 0 <= outcome.seconds < 1 for outcome in outcomes)
+    assert {outcome.metrics["pid"] for outcome in outcomes} != {float(os.getpid())}
+
+
+def test_runs_under_uvloop(grader: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), RewardPool(Reward(function=f"{grader}:grade", timeout_s=0.5)) as pool:
+            first = await pool.score([sample("score 1"), sample("segfault"), sample("hang"), sample("score 4")])
+            assert [outcome.score for outcome in first if outcome.error is None] == [1.0, 4.0]
+            assert (await pool.score([sample("score 5")]))[0].score == 5.0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ("hang", "timed out after 0.4 s"),
+        ("spin", "timed out after 0.4 s"),
+        ("hold", "timed out after 0.4 s"),
+        ("segfault", "died (signal SIGSEGV); its last output: about to fall"),
+        ("exit", "died (exit code 3)"),
+        ("raise", "ValueError: bad level at"),
+        ("nan", "returned nan"),
+        ("write garbage", "sent garbage"),
+        ("write huge", "a message of 2147483648 bytes"),
+        ("write forged", "sample '999', which was not asked for"),
+        ("flood", "sent garbage"),
+        ("closed", "timed out after 0.4 s"),
+    ],
+)
+def test_only_the_culprit_gets_an_error(grader: str, bad: str, named: str) -> None:
+    texts = ["score 0", "score 1", bad, "score 3", "score 4", "score 5", "score 6", "score 7"]
+    outcomes = score(f"{grader}:grade", *texts, timeout_s=0.4)
+    assert [outcome.score for i, outcome in enumerate(outcomes) if i != 2] == [0.0, 1.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    culprit = outcomes[2]
+    assert culprit.error is not None and named in culprit.error
+    assert culprit.score != culprit.score, "an error must not look like a score"
+
+
+def test_all_samples_bad_and_the_pool_goes_on(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", workers=2, timeout_s=0.3)) as pool:
+            outcomes = await pool.score([sample(text) for text in ("hang", "exit", "hang", "segfault")])
+            assert all(outcome.error for outcome in outcomes)
+            assert pool.last_error is not None and pool.restarts >= 4
+            assert [o.score for o in await pool.score([sample("score 2")] * 3)] == [2.0] * 3
+
+    run(main())
+
+
+def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:
+    start = time.monotonic()
+    outcomes = score(f"{grader}:grade", *["sleep 0.3"] * 8, workers=4, timeout_s=0.5)
+    assert [outcome.score for outcome in outcomes] == [1.0] * 8
+    # One after another they would take 2.4 s, and a timeout for the whole request would fail them.
+    assert time.monotonic() - start < 1.8
+
+
+def test_quick_calls_of_a_group_are_one_request(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", workers=4)) as pool:
+            for _ in range(3):
+                await pool.score([sample("score 1")] * 8)
+            for _ in range(3):
+                outcomes = await pool.score([sample("score 1")] * 8)
+                assert len({outcome.metrics["pid"] for outcome in outcomes}) == 1
+
+    run(main())
+
+
+def test_concurrent_calls_do_not_mix(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", workers=3, timeout_s=0.5)) as pool:
+            calls = [[sample(f"score {100 * call + i}") for i in range(8)] for call in range(20)]
+            calls[7][3] = sample("exit")
+            results = await asyncio.gather(*(pool.score(call) for call in calls))
+        for call, outcomes in enumerate(results):
+            expected = [100.0 * call + i for i in range(8)]
+            found = [outcome.score for outcome in outcomes]
+            if call == 7:
+                assert outcomes[3].error
+                del expected[3], found[3]
+            assert found == expected
+
+    run(main())
+
+
+def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:later", timeout_s=0.4)) as pool:
+            start = time.monotonic()
+            outcomes = await pool.score([sample("ok")] * 20)
+            assert [outcome.score for outcome in outcomes] == [1.0] * 20
+            assert time.monotonic() - start < 1.0
+            outcomes = await pool.score([sample("ok"), sample("hang"), sample("ok")])
+            assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
+            assert pool.restarts == 0
+            outcomes = await pool.score([sample("ok"), sample("block"), sample("ok")])
+            assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
+            assert pool.restarts > 0
+
+    run(main())
+
+
+def test_trl_functions_see_the_whole_group(grader: str) -> None:
+    outcomes = score(f"{grader}:trl", *["a"] * 8, workers=4)
+    assert [outcome.score for outcome in outcomes] == [8.5] * 8
+    outcomes = score(f"{grader}:trl", "a", "exit", "b")
+    assert [outcome.score for outcome in outcomes if outcome.error is None] == [1.5, 1.5]
+    assert "exit code 3" in str(outcomes[1].error)
+
+
+def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="rollout_server.rewards.process"):
+        outcomes = score(f"{grader}:grade", *["print"] * 300)
+    assert [outcome.score for outcome in outcomes] == [1.0] * 300
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("hello from the grader" in line for line in lines)
+    assert len(lines) <= process_module.MAX_LOGGED_LINES + 1 and "not logged" in lines[-1]
+
+
+def test_what_a_killed_worker_started_is_killed_too(grader: str, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    (outcome,) = score(f"{grader}:grade", f"spawn {note}", timeout_s=2.0)
+    assert outcome.error == "timed out after 2 s"
+    assert gone(int(note.read_text()))
+
+
+def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
+    async def main() -> None:
+        pool = RewardPool(Reward(function=f"{grader}:grade", workers=2))
+        await pool.start()
+        pids = [int(outcome.metrics["pid"]) for outcome in await pool.score([sample("score 1")] * 2)]
+        waiting = asyncio.create_task(pool.score([sample("hang")]))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(RewardError, match="closed"):
+            await waiting
+        with pytest.raises(RewardError, match="not running"):
+            await pool.score([sample("score 1")])
+        assert len(set(pids)) == 2 and all(gone(pid, within_s=0.1) for pid in pids)
+
+    run(main())
+
+
+def test_a_cancelled_call_does_not_hurt_the_next(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", timeout_s=0.5)) as pool:
+            calls = [asyncio.create_task(pool.score([sample("sleep 0.1")] * 3)) for _ in range(3)]
+            await asyncio.sleep(0.02)
+            for call in calls:
+                call.cancel()
+            assert (await pool.score([sample("score 2")]))[0].score == 2.0
+            assert pool.num_calls <= 4
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("function", "named"),
+    [
+        ("exactt", "did you mean 'exact'?"),
+        ("{grader}:grad", "did you mean 'grade'?"),
+        ("{broken}:f", "NameError: name 'nothing' is not defined"),
+        ("{dying}:f", "exit code 7); its last output: no licence"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_fails_start(grader: str, tmp_path: Path, function: str, named: str) -> None:
+    broken, dying = tmp_path / "broken.py", tmp_path / "dying.py"
+    broken.write_text("nothing\n")
+    dying.write_text("import os, sys\nprint('no licence', file=sys.stderr, flush=True)\nos._exit(7)\n")
+    with pytest.raises(RewardError) as raised:
+        score(function.format(grader=grader, broken=broken, dying=dying), "x", workers=2)
+    assert named in str(raised.value)
+
+
+def test_a_function_that_is_lost_later_shows_in_the_outcomes(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", timeout_s=0.5)) as pool:
+            Path(grader).rename(f"{grader}.away")
+            outcomes = await pool.score([sample("exit"), sample("score 1")])
+            assert any("no file" in str(outcome.error) for outcome in outcomes)
+            Path(f"{grader}.away").rename(grader)
+            assert (await pool.score([sample("score 2")]))[0].score == 2.0
+
+    run(main())
+
+
+def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade")) as pool:
+            (outcome,) = await pool.score([sample("score 1")])
+            os.kill(int(outcome.metrics["pid"]), signal.SIGKILL)
+            await asyncio.sleep(0.05)
+            (outcome,) = await pool.score([sample("score 1")])
+            assert outcome.error is None
+
+    run(main())
+
+
+def test_error_rate_and_last_error(grader: str) -> None:
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade")) as pool:
+            assert pool.error_rate == 0.0 and pool.last_error is None
+            await pool.score([sample("raise")] * 64)
+            assert pool.error_rate == 0.25 and "bad level" in str(pool.last_error)
+            await pool.score([sample("score 1")] * 224)
+            assert pool.error_rate == 32 / 256
+            await pool.score([sample("score 1")] * 32)
+            assert pool.error_rate == 0.0 and pool.num_calls == 320
+
+    run(main())
+
+
+def test_messages_are_bounded(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.rewards.pool.MAX_REQUEST_BYTES", 100_000)
+    big = sample("score 1", prompt="x" * 60_000)
+
+    async def main() -> list[RewardOutcome]:
+        async with RewardPool(Reward(function=f"{grader}:grade")) as pool:
+            return await pool.score([big, big, big, sample("score 1", prompt="x" * 200_000)])
+
+    outcomes = run(main())
+    assert [outcome.score for outcome in outcomes[:3]] == [1.0] * 3
+    assert "100000" in str(outcomes[3].error)
+
+
+def test_worker_imports_nothing_heavy(grader: str) -> None:
+    (outcome,) = score(f"{grader}:imports", "x")
+    assert outcome.metrics == {"torch": 0.0, "pydantic": 0.0}
+
+
+@pytest.mark.parametrize("text", ["score 1", "spin", "hold"])
+def test_workers_die_with_their_parent(grader: str, text: str) -> None:
+    """The owner of a pool is killed -9, with its worker idle or amid a call."""
+    code = f"""
+import asyncio, sys
+from configs.data import Reward
+from rollout_server.rewards import RewardPool
+
+async def main():
+    async with RewardPool(Reward(function={grader + ":grade"!r}, timeout_s=60)) as pool:
+        s = dict(prompt="", completion="score 1", ground_truth="", data_source="", extra_info={{}}, columns={{}},
+                 num_tokens=1, finish_reason="stop")
+        (outcome,) = await pool.score([s])
+        call = asyncio.create_task(pool.score([s | dict(completion={text!r})]))
+        await asyncio.sleep(0.05)
+        print(int(outcome.metrics["pid"]), flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        assert not gone(worker, within_s=0.05)
+    finally:
+        owner.kill()
+        owner.wait(timeout=10)
+    assert gone(worker)
+
+
+def test_a_worker_ends_when_its_channel_closes(grader: str) -> None:
+    """Without the parent-death signal too: the parent lives and only closes its end."""
+    import socket
+
+    from rollout_server.rewards.framing import pack
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        worker = subprocess.Popen(
+            [sys.executable, "-m", "rollout_server.rewards.worker", str(os.getpid())],
+            stdin=theirs.fileno(),
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    ours.settimeout(10)
+    ours.sendall(pack({"function": f"{grader}:grade", "timeout_s": 60.0}))
+    assert ours.recv(4)
+    ours.sendall(pack([sample("hang")]))
+    ours.close()
+    assert worker.wait(timeout=10) in (-signal.SIGKILL, 0)

@@ -1,0 +1,60 @@
+"""The collective transport by itself: groups per epoch in one process, lost members, interfaces."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from bus_harness import CONFIG, HOST
+
+from weight_bus import TransportError
+from weight_bus.transports import Formation
+from weight_bus.transports.base import group_prefix
+from weight_bus.transports.collective import Collective
+
+
+def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
+    return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
+
+
+def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group() -> None:
+    root, members = Collective(CONFIG, HOST), [Collective(CONFIG, HOST) for _ in range(2)]
+    endpoint = root.serve()
+    assert endpoint.startswith("127.0.0.1:") and root.serve() == endpoint
+    for epoch, size in ((1, 2), (2, 3), (3, 2)):
+        received = [torch.zeros(1000, dtype=torch.uint8) for _ in range(size - 1)]
+
+        def member(rank: int, epoch: int = epoch, size: int = size, received: list[torch.Tensor] = received) -> None:
+            members[rank - 1].form(formation(endpoint, epoch, rank, size))
+            members[rank - 1].broadcast(received[rank - 1], 0)
+
+        threads = [threading.Thread(target=member, args=(rank,)) for rank in range(1, size)]
+        for thread in threads:
+            thread.start()
+        root.form(formation(endpoint, epoch, 0, size))
+        root.broadcast(torch.full((1000,), epoch, dtype=torch.uint8), 0)
+        for thread in threads:
+            thread.join(10.0)
+        assert all(bool((bucket == epoch).all()) for bucket in received)
+    assert not dist.is_initialized()
+    for transport in (root, *members):
+        transport.close()
+
+
+def test_a_member_that_stays_away_costs_the_collective_timeout() -> None:
+    root = Collective(CONFIG, HOST)
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="epoch 1 with 2 members did not form") as raised:
+        root.form(formation(root.serve(), 1, 0, 2))
+    assert time.monotonic() - started < 2 * CONFIG.collective_timeout_s
+    assert raised.value.symptom == "silent"
+    with pytest.raises(TransportError, match="no group"):
+        root.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+    root.close()
+
+
+@pytest.mark.parametrize("endpoint", ["nowhere", "127.0.0.1:", "127.0.0.1:port"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(TransportError, match="not host:port"):
+        Collective(CONFIG, HOST).form(formation(endpoint, 1, 1, 2))

@@ -1,0 +1,271 @@
+"""The membership state machine: legal moves, fencing of sessions and epochs, removal; by example and at random."""
+
+import copy
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from weight_bus.membership import IDLE, Member, Membership, State
+from weight_bus.messages import Applied, Join, Staged
+
+SILENT_AFTER_S = 3.0
+MAX_FAULTS = 2
+
+
+def made() -> Membership:
+    return Membership(silent_after_s=SILENT_AFTER_S, max_faults=MAX_FAULTS)
+
+
+def asks(name: str, number: int = 1, *, instance: str = "", version: int = -1, digest: str = "") -> Join:
+    instance = instance or f"i-{name}"
+    return Join(
+        session=f"{instance}-{number}", name=name, instance=instance, pid=1, host="h", version=version, digest=digest
+    )
+
+
+def admitted(membership: Membership, join: Join, now: float = 0.0, version: int = -1, digest: str = "") -> Member:
+    member = membership.join(join, f"id-{join.name}", now, version=version, digest=digest).member
+    assert member is not None
+    return member
+
+
+def receiving(membership: Membership, *members: Member, version: int = 1) -> int:
+    epoch = membership.invite(members, 0.0, 10.0)
+    for member in members:
+        assert membership.ready(member.session, epoch, 0.0)
+    membership.begin(members, (version, f"d{version}"), 0.0, 10.0)
+    return epoch
+
+
+def test_the_way_of_a_member_from_join_to_live() -> None:
+    membership = made()
+    one, two = admitted(membership, asks("one")), admitted(membership, asks("two"))
+    assert membership.needing(1, 0.0) == [one, two]
+    epoch = receiving(membership, one, two)
+    assert membership.in_group([one, two]) and not membership.in_group([one])
+    assert membership.staged(Staged(session=one.session, epoch=epoch, version=1), 1.0, 9.0) is one
+    assert (one.state, two.state) == (State.APPLYING, State.RECEIVING)
+    membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="d1"), 2.0)
+    assert (one.state, one.version) == (State.LIVE, 1)
+    assert membership.unsettled(1) == [two]
+
+
+def test_messages_of_older_epochs_and_ended_sessions_change_nothing() -> None:
+    membership = made()
+    one = admitted(membership, asks("one"))
+    first = receiving(membership, one)
+    membership.release(one, 1.0)
+    second = receiving(membership, one)
+    assert second == first + 1
+    assert membership.staged(Staged(session=one.session, epoch=first, version=1), 1.0, 9.0) is None
+    assert membership.staged(Staged(session=one.session, epoch=second, version=2), 1.0, 9.0) is None
+    assert not membership.ready(one.session, first, 1.0)
+    membership.remove(one, rejoin=True)
+    assert membership.staged(Staged(session=one.session, epoch=second, version=1), 1.0, 9.0) is None
+    assert membership.heard(one.session, 1.0) is None
+    assert membership.group == ()
+
+
+def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right() -> None:
+    membership = made()
+    one = admitted(membership, asks("one"))
+    epoch = receiving(membership, one)
+    membership.staged(Staged(session=one.session, epoch=epoch, version=1), 0.0, 9.0)
+    membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="other"), 0.0)
+    assert (one.state, one.version, one.faults) == (State.QUARANTINED, -1, 1)
+    assert membership.needing(1, 0.0) == [one]
+
+
+def test_faults_outlive_a_session_and_end_with_a_verified_version() -> None:
+    membership = made()
+    one = admitted(membership, asks("one"))
+    for number in range(MAX_FAULTS + 1):
+        assert not membership.hopeless(one)
+        epoch = receiving(membership, one)
+        membership.staged(Staged(session=one.session, epoch=epoch, version=1, corrupt=["w"]), 0.0, 9.0)
+        membership.remove(one, rejoin=True)
+        one = admitted(membership, asks("one", number + 2))
+    assert membership.hopeless(one)
+    epoch = receiving(membership, one)
+    membership.staged(Staged(session=one.session, epoch=epoch, version=1), 0.0, 9.0)
+    membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="d1"), 0.0)
+    membership.remove(one, rejoin=True)
+    assert admitted(membership, asks("one", 9)).faults == 0
+
+
+def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause() -> None:
+    membership = made()
+    bad, good = admitted(membership, asks("bad")), admitted(membership, asks("good"))
+    membership.fault(bad, 5.0)
+    assert membership.needing(1, 0.0) == [good]
+    receiving(membership, good)
+    assert membership.needing(1, 4.9) == []
+    assert membership.needing(1, 5.0) == [bad]
+
+
+@pytest.mark.parametrize(("version", "digest", "state"), [(4, "d4", State.LIVE), (4, "d3", State.WAITING)])
+def test_who_joins_with_the_present_version_needs_its_digest(version: int, digest: str, state: State) -> None:
+    joined = admitted(made(), asks("one", version=version, digest=digest), 0.0, version=4, digest="d4")
+    assert joined.state is state
+
+
+def test_a_namesake_takes_the_place_and_fences_the_older_instance() -> None:
+    membership = made()
+    old = admitted(membership, asks("one", instance="a"))
+    admission = membership.join(asks("one", instance="b"), "x", 1.0, version=-1, digest="")
+    assert admission.replaced is old
+    assert membership.join(asks("one", 2, instance="a"), "y", 2.0, version=-1, digest="").refused
+    assert membership.members["one"].instance == "b"
+
+
+def test_silence_and_slowness_are_told_apart() -> None:
+    membership = made()
+    quiet, slow = admitted(membership, asks("quiet")), admitted(membership, asks("slow"))
+    membership.invite([slow], 0.0, 5.0)
+    assert membership.overdue(SILENT_AFTER_S) == []
+    membership.heard(slow.session, 4.0)
+    assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
+
+
+class Machine(RuleBasedStateMachine):
+    """Any order of messages, also late and repeated ones, against what each engine was really shown to hold."""
+
+    names = st.sampled_from(["a", "b", "c"])
+    back = st.integers(0, 2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.membership = made()
+        self.now = 0.0
+        self.version = 0
+        self.sessions: list[Join] = []
+        self.proved: dict[str, int] = {}
+        self.highest_epoch = 0
+
+    def pick(self, index: int) -> Join | None:
+        return self.sessions[index % len(self.sessions)] if self.sessions else None
+
+    def unchanged_unless(self, legal: bool, before: dict[str, Member]) -> None:
+        if not legal:
+            assert before == self.membership.members, "a late message changed something"
+
+    @rule(name=names, fresh=st.booleans(), holds=st.booleans())
+    def join(self, name: str, fresh: bool, holds: bool) -> None:
+        instance = f"{name}{len(self.sessions)}" if fresh else name
+        version, digest = (self.version, f"d{self.version}") if holds else (-1, "")
+        join = asks(name, len(self.sessions), instance=instance, version=version, digest=digest)
+        admission = self.membership.join(join, join.session, self.now, version=self.version, digest=f"d{self.version}")
+        assert (admission.member is None) == bool(admission.refused)
+        self.sessions.append(join)
+        if holds:
+            self.proved[join.session] = self.version
+
+    @rule()
+    def publish(self) -> None:
+        self.version += 1
+
+    @rule(pause=st.floats(0.0, SILENT_AFTER_S))
+    def time_passes(self, pause: float) -> None:
+        self.now += pause
+        for member, _, _ in self.membership.overdue(self.now):
+            self.membership.remove(member, rejoin=True)
+
+    @rule(index=st.integers(0, 99))
+    def beat(self, index: int) -> None:
+        join = self.pick(index)
+        if join is not None:
+            self.membership.heard(join.session, self.now)
+
+    @rule()
+    def send_round(self) -> None:
+        receivers = self.membership.needing(self.version, self.now)
+        if receivers and not self.membership.in_group(receivers):
+            self.membership.invite(receivers, self.now, self.now + 5)
+        elif receivers:
+            self.membership.begin(receivers, (self.version, f"d{self.version}"), self.now, self.now + 5)
+
+    @rule(index=st.integers(0, 99), back=back)
+    def answer_epoch(self, index: int, back: int) -> None:
+        join = self.pick(index)
+        if join is not None:
+            self.membership.ready(join.session, self.membership.epoch - back, self.now)
+
+    @rule()
+    def begin(self) -> None:
+        ready = [m for m in self.membership.members.values() if m.state is State.READY]
+        if ready and all(m.epoch == self.membership.epoch for m in ready):
+            self.membership.begin(ready, (self.version, f"d{self.version}"), self.now, self.now + 5)
+
+    @rule(index=st.integers(0, 99), back=back, older=back, corrupt=st.booleans())
+    def stage(self, index: int, back: int, older: int, corrupt: bool) -> None:
+        join = self.pick(index)
+        if join is None:
+            return
+        epoch, version = self.membership.epoch - back, self.version - older
+        member = self.membership.find(join.session)
+        legal = member is not None and (member.state, member.epoch, member.target) == (State.RECEIVING, epoch, version)
+        before = copy.deepcopy(self.membership.members)
+        names = ["w"] if corrupt else []
+        staged = Staged(session=join.session, epoch=epoch, version=version, corrupt=names)
+        assert (self.membership.staged(staged, self.now, self.now + 5) is not None) == legal
+        self.unchanged_unless(legal, before)
+
+    @rule(index=st.integers(0, 99), back=back, older=back, right=st.booleans())
+    def apply(self, index: int, back: int, older: int, right: bool) -> None:
+        join = self.pick(index)
+        if join is None:
+            return
+        epoch, version = self.membership.epoch - back, self.version - older
+        member = self.membership.find(join.session)
+        legal = member is not None and (member.state, member.epoch, member.target) == (State.APPLYING, epoch, version)
+        before = copy.deepcopy(self.membership.members)
+        digest = f"d{version}" if right else "wrong"
+        applied = Applied(session=join.session, epoch=epoch, version=version, digest=digest)
+        assert (self.membership.applied(applied, self.now) is not None) == legal
+        self.unchanged_unless(legal, before)
+        if legal and right:
+            self.proved[join.session] = version
+
+    @rule(index=st.integers(0, 99), rejoin=st.booleans())
+    def remove(self, index: int, rejoin: bool) -> None:
+        join = self.pick(index)
+        member = self.membership.find(join.session) if join is not None else None
+        if member is not None:
+            self.membership.remove(member, rejoin=rejoin)
+            refused = self.membership.join(
+                asks(member.name, 0, instance=member.instance), "x", self.now, version=0, digest=""
+            )
+            assert bool(refused.refused) == (not rejoin)
+            if refused.member is not None:
+                self.membership.remove(refused.member, rejoin=True)
+
+    @invariant()
+    def a_version_is_only_held_when_it_was_proved(self) -> None:
+        for member in self.membership.members.values():
+            if member.state is State.LIVE:
+                assert member.version == self.proved[member.session] >= 0
+            if member.state in (State.APPLYING, State.QUARANTINED):
+                assert member.version == -1, "an engine that may hold anything serves nothing"
+
+    @invariant()
+    def epochs_grow_and_groups_are_of_members(self) -> None:
+        assert self.membership.epoch >= self.highest_epoch
+        self.highest_epoch = self.membership.epoch
+        sessions = [member.session for member in self.membership.members.values()]
+        assert len(set(sessions)) == len(sessions)
+        assert set(self.membership.group) <= set(sessions)
+
+    @invariant()
+    def every_wait_has_an_end(self) -> None:
+        for member in self.membership.members.values():
+            if member.state in (State.INVITED, State.RECEIVING, State.APPLYING):
+                assert member.deadline < math.inf
+            assert member.heard_at <= self.now
+        assert all(m.state in IDLE for m in self.membership.needing(self.version, self.now))
+
+
+TestMembershipAtRandom = Machine.TestCase
+TestMembershipAtRandom.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,117 @@
+"""Subscribers as processes that are stopped, killed and continued in the middle of a broadcast."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bus_harness import CONFIG, HOST, RUN, Rollout, digests, until, weights
+
+from weight_bus import Publisher, PublishReport
+from weight_bus.digest import combined
+
+HERE = Path(__file__).parent
+ROWS = 8000
+"""Buckets of 4 MB: too large for the kernel's socket buffers, so that a sender really waits for the peer."""
+BOUND_S = CONFIG.collective_timeout_s + 4 * CONFIG.heartbeat_s + 3.0
+"""Collective timeout, silence and control, and what two busy cores add."""
+
+
+@contextmanager
+def worker(publisher: Publisher, name: str, *faults: str) -> "Iterator[Worker]":
+    made = Worker(publisher, name, *faults)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(10.0)
+
+
+class Worker:
+    """A child process and the lines that it has printed."""
+
+    def __init__(self, publisher: Publisher, name: str, *faults: str) -> None:
+        paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "bus_worker.py"), publisher.address, name, *faults],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        until(lambda: name in publisher.members(), f"{name} joins", 60.0)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1) as made:
+        yield made
+
+
+def publish(publisher: Publisher, version: int) -> PublishReport:
+    named = weights(version, rows=ROWS)
+    return publisher.publish(version, named.items(), digests(named))
+
+
+def line(version: int) -> str:
+    return f"{version} {combined(digests(weights(version, rows=ROWS)))}"
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_peer_lost_mid_broadcast_costs_bounded_time(
+    publisher: Publisher, action: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    survivor = Rollout(publisher, "rollout-0")
+    with worker(publisher, "rollout-1", f"{action}@2") as lost:
+        assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
+        until(lambda: lost.lines == [line(1)], "the process holds what was sent")
+        started = time.monotonic()
+        report = publish(publisher, 2)
+        assert time.monotonic() - started < BOUND_S
+        assert report.served == ["rollout-0"] and report.failed.keys() == {"rollout-1"}
+        symptom = "[closed]" if action == "kill" else "[silent]"
+        named = [r for r in caplog.messages if f"'rollout-1' (pid {lost.process.pid}" in r and r.endswith("; removed")]
+        assert len(named) == 1 and symptom in named[0] and "v2 epoch 1" in named[0], caplog.text
+        assert digests(survivor.engine.live) == digests(weights(2, rows=ROWS))
+
+        started = time.monotonic()
+        assert publish(publisher, 3).served == ["rollout-0"]
+        assert time.monotonic() - started < 3.0, "the next version owes nothing to the lost peer"
+        assert survivor.engine.activated == [1, 2, 3] and publisher.epoch == 2
+
+        if action == "stop":
+            lost.process.send_signal(signal.SIGCONT)
+            until(lambda: lost.lines[-1] == line(3), "the continued process joins anew and is refilled", 20.0)
+            assert lost.lines == [line(1), line(3)], "it never held the version that it missed"
+            assert sorted(publish(publisher, 4).served) == ["rollout-0", "rollout-1"]
+            publisher.close()
+            until(lambda: lost.lines[-1] == "closed", "it hears goodbye")
+            assert lost.process.wait(20.0) == 0
+    survivor.halt()
+
+
+def test_a_peer_killed_between_updates_is_named_before_the_next(publisher: Publisher) -> None:
+    survivor = Rollout(publisher, "rollout-0")
+    with worker(publisher, "rollout-1") as lost:
+        assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
+        lost.process.kill()
+        lost.process.wait(10.0)
+        until(lambda: "rollout-1" not in publisher.members(), "the bus notices by itself", 3 * CONFIG.heartbeat_s + 2.0)
+        started = time.monotonic()
+        assert publish(publisher, 2).served == ["rollout-0"]
+        assert time.monotonic() - started < CONFIG.collective_timeout_s, "nobody waits for a collective timeout"
+        with worker(publisher, "rollout-1") as restarted:
+            until(lambda: restarted.lines == [line(2)], "a restarted server of that name is filled")
+    survivor.halt()

@@ -1,0 +1,143 @@
+"""Packing and staging: layout, reuse of buffers, refusals, and what Begin carries of a manifest."""
+
+import dataclasses
+
+import pytest
+import torch
+from bus_harness import digests, weights
+
+from replay.channel import WireError, decode, encode
+from weight_bus.errors import NonFiniteWeights
+from weight_bus.manifest import plan
+from weight_bus.messages import TO_SUBSCRIBER, Begin, describe_manifest, manifest_of
+from weight_bus.staging import Packer, Staging, view_of
+
+BUCKET_BYTES = 300_000
+
+
+def begin_of(version: int) -> Begin:
+    named = weights(version)
+    layout, _ = Packer(BUCKET_BYTES).pack(named.items(), 0)
+    manifest = layout.with_digests(digests(named))
+    names, dtypes, shapes, values = describe_manifest(manifest)
+    return Begin(
+        session="s",
+        epoch=1,
+        version=version,
+        incarnation=1,
+        evaluate=False,
+        rank=1,
+        size=2,
+        endpoint="127.0.0.1:1",
+        bucket_bytes=BUCKET_BYTES,
+        names=names,
+        dtypes=dtypes,
+        shapes=shapes,
+        digests=values,
+        digest=manifest.digest,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype: torch.dtype) -> None:
+    named = weights(1, dtype=dtype)
+    named["transposed"] = torch.randn(20, 30).to(dtype).t()
+    named["scalar"] = torch.tensor(0.5, dtype=dtype)
+    named["empty"] = torch.zeros(0, 4, dtype=dtype)
+    layout, buckets = Packer(BUCKET_BYTES).pack(named.items(), 0)
+    specs = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in named.items()]
+    assert layout == plan(specs, BUCKET_BYTES)
+    assert [bucket.numel() for bucket in buckets] == list(layout.bucket_sizes)
+    for entry in layout.entries:
+        assert torch.equal(view_of(buckets, entry), named[entry.name])
+
+
+def test_nothing_is_allocated_after_two_updates() -> None:
+    packer, staging = Packer(BUCKET_BYTES), Staging()
+    seen: list[list[int]] = []
+    received: list[list[int]] = []
+    for version in range(6):
+        named = weights(version)
+        layout, buckets = packer.pack(named.items(), version % 2)
+        seen.append([bucket.data_ptr() for bucket in buckets])
+        staging.prepare(layout.with_digests(digests(named)))
+        received.append([bucket.data_ptr() for bucket in staging.buckets])
+        for target, source in zip(staging.buckets, buckets, strict=True):
+            target.copy_(source)
+        assert staging.corrupt() == []
+    assert seen[2] == seen[4] == seen[0] and seen[3] == seen[5] == seen[1]
+    assert not set(seen[0]) & set(seen[1]), "what is retained for joins is not written to"
+    assert all(pointers == received[0] for pointers in received)
+
+
+def test_every_flipped_byte_of_a_tensor_is_named() -> None:
+    named = weights(1)
+    layout, buckets = Packer(BUCKET_BYTES).pack(named.items(), 0)
+    staging = Staging()
+    staging.prepare(layout.with_digests(digests(named)))
+    for target, source in zip(staging.buckets, buckets, strict=True):
+        target.copy_(source)
+    for entry in layout.entries:
+        for byte in (0, entry.num_bytes // 2, entry.num_bytes - 1):
+            staging.buckets[entry.bucket][entry.offset + byte] ^= 16
+            assert staging.corrupt() == [entry.name]
+            staging.buckets[entry.bucket][entry.offset + byte] ^= 16
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_non_finite_values_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
+    packer = Packer(BUCKET_BYTES)
+    named = weights(1, dtype=dtype)
+    packer.pack(named.items(), 0)
+    named["layers.2.weight"][-1, -1] = bad
+    with pytest.raises(NonFiniteWeights, match=r"'layers\.2\.weight' has 1 non-finite of 128500"):
+        packer.pack(named.items(), 1)
+
+
+def test_the_largest_finite_values_are_not_taken_for_infinite() -> None:
+    named = {"w": torch.full((100_000,), torch.finfo(torch.float32).max)}
+    Packer(BUCKET_BYTES).pack(named.items(), 0)
+
+
+def test_a_layout_never_changes_within_a_run() -> None:
+    packer = Packer(BUCKET_BYTES)
+    named = weights(1)
+    packer.pack(named.items(), 0)
+    with pytest.raises(ValueError, match=r"ends before tensor 'norm\.weight'"):
+        packer.pack(list(named.items())[:-1], 1)
+    with pytest.raises(ValueError, match="changed its layout"):
+        packer.pack([*named.items(), ("more", torch.zeros(1))], 1)
+    with pytest.raises(ValueError, match="changed its layout"):
+        packer.pack(weights(1, dtype=torch.float16).items(), 1)
+    with pytest.raises(ValueError, match=r"torch\.int64"):
+        Packer(BUCKET_BYTES).pack([("step", torch.zeros(1, dtype=torch.int64))], 0)
+    with pytest.raises(ValueError, match="'w' appears twice"):
+        Packer(BUCKET_BYTES).pack([("w", torch.zeros(1)), ("w", torch.zeros(1))], 0)
+
+
+def test_begin_carries_the_whole_manifest_over_the_wire() -> None:
+    named = weights(3)
+    begin = decode(encode(begin_of(3), "r", 1), TO_SUBSCRIBER).message
+    assert isinstance(begin, Begin)
+    layout, _ = Packer(BUCKET_BYTES).pack(named.items(), 0)
+    assert manifest_of(begin) == layout.with_digests(digests(named))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"names": ["a"]}, "differ in length"),
+        ({"rank": 0}, "rank 0/2"),
+        ({"rank": 2}, "rank 2/2"),
+        ({"bucket_bytes": 0}, "bucket_bytes 0"),
+        ({"digest": "0" * 32}, "is not that of its tensors"),
+        ({"dtypes": ["int64"] * 6}, "int64"),
+        ({"names": ["a"] * 6}, "appears twice"),
+        ({"shapes": [[1], [1], [-3, -3], [1], [1], [1]]}, r"shape \[-3, -3\]"),
+        ({"shapes": [[1 << 62]] * 6}, "is above"),
+    ],
+)
+def test_a_begin_that_does_not_fit_together_is_refused(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        manifest_of(dataclasses.replace(begin_of(1), **change))
