@@ -30,6 +30,35 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message names key, value and suggestion."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars. YAML 1.1, PyYAML's own, reads a split of 1:1 as 61, `off` as false and 5e-4 as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag.rsplit(":", 1)[1] not in ("bool", "int", "float", "timestamp")
+    ]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def read_yaml(text: str) -> Any:
+    """Plain data of a YAML text. Raises yaml.YAMLError."""
+    return yaml.load(text, _Loader)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config`, `--set` and the flags that are aliases of single keys."""
     parser.add_argument("--config", default=QUICKSTART, help="YAML file or preset name (default: %(default)s)")
@@ -52,7 +81,7 @@ def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> 
     """
     path = find(source)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from error
     if not isinstance(tree, dict):
@@ -83,11 +112,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not all(parts):
         raise ConfigError(f"--set {override!r}: expected section.key=value, such as --set replay.async_lag=1")
     try:
-        value = yaml.safe_load(raw) if raw else ""
+        value = read_yaml(raw) if raw else ""
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {override!r}: the value is not readable: {error}") from error
-    if isinstance(value, str):
-        value = _number(value)
     node = tree
     for part in parts[:-1]:
         child = node.setdefault(part, {})
@@ -97,24 +124,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads `5e-4` as text; people mean a number."""
-    return float(text) if re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", text) else text
-
-
 def validate(tree: dict[str, Any], source: str) -> Config:
     """Check a tree against the schema. Raises ConfigError with every problem, one a line."""
     try:
-        return Config.model_validate(_with_numbers(tree))
+        return Config.model_validate(tree)
     except ValidationError as error:
         lines = [_explain(dict(problem)) for problem in error.errors()]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
-
-
-def _with_numbers(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {k: _with_numbers(v) for k, v in node.items()}
-    return _number(node) if isinstance(node, str) else node
 
 
 def _explain(problem: dict[str, Any]) -> str:

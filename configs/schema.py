@@ -98,8 +98,8 @@ class Config(Section):
         rollout, ranks = self.rollout, self.num_learner_ranks
         per_rank = self.trajectories_per_step // ranks
         return (
-            f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories a step"
-            f" → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
+            f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
+            f" a step → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
             f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
@@ -157,7 +157,8 @@ class Config(Section):
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
                 f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one"
-                f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
+                f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
+                f" raise it to {longest} or more"
             )
         return self
 

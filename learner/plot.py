@@ -128,7 +128,8 @@ def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None
     margin = 0.03 * (highest - lowest)
     axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
     axis.set_ylim(lowest - margin, highest + margin)
-    axis.legend(loc="lower right", frameon=False)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(loc="lower right", frameon=False)
 
 
 def _lag(axis: Any, tokens: Mapping[int, int]) -> None:

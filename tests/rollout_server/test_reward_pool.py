@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,99 +19,15 @@ import uvloop
 from configs.data import Reward
 from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, Sample
 from rollout_server.rewards import process as process_module
+from rollout_server.rewards.framing import pack
 
 ROOT = Path(__file__).parents[2]
-GRADER = """
-import asyncio, os, re, signal, struct, subprocess, sys, time
-
-KEPT = {}
-
-
-def grade(sample):
-    text = sample["completion"]
-    if text.startswith("score "):
-        return {"score": float(text[6:]), "pid": os.getpid()}
-    if text == "hang":
-        time.sleep(600)
-    if text == "spin":
-        while True:
-            pass
-    if text == "hold":
-        re.match("(a+)+$", "a" * 64 + "b")  # in C for ever, with the interpreter's lock held
-    if text.startswith("sleep "):
-        time.sleep(float(text[6:]))
-        return 1.0
-    if text == "segfault":
-        print("about to fall", flush=True)
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if text == "exit":
-        os._exit(3)
-    if text == "raise":
-        raise ValueError("bad level")
-    if text == "nan":
-        return float("nan")
-    if text == "print":
-        print("hello from the grader")
-        sys.stdout.write("{}")
-        return 1.0
-    if text.startswith("write "):
-        payload = {"garbage": b"x" * 64, "huge": struct.pack("<I", 2**31), "forged": forged()}[text[6:]]
-        for fd in range(3, 20):
-            try:
-                os.write(fd, payload)
-            except OSError:
-                pass
-        time.sleep(600)
-    if text == "flood":
-        while True:
-            for fd in range(1, 20):
-                try:
-                    os.write(fd, b"\\n" * 65536)
-                except OSError:
-                    pass
-    if text == "closed":
-        os.closerange(3, 20)
-        time.sleep(600)
-    if text.startswith("spawn "):
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        open(text[6:], "w").write(str(child.pid))
-        time.sleep(600)
-    raise AssertionError(text)
-
-
-def forged():
-    import msgpack
-
-    body = msgpack.packb([[999, 1.0, {}, None, 0.1]])
-    return struct.pack("<I", len(body)) + body
-
-
-async def later(sample):
-    KEPT.setdefault("loop", asyncio.get_running_loop())
-    assert KEPT["loop"] is asyncio.get_running_loop()
-    text = sample["completion"]
-    if text == "block":
-        time.sleep(600)
-    await asyncio.sleep(600 if text == "hang" else 0.1)
-    return 1.0
-
-
-def trl(completions, **columns):
-    if any(completion == "exit" for completion in completions):
-        os._exit(3)
-    return [len(completions) + 0.5 for _ in completions]
-
-
-def imports(sample):
-    return {"score": 1.0, "torch": float("torch" in sys.modules), "pydantic": float("pydantic" in sys.modules)}
-"""
 
 
 @pytest.fixture
 def grader(tmp_path: Path) -> str:
-    path = tmp_path / "grader.py"
-    path.write_text(GRADER)
-    return str(path)
+    """A copy of grader.py beside this file, which a test may move away."""
+    return str(shutil.copy(Path(__file__).with_name("grader.py"), tmp_path))
 
 
 def sample(completion: str, prompt: str = "?") -> Sample:
@@ -211,11 +129,15 @@ def test_all_samples_bad_and_the_pool_goes_on(grader: str) -> None:
 
 
 def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:
-    start = time.monotonic()
-    outcomes = score(f"{grader}:grade", *["sleep 0.3"] * 8, workers=4, timeout_s=0.5)
-    assert [outcome.score for outcome in outcomes] == [1.0] * 8
-    # One after another they would take 2.4 s, and a timeout for the whole request would fail them.
-    assert time.monotonic() - start < 1.8
+    async def main() -> None:
+        async with RewardPool(Reward(function=f"{grader}:grade", workers=4, timeout_s=0.5)) as pool:
+            start = time.monotonic()
+            outcomes = await pool.score([sample("sleep 0.3")] * 8)
+            assert [outcome.score for outcome in outcomes] == [1.0] * 8
+            # One after another they would take 2.4 s, and a timeout for the whole request would fail them.
+            assert time.monotonic() - start < 1.8
+
+    run(main())
 
 
 def test_quick_calls_of_a_group_are_one_request(grader: str) -> None:
@@ -253,7 +175,7 @@ def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str) -> 
             start = time.monotonic()
             outcomes = await pool.score([sample("ok")] * 20)
             assert [outcome.score for outcome in outcomes] == [1.0] * 20
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < 1.5, "one after another they would take 2 s"
             outcomes = await pool.score([sample("ok"), sample("hang"), sample("ok")])
             assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
             assert pool.restarts == 0
@@ -283,8 +205,8 @@ def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFix
 
 def test_what_a_killed_worker_started_is_killed_too(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    (outcome,) = score(f"{grader}:grade", f"spawn {note}", timeout_s=2.0)
-    assert outcome.error == "timed out after 2 s"
+    (outcome,) = score(f"{grader}:grade", f"spawn {note}", timeout_s=1.0)
+    assert outcome.error == "timed out after 1 s"
     assert gone(int(note.read_text()))
 
 
@@ -420,15 +342,14 @@ asyncio.run(main())
     finally:
         owner.kill()
         owner.wait(timeout=10)
-    assert gone(worker)
+    ended = gone(worker)
+    if not ended:
+        os.kill(worker, signal.SIGKILL)
+    assert ended
 
 
 def test_a_worker_ends_when_its_channel_closes(grader: str) -> None:
     """Without the parent-death signal too: the parent lives and only closes its end."""
-    import socket
-
-    from rollout_server.rewards.framing import pack
-
     ours, theirs = socket.socketpair()
     with theirs:
         worker = subprocess.Popen(
@@ -442,4 +363,7 @@ def test_a_worker_ends_when_its_channel_closes(grader: str) -> None:
     assert ours.recv(4)
     ours.sendall(pack([sample("hang")]))
     ours.close()
-    assert worker.wait(timeout=10) in (-signal.SIGKILL, 0)
+    try:
+        assert worker.wait(timeout=10) in (-signal.SIGKILL, 0)
+    finally:
+        worker.kill()

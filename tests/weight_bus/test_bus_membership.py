@@ -101,6 +101,7 @@ def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause() 
     bad, good = admitted(membership, asks("bad")), admitted(membership, asks("good"))
     membership.fault(bad, 5.0)
     assert membership.needing(1, 0.0) == [good]
+    assert membership.needing(1, 6.0) == [good], "not even after the pause"
     receiving(membership, good)
     assert membership.needing(1, 4.9) == []
     assert membership.needing(1, 5.0) == [bad]

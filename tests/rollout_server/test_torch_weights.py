@@ -1,0 +1,208 @@
+"""Folders, fused live tensors, the inverse map and the digests on it; what is refused, and by which name."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch_oracle import LLAMA3_ROPE, VARIANTS, hf_tensors, load_model, make_model, save_folder
+
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.torch_family import read_spec
+from rollout_server.engines.torch_weights import LiveWeights, read_folder
+from weight_bus.digest import slice_digest
+
+
+def read(folder: Path, dtype: torch.dtype = torch.float32, max_context: int = 64) -> LiveWeights:
+    spec = read_spec(folder, max_context)
+    weights = LiveWeights(spec, dtype)
+    weights.load(read_folder(folder, tied=spec.tied, dtype=dtype))
+    return weights
+
+
+def edit_config(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_digests_of_live_tensors_are_those_of_the_hf_tensors(variant: str, tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path, **VARIANTS[variant]))
+    expected = {name: slice_digest(tensor) for name, tensor in hf_tensors(load_model(tmp_path)).items()}
+    assert weights.digests() == expected
+
+
+def test_tied_lm_head_has_no_entry_and_decodes_from_the_embedding(tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path))
+    assert "lm_head.weight" not in weights.digests()
+    assert weights.lm_head is weights.embed
+
+
+@pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"])
+@pytest.mark.parametrize("edge", ["first", "last"])
+def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(part: str, edge: str, tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path, "qwen2"))
+    name = f"model.layers.1.self_attn.{part}"
+    rows = weights.layout()[name]
+    before = weights.digests()
+    live = weights.tensors()[rows.live]
+    row = rows.start if edge == "first" else rows.start + rows.shape[0] - 1
+    live[row].view(-1).view(torch.uint8)[0] ^= 1
+    after = weights.digests()
+    assert [n for n in before if before[n] != after[n]] == [name]
+
+
+@pytest.fixture(scope="module")
+def model_and_target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, LiveWeights]:
+    sizes: dict[str, Any] = {"attention_bias": True, "tie_word_embeddings": False}
+    target = read(save_folder(tmp_path_factory.mktemp("target"), "llama", **sizes))
+    return make_model("llama", seed=9, **sizes), target
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_load_takes_any_order(seed: int, model_and_target: tuple[Any, LiveWeights]) -> None:
+    model, target = model_and_target
+    tensors = list(hf_tensors(model).items())
+    random.Random(seed).shuffle(tensors)
+    for live in target.tensors().values():
+        live.zero_()
+    target.load((name, tensor) for name, tensor in tensors)
+    assert target.digests() == {name: slice_digest(tensor) for name, tensor in tensors}
+
+
+def wrong_updates() -> dict[str, tuple[Any, str]]:
+    q = "model.layers.0.self_attn.q_proj.weight"
+
+    def changed(name: str, tensor: torch.Tensor) -> Any:
+        return lambda tensors: [*((n, t) for n, t in tensors.items() if n != name), (name, tensor)]
+
+    return {
+        "missing": (lambda t: [(n, v) for n, v in t.items() if n != q], f"1 of 24 tensors are missing.*{q}"),
+        "empty": (lambda t: [], "24 of 24 tensors are missing.*model.embed_tokens.weight"),
+        "unknown": (changed("model.layers.7.mlp.up_proj.weight", torch.zeros(48, 32)), "layers.7.mlp.*not part of"),
+        "twice": (lambda t: [*t.items(), (q, t[q])], f"{q}.*came twice"),
+        "transposed": (changed("model.layers.0.mlp.up_proj.weight", torch.zeros(32, 48)), r"up_proj.*\(32, 48\)"),
+        "fused shape": (changed(q, torch.zeros(64, 32)), rf"{q}.*\(64, 32\).*\(32, 32\)"),
+        "dtype": (changed(q, torch.zeros(32, 32, dtype=torch.bfloat16)), f"{q}.*bfloat16.*float32"),
+        "tied head": (changed("lm_head.weight", torch.zeros(40, 32)), "lm_head.weight.*model.embed_tokens.weight"),
+    }
+
+
+@pytest.mark.parametrize("case", wrong_updates())
+def test_load_refuses_an_update_that_is_not_exactly_the_model(case: str, tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path))
+    change, message = wrong_updates()[case]
+    with pytest.raises(EngineError, match=message):
+        weights.load(change(hf_tensors(make_model(seed=1))))
+
+
+def test_load_does_not_keep_the_memory_or_the_graph_of_what_it_was_given(tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path))
+    model = make_model(seed=1)
+    weights.load(model.named_parameters())
+    expected = weights.digests()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert weights.digests() == expected
+    assert not any(tensor.requires_grad for tensor in weights.tensors().values())
+
+
+def test_copy_shares_no_memory(tmp_path: Path) -> None:
+    weights = read(save_folder(tmp_path))
+    twin = weights.copy()
+    before = weights.digests()
+    assert twin.digests() == before
+    for tensor in twin.tensors().values():
+        tensor.zero_()
+    assert weights.digests() == before
+    assert twin.layers[0].qkv is twin.tensors()["layers.0.qkv"]
+
+
+def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:
+    model = make_model("qwen2", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    assert read(tmp_path / "many").digests() == read(tmp_path / "one").digests()
+
+
+def test_folder_is_cast_to_the_engine_dtype(tmp_path: Path) -> None:
+    make_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = {name: slice_digest(t) for name, t in hf_tensors(load_model(tmp_path, torch.float32)).items()}
+    assert read(tmp_path, torch.float32).digests() == expected
+    assert read(tmp_path, torch.bfloat16).tensors()["norm"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tied_folder_may_repeat_the_embedding_as_lm_head_but_not_contradict_it(differs: bool, tmp_path: Path) -> None:
+    file = save_folder(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + float(differs)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(tensors, file, metadata={"format": "pt"})
+    if not differs:
+        read(tmp_path)
+        return
+    with pytest.raises(EngineError, match=r"tie_word_embeddings is true but lm_head\.weight differs"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+        ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "layer_types": None}, "sliding_window 32"),
+        ("llama", {"max_position_embeddings": 63}, "max_position_embeddings 63 is below the context of 64"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
+        (
+            "llama",
+            {"rope_parameters": {**LLAMA3_ROPE, "rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_type 'longrope'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor 0.5",
+        ),
+    ],
+)
+def test_what_cannot_be_served_exactly_is_refused_by_name(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = save_folder(tmp_path, family, max_window_layers=1) if family == "qwen2" else save_folder(tmp_path, family)
+    with pytest.raises(EngineError, match=message):
+        read_spec(edit_config(folder, **changes), 64)
+
+
+def test_a_sliding_window_that_never_slides_is_served(tmp_path: Path) -> None:
+    folder = edit_config(save_folder(tmp_path, "qwen2"), use_sliding_window=True, sliding_window=64, layer_types=None)
+    assert read_spec(folder, 64).family == "qwen2"
+
+
+def test_folders_without_config_or_safetensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"config\.json does not exist"):
+        read_spec(tmp_path, 64)
+    save_folder(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(EngineError, match=r"neither model\.safetensors"):
+        read(tmp_path)
+
+
+def test_an_index_that_points_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    save_folder(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(EngineError, match=r"weight_map names '\.\./model\.safetensors'"):
+        read(tmp_path / "model")

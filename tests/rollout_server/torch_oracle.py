@@ -1,0 +1,164 @@
+"""Tiny random model folders, and what transformers says about them: the oracle of the torch engine's tests."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+
+from rollout_server.engines.base import Completion
+from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch_model import TorchModel
+
+DEADLINE_S = 60.0
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 40,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3-tied": {"family": "qwen3"},
+    "qwen3-untied-bias-wide-heads": {
+        "family": "qwen3",
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "head_dim": 16,
+    },
+    "qwen2-untied": {"family": "qwen2", "tie_word_embeddings": False},
+    "qwen2-tied-linear-rope": {
+        "family": "qwen2",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "llama-untied-llama3-rope": {"family": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
+    "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
+}
+
+
+def make_model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Any:
+    """A random model of the family, in float32, with logits that are far from uniform."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**{**SIZES, **changes}), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # No two norms alike, no bias zero: a mistake anywhere shows in the logits.
+            parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    return model.eval()
+
+
+def save_folder(folder: Path, family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Path:
+    """Write `make_model` as a Hugging Face folder."""
+    make_model(family, seed=seed, **changes).save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The folder as transformers reads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What an update of this model carries: HF names, a tied lm_head left out."""
+    tied = model.config.tie_word_embeddings
+    return {n: t.clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+
+
+@torch.inference_mode()
+def logprobs_of(model: Any, prompt: list[int], answer: Completion, *, temperature: float = 1.0) -> torch.Tensor:
+    """float32 logprobs [L] of the answer's tokens from one whole forward."""
+    ids = torch.tensor([prompt + answer.token_ids.tolist()])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+@torch.inference_mode()
+def logprobs_over_kept_kv(old: Any, new: Any, prompt: list[int], answer: Completion, first_new: int) -> torch.Tensor:
+    """Logprobs of answer[first_new:] under `new`, reading KV that `old` made of everything it was fed before."""
+    ids = torch.tensor([prompt + answer.token_ids.tolist()])
+    fed_to_old = len(prompt) + first_new - 1
+    cache = old(ids[:, :fed_to_old], past_key_values=DynamicCache(config=old.config), use_cache=True).past_key_values
+    logits = new(ids[:, fed_to_old:-1], past_key_values=cache).logits[0].float()
+    return torch.log_softmax(logits, -1).gather(1, ids[0, fed_to_old + 1 :, None])[:, 0]
+
+
+def error(answer: Completion, expected: torch.Tensor, span: slice = slice(None)) -> float:
+    """Largest absolute difference between the engine's logprobs and the expected ones."""
+    got = torch.from_numpy(answer.logprobs)[span]
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max())
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine under a deadline."""
+    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, max_context: int = 64, max_running: int = 32, **rest: Any) -> AsyncIterator[Any]:
+    """An engine on the folder, closed at the end."""
+    engine = TorchEngine.from_folder(folder, max_context=max_context, max_running=max_running, **rest)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+class Gate:
+    """Holds the decode thread inside its `step`-th decode of the chosen weights, so that a test acts at that instant."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, step: int, which: Callable[[Any], bool] = lambda _: True
+    ) -> None:
+        self._reached = threading.Event()
+        self._release = threading.Event()
+        self._left = step
+        original = TorchModel.decode
+
+        def decode(model: TorchModel, weights: Any, *rest: Any) -> torch.Tensor:
+            logits = original(model, weights, *rest)
+            if which(weights):
+                self._left -= 1
+                if self._left == 0:
+                    self._reached.set()
+                    assert self._release.wait(DEADLINE_S)
+            return logits
+
+        monkeypatch.setattr(TorchModel, "decode", decode)
+
+    async def reached(self) -> None:
+        """Wait until the thread stands at the gate."""
+        assert await asyncio.to_thread(self._reached.wait, DEADLINE_S)
+
+    async def posted(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Start a call to the engine whose command the thread finds when it leaves the gate."""
+        task = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        return task
+
+    def release(self) -> None:
+        """Let the thread go on."""
+        self._release.set()
