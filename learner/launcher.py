@@ -55,6 +55,8 @@ class Launcher:
     servers: dict[str, LocalServer] = field(default_factory=dict)
     address: str = ""
     _metrics_offset: int = 0
+    _metrics_inode: int = 0
+    _started_at: float = field(default_factory=time.time)
     _status_asked: float = 0.0
     _rank_logs: dict[Path, int] = field(default_factory=dict)
 
@@ -67,8 +69,6 @@ class Launcher:
         """Start all processes of the run. Raises RunFailed when replay does not come up."""
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        metrics = self.run_dir / "metrics.jsonl"
-        self._metrics_offset = metrics.stat().st_size if metrics.exists() else 0
         run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         self.replay = self._start("replay", "replay.main", "--run-id", run_id, "--parent", str(os.getpid()))
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
@@ -221,10 +221,15 @@ class Launcher:
             return []
         rows = []
         with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            if found.st_ino != self._metrics_inode:  # a resumed learner sets rows aside by writing the file anew
+                self._metrics_inode, self._metrics_offset = found.st_ino, 0
             file.seek(self._metrics_offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # the learner is writing it right now
                 self._metrics_offset += len(line)
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                if row["time"] >= self._started_at:
+                    rows.append(row)
         return rows

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 32
 """Groups over which the share of reward errors is taken."""
-NEVER_AGAIN = {"prompt_too_long"}
+NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
 """Reasons for which a prompt is not leased a second time."""
 
 Send = Callable[[str, Message], None]

@@ -11,7 +11,7 @@ from configs.schema import Config
 from replay import messages as m
 from rollout_server.engines.base import Completion, Engine, Sampling
 from rollout_server.rewards import RewardOutcome, RewardPool
-from rollout_server.tasks import Task
+from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 
 class LeaseFailed(RuntimeError):
@@ -87,12 +87,13 @@ class Generator:
         )
 
     def encode(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a prompt. Raises LeaseFailed when it is too long."""
-        token_ids = self.task.encode(row)
-        limit = self.config.data.max_prompt_tokens
-        if len(token_ids) > limit:
-            raise LeaseFailed("prompt_too_long", f"{len(token_ids)} tokens, data.max_prompt_tokens is {limit}")
-        return token_ids
+        """Token ids of a prompt. Raises LeaseFailed when it is too long or cannot be rendered."""
+        try:
+            return self.task.encode(row)
+        except PromptTooLong as error:
+            raise LeaseFailed("prompt_too_long", str(error)) from error
+        except TaskError as error:
+            raise LeaseFailed("prompt_not_rendered", str(error)) from error
 
     async def score(
         self, rows: list[dict[str, Any]], completions: list[Completion]

@@ -78,7 +78,9 @@ class DecodeLoop:
             }
             for lane in (self.live, *self._pins.values()):
                 for request, produced in lane.rows.produced():
-                    counts[request.request_id] += produced
+                    # After the thread's death its requests are forgotten while their rows are still there.
+                    if request.request_id in counts:
+                        counts[request.request_id] += produced
         return counts
 
     def health(self) -> Health:
@@ -197,6 +199,8 @@ class DecodeLoop:
                     self.mailbox.serve(self._has_work)
                     self._step()
                     self.mailbox.deliver()
+                # What was posted before the close still gets its answer; nothing can be posted after it.
+                self.mailbox.serve(self._has_work)
                 self._end()
         except BaseException as error:
             logger.exception("the decode thread of the torch engine died")
@@ -232,5 +236,5 @@ class DecodeLoop:
     def _end(self) -> None:
         for lane in (self.live, *self._pins.values()):
             lane.abort()
-        self._fail_drains("the engine was closed")
+        self._fail_drains("pause('drain') was ended by close()")
         self.mailbox.deliver()

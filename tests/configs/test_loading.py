@@ -3,12 +3,13 @@
 import argparse
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -35,6 +36,38 @@ def test_every_preset_loads_and_survives_a_round_trip(name: str, tmp_path: Path)
     assert load(path) == config
     assert dump(load(path)) == dump(config)
     assert config.arithmetic().startswith(f"{config.rollout.groups_per_step} prompts × {config.rollout.group_size} =")
+
+
+TRICKY = [
+    "1e5",
+    "0x1f",
+    "0o17",
+    "1_000",
+    "6:20",
+    "on",
+    "null",
+    "~",
+    "2024-01-01",
+    ".5",
+    "1.",
+    "nan",
+    ".inf",
+    "",
+    "#",
+    "=",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(TRICKY) | st.from_regex(r"[-+]?[0-9.:_xoe]{1,6}", fullmatch=True) | st.text(max_size=8))
+def test_text_that_looks_like_something_else_survives_a_round_trip(text: str) -> None:
+    tree = load("quickstart").model_dump(mode="json")
+    tree["tracking"]["wandb_project"] = text
+    config = Config.model_validate(tree)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml"
+        path.write_text(dump(config), encoding="utf-8", newline="")
+        assert load(path) == config
 
 
 def test_the_quick_start_is_the_recipe_that_was_measured() -> None:

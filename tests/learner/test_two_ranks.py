@@ -28,7 +28,7 @@ Seen = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models whose rows do not divide by two, a checkpoint of one rank for each, and a file where a folder should be."""
+    """Two models whose rows do not divide by two, and a file where a folder should be."""
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
     save_model(folder / "llama", "llama", tied=False, **UNEVEN)

@@ -340,6 +340,7 @@ def test_death_of_the_thread_reaches_every_waiter_and_every_later_call(
                 with pytest.raises(EngineError, match="no room for logits"):
                     await call
             engine.abort("1")
+            assert engine.running_tokens() == {}
 
     run(main())
 

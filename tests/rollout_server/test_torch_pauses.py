@@ -1,6 +1,7 @@
 """Updates of the torch engine while it works: versions per token, KV over updates, pins, half updates."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch_oracle import (
+    DEADLINE_S,
     Gate,
     error,
     hf_tensors,
@@ -44,6 +46,12 @@ async def stopped_midway(
         pausing = await gate.posted(engine.pause(mode))
         gate.release()
         yield engine, answers, pausing
+
+
+async def until_generated(engine: TorchEngine, tokens: int) -> None:
+    """Return once the engine has generated so many tokens; the test's own deadline bounds it."""
+    while (await engine.health()).generated_tokens < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 @pytest.fixture
@@ -136,17 +144,26 @@ def test_drain_finishes_what_runs_and_starts_nothing(
     run(main())
 
 
-def test_a_drain_that_is_overtaken_says_so(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, _, new = models
+@pytest.mark.parametrize("overtaking", ["pause", "resume", "close"])
+def test_a_drain_that_is_overtaken_says_so(
+    overtaking: str, models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = models
+    gate = Gate(monkeypatch, STEP)
 
     async def main() -> None:
-        async with stopped_midway(folder, monkeypatch, "drain") as (engine, answers, pausing):
-            await engine.pause("keep_kv")
-            await engine.load(hf_tensors(new).items(), 1)
-            await engine.resume()
-            assert [set(a.versions.tolist()) for a in await answers] == [{0, 1}] * 3 or pausing.exception() is None
-            if pausing.exception() is not None:
-                assert "overtaken" in str(pausing.exception())
+        async with serving(folder) as engine:
+            answers = await gate.posted(engine.generate(PROMPT, LONG, 1, request_id="a"))
+            await gate.reached()
+            draining = await gate.posted(engine.pause("drain"))
+            calls = {"pause": lambda: engine.pause("keep_kv"), "resume": engine.resume, "close": engine.close}
+            second = await gate.posted(calls[overtaking]())
+            gate.release()
+            with pytest.raises(EngineError, match=rf"drain'\) was (overtaken|ended) by {overtaking}"):
+                await draining
+            await second
+            await engine.close()
+            assert (await answers)[0].finish_reason in ("abort", "length")
 
     run(main())
 
@@ -179,11 +196,12 @@ def test_several_updates_within_one_answer(models: tuple[Path, Any, Any]) -> Non
                 for i in range(1, 13)
             ]
             for number, model in enumerate(versions, start=1):
-                await asyncio.sleep(0.01)
+                await until_generated(engine, (await engine.health()).generated_tokens + 60)
                 await engine.pause("recompute_kv")
                 await engine.load(hf_tensors(model).items(), number)
                 assert await engine.digest() == {n: slice_digest(t) for n, t in hf_tensors(model).items()}
                 await engine.resume()
+            assert len(set(np.concatenate([a.versions for call in calls for a in await call]).tolist())) > 1
             everything = [load_model(folder), *versions]
             for prompt, answers in zip(range(1, 13), await asyncio.gather(*calls), strict=True):
                 for answer in answers:
@@ -339,6 +357,49 @@ def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(case: str, mo
             await engine.resume()
             (answer,) = await waiting
             assert answer.versions.tolist() == [1] * 40
+            assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
+
+    run(main())
+
+
+def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_a_load_waits_for_the_bus(
+    models: tuple[Path, Any, Any],
+) -> None:
+    folder, old, new = models
+    bus, stuck = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, named in enumerate(hf_tensors(new).items()):
+            if number == 5:
+                stuck.set()
+                assert bus.wait(DEADLINE_S)
+            yield named
+
+    async def main() -> None:
+        async with serving(folder) as engine:
+            await engine.pin(0)
+            await engine.pause("keep_kv")
+            loading = asyncio.ensure_future(engine.load(slow(), 1))
+            assert await asyncio.to_thread(stuck.wait, DEADLINE_S)
+            (pinned,) = await engine.generate([8], LONG, 1, request_id="p", pinned=0)
+            assert error(pinned, logprobs_of(old, [8], pinned)) <= 1e-5
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            with pytest.raises(EngineError, match="load of version 2 while another load runs"):
+                await engine.load(hf_tensors(old).items(), 2)
+            with pytest.raises(EngineError, match="resume refused"):
+                await engine.resume()
+            bus.set()
+            refused = True
+            while refused:
+                try:
+                    await engine.load(hf_tensors(new).items(), 2)
+                    refused = False
+                except EngineError:
+                    await asyncio.sleep(0.001)
+            await engine.resume()
+            (answer,) = await engine.generate([8], LONG, 1, request_id="a")
             assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
 
     run(main())

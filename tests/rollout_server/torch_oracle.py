@@ -128,7 +128,7 @@ async def serving(folder: Path, *, max_context: int = 64, max_running: int = 32,
 
 
 class Gate:
-    """Holds the decode thread inside its `step`-th decode of the chosen weights, so that a test acts at that instant."""
+    """Holds the decode thread inside its `step`-th decode of the chosen weights, so that a test acts right then."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, step: int, which: Callable[[Any], bool] = lambda _: True

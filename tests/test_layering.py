@@ -1,0 +1,185 @@
+"""What may import what, which calls are forbidden, and what every main loop says about itself."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "configs": (),
+    "replay": ("configs",),
+    "weight_bus": ("configs", "replay.channel"),
+    "rollout_server": ("configs", "replay", "weight_bus"),
+    "learner": ("configs", "replay", "weight_bus"),
+}
+OURS = {*MAY_IMPORT, "scripts", "tests"}
+TORCH_FREE = ("configs", "replay")
+MAIN_LOOPS = ("learner/train.py", "rollout_server/serve.py", "replay/serve.py")
+CONTRACT = ("consumes", "produces", "waits for", "unblocked by")
+SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc"}
+CODE_FROM_BYTES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    # pickle underneath
+    "recv_pyobj",
+    "send_pyobj",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
+    "send_object_list",
+    "recv_object_list",
+}
+MODULES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted module) of every import, also those inside functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import"
+            assert node.module is not None
+            # `from replay import channel` imports replay.channel
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def is_within(module: str, allowed: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in allowed)
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def offences(tree: ast.Module) -> Iterator[str]:
+    """Forbidden imports, calls and arguments of one module, each with its line."""
+    for line, module in imports(tree):
+        if module.split(".")[0] in CODE_FROM_BYTES:
+            yield f"line {line}: import of {module}"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = dotted(node.func)
+        if called in FORBIDDEN_CALLS or called.rsplit(".", 1)[-1] in FORBIDDEN_CALLS - {"eval", "exec"}:
+            yield f"line {node.lineno}: call of {called}"
+        for keyword in node.keywords:
+            trusting = keyword.arg in ("trust_remote_code", "allow_pickle")
+            if trusting and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
+                yield f"line {node.lineno}: {keyword.arg} is not False"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_arrows_point_inward(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    for line, module in imports(tree_of(path)):
+        if module.split(".")[0] in OURS:
+            allowed = (package, *MAY_IMPORT[package])
+            assert is_within(module, allowed), f"line {line}: {package} must not import {module}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_torch_and_sglang_stay_where_they_belong(path: Path) -> None:
+    tops = {module.split(".")[0]: line for line, module in imports(tree_of(path))}
+    if path.relative_to(ROOT).parts[0] in TORCH_FREE:
+        assert not tops.keys() & {"torch", "transformers", "safetensors"}, tops
+    if name_of(path) != "rollout_server/engines/sglang.py":
+        assert not tops.keys() & {"sglang", "sgl_kernel"}, tops
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "configs, configs.loading, configs.schema",
+        "replay.messages, replay.channel, replay.serve, replay.main",
+        "learner.main, learner.live_view, learner.plot, learner.metrics",
+    ],
+)
+def test_torch_free_processes_import_no_torch(modules: str) -> None:
+    """Replay and the launcher start at once and hold no gigabyte, because torch never comes in, not even indirectly."""
+    program = f"import {modules}, sys; assert 'torch' not in sys.modules, 'torch came in'"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_names_say_what_is_inside(path: Path) -> None:
+    assert not SAYS_NOTHING & {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    tree = tree_of(path)
+    assert not tree.body or ast.get_docstring(tree), "no module docstring"
+
+
+@pytest.mark.parametrize("name", MAIN_LOOPS)
+def test_main_loops_open_with_their_contract(name: str) -> None:
+    docstring = ast.get_docstring(tree_of(ROOT / name)) or ""
+    starts = [line.strip() for line in docstring.splitlines()]
+    for words in CONTRACT:
+        (line,) = [line for line in starts if line.startswith(words)]
+        assert line.removeprefix(words).strip(" :"), f"{words}: says nothing"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_from_outside_is_run(path: Path) -> None:
+    assert list(offences(tree_of(path))) == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_packages_log_and_do_not_print(path: Path) -> None:
+    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    assert [node.lineno for node in calls if dotted(node.func) == "print"] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "def f():\n    import dill.settings",
+        "eval('1')",
+        "exec(code)",
+        "import torch\ntorch.load(path, weights_only=True)",
+        "dist.broadcast_object_list(x)",
+        "socket.recv_pyobj()",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=flag)",
+        "np.load(path, allow_pickle=True)",
+    ],
+)
+def test_the_check_itself_finds(source: str) -> None:
+    assert list(offences(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
+        "load(path)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=False)",
+    ],
+)
+def test_the_check_itself_lets_pass(source: str) -> None:
+    assert list(offences(ast.parse(source))) == []

@@ -1,0 +1,54 @@
+"""Nothing grows past what one person reads in one sitting. The list of exceptions is empty and stays so."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+MAIN_LOOPS = {"learner/train.py", "rollout_server/serve.py", "replay/serve.py"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_MAIN_LOOP_LINES = 80
+MAX_FILES_PER_FOLDER = 12
+EXCEPTIONS: set[str] = set()
+
+FILES = sorted(path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = sorted({path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "tests"})
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(name, lines) of every function, its decorators and docstring included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield node.name, (node.end_lineno or first) - first + 1
+
+
+def test_there_are_no_exceptions() -> None:
+    assert EXCEPTIONS == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_are_short(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_FILE_LINES, f"{lines} lines; split it by what its parts yield"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_functions_are_short(path: Path) -> None:
+    limit = MAX_MAIN_LOOP_LINES if name_of(path) in MAIN_LOOPS else MAX_FUNCTION_LINES
+    found = functions(ast.parse(path.read_text(encoding="utf-8")))
+    assert [(name, lines) for name, lines in found if lines > limit] == [], f"at most {limit} lines"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
+def test_folders_are_small(folder: Path) -> None:
+    modules = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
+    assert len(modules) <= MAX_FILES_PER_FOLDER, f"{len(modules)} modules: {', '.join(modules)}"
