@@ -203,7 +203,7 @@ def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
     cause: BaseException | None = None
     try:
         yield
-    except (OSError, CheckpointError, CheckpointException) as error:
+    except (OSError, ValueError, KeyError, CheckpointError, CheckpointException) as error:
         cause = error
     failed = torch.tensor([cause is not None], dtype=torch.int32, device=policy.device)
     if policy.group is not None:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.policy import Policy
@@ -91,6 +92,8 @@ class _Writer:
                 sync_file(self._target / file)
             except OSError as error:
                 self._error = error
+            except SafetensorError as error:
+                self._error = OSError(f"{self._target / file}: {error}")
             self._pending = {}
 
     def finish(self) -> None:

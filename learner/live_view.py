@@ -5,7 +5,6 @@ run: when the reader of the output goes away, the view goes silent.
 """
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,13 @@ EVENTS_SHOWN = 4
 SPARK_WIDTH = 60
 
 
+class _Console(Console):
+    """A console that leaves it to us what a closed pipe means; rich would exit."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class LiveView:
     """One run in the terminal. Called by the launcher a few times a second."""
 
@@ -44,7 +50,7 @@ class LiveView:
             mode: `auto` takes `rich` on a terminal and `plain` elsewhere.
             console: where to draw; stdout by default.
         """
-        self.console = console or Console()
+        self.console = console or _Console()
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
         self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
@@ -88,10 +94,8 @@ class LiveView:
         if self.mode == "plain" and closing:
             self._line(closing)
         elif self.mode == "rich":
-            self._draw("\n".join(filter(None, (summary, closing))))
-            if self._live is not None:
-                self._live.stop()
-                self._live = None
+            self._draw("\n".join(filter(None, (summary, closing))) or "closed")
+        self._live = None
         self.mode = "off"
 
     def _line(self, text: str) -> None:
@@ -100,25 +104,27 @@ class LiveView:
             self.console.file.write(text + "\n")
             self.console.file.flush()
         except BrokenPipeError:
-            self.mode = "off"
-            log.warning("nobody reads the output any more; the run goes on without a live view")
-            _forget(self.console)
+            self._nobody_reads()
+
+    def _nobody_reads(self) -> None:
+        self.mode = "off"
+        self._live = None
+        log.warning("nobody reads the output any more; the run goes on without a live view")
 
     def _draw(self, ending: str) -> None:
         self._drawn = time.monotonic()
         elapsed = live_text.duration(self._drawn - self._started)
         drawing = panel(self.progress, self.status, name=self._name, elapsed=elapsed, events=self.events, ending=ending)
-        if self._live is None:
-            self._live = Live(drawing, console=self.console, auto_refresh=False, vertical_overflow="visible")
-            self._live.start(refresh=True)
-        else:
-            self._live.update(drawing, refresh=True)
-
-
-def _forget(console: Console) -> None:
-    """Point a closed pipe at nothing, or the interpreter's last flush would change the exit code."""
-    with open(os.devnull, "w", encoding="utf-8") as nothing:
-        os.dup2(nothing.fileno(), console.file.fileno())
+        try:
+            if self._live is None:
+                self._live = Live(drawing, console=self.console, auto_refresh=False, vertical_overflow="visible")
+                self._live.start(refresh=True)
+            else:
+                self._live.update(drawing, refresh=True)
+            if ending:
+                self._live.stop()
+        except BrokenPipeError:
+            self._nobody_reads()
 
 
 def panel(

@@ -33,14 +33,15 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
         logits, targets = ctx.saved_tensors
-        scale = grads[0] / ctx.temperature
         grad = torch.empty_like(logits)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            step = scale[part, None]
-            # d logprob / d logits = (one-hot of the target − softmax) / temperature
-            piece = _log_softmax(logits[part], ctx.temperature).exp_().mul_(-step)
-            grad[part] = piece.scatter_add_(1, targets[part, None], step)
+            # torch's own backward, not the formula written out: at probabilities near 1 the gradient is a difference
+            # of nearly equal numbers, and AdamW makes such rounding visible in elements of almost no gradient.
+            with torch.enable_grad():
+                piece = logits[part].detach().requires_grad_()
+                logprobs = _log_softmax(piece, ctx.temperature).gather(1, targets[part, None]).squeeze(1)
+            (grad[part],) = torch.autograd.grad(logprobs, piece, grads[0][part])
         return grad, None, None, None
 
 

@@ -35,6 +35,7 @@ class Policy:
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh = mesh
         self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
@@ -47,6 +48,9 @@ class Policy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by HF name, in the one order that everything here uses; a tied one only once."""
+        # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
+        for unit in self._units:
+            unit.reshard()
         yield from self.model.named_parameters()
 
     def shards(self) -> list[Shard]:
@@ -64,8 +68,8 @@ class Policy:
 
     def sync_gradients(self, enabled: bool) -> None:
         """Whether the next backward sums gradients over ranks (the last microbatch) or only accumulates here."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(enabled)
+        for unit in self._units:
+            unit.set_requires_gradient_sync(enabled, recurse=False)
 
     def local_gradients(self) -> list[torch.Tensor]:
         """This rank's rows of each parameter's gradient, sharing memory.
@@ -142,8 +146,7 @@ def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=size > KEEP_GATHERED_BYTES)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)

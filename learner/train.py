@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
 from learner.learner import Learner
 from learner.metrics import MetricsError
+from learner.packing import PackingError
 from learner.policy import PolicyError
 from learner.ranks import join_ranks
 from learner.tripwires import SilentlyWrong
@@ -73,7 +75,7 @@ def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader
     reader.close("all steps are done", failed=False)
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Entry point of one rank."""
     parser = argparse.ArgumentParser(prog="torchrun -m learner.train", description=__doc__)
     add_arguments(parser)
@@ -87,18 +89,25 @@ def main() -> int:
         set_up_logging(f"learner-{rank}", config.run_dir)
         train(config, args.replay, resume=args.resume)
     except (ConfigError, FingerprintError, PolicyError, CheckpointError, MetricsError, ChannelError, RunEnded) as error:
-        return _stop(rank, error)
-    except (SilentlyWrong, WeightBusError, dist.DistError) as error:
-        return _stop(rank, error)
-    return 0
+        stop(rank, error)
+    except (SilentlyWrong, PackingError, WeightBusError, dist.DistError) as error:
+        stop(rank, error)
+    leave(0)
 
 
-def _stop(rank: str, error: BaseException) -> int:
+def stop(rank: str, error: BaseException) -> NoReturn:
+    """Say why this rank stops, and end."""
     log.error("learner rank %s stops: %s", rank, error)
-    # A peer may be in a collective and this process's destructors would wait for it.
+    leave(2)
+
+
+def leave(code: int) -> NoReturn:
+    """End without destructors: after an error they would wait for peers in a collective, and after a good run
+    threads of the collective backend may outlive what they use and abort the process."""
+    logging.shutdown()
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,8 +1,10 @@
 """What may import what, which calls are forbidden, and what every main loop says about itself."""
 
 import ast
+import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,7 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -130,6 +133,13 @@ def test_names_say_what_is_inside(path: Path) -> None:
 def test_every_module_says_what_it_is(path: Path) -> None:
     tree = tree_of(path)
     assert not tree.body or ast.get_docstring(tree), "no module docstring"
+
+
+def test_every_package_folder_is_installed() -> None:
+    """An editable install finds a folder that pyproject.toml forgets; a wheel does not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in [*MODULES, *(ROOT / "scripts").rglob("*.py")]}
+    assert folders == set(project["tool"]["setuptools"]["packages"])
 
 
 @pytest.mark.parametrize("name", MAIN_LOOPS)

@@ -234,7 +234,7 @@ class Bus:
         board.membership.staged(staged, now, now + self._config.deadline_s)
         if staged.corrupt:
             board.counters["corrupt"] += 1
-            self._faulty(member, "corrupt", f"received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
+            self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
         else:
             commit = Commit(session=session, epoch=epoch, version=version, digest=member.expected)
             self._router.send(member.identity, commit)
@@ -255,7 +255,7 @@ class Bus:
         else:
             board.counters["quarantines"] += 1
             reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
-            self._faulty(member, "quarantined", f"quarantined: {reason} [corrupt]")
+            self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
 
     def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
         member = self._board.membership.receiving(failed.session, failed.epoch, failed.version)

@@ -1,14 +1,18 @@
 """A rollout server with planted faults, for tests: the real process, with one fault in its own hands.
 
-`python faulty_rollout_server.py FAULT VERSION <arguments of rollout_server.main>` where FAULT is
-    wire    flip one byte of a received bucket of VERSION, before it is staged
-    live    flip one byte of the engine's fused qkv tensor right after VERSION was loaded
-    die     SIGKILL itself in the middle of VERSION's broadcast
+`python faulty_rollout_server.py FAULT ORDINAL <arguments of rollout_server.main>` where FAULT, in the
+ORDINAL-th version that this server is sent, is
+    wire    flip one byte of a received bucket, before it is staged
+    live    flip one byte of the engine's fused qkv tensor, right after the load
+    die     SIGKILL itself in the middle of the broadcast
 """
 
+import logging
 import os
 import signal
 import sys
+
+import torch
 
 from rollout_server import main as rollout_main
 from rollout_server import weights
@@ -16,9 +20,10 @@ from rollout_server.engines.torch_engine import TorchEngine
 from weight_bus import subscriber as subscriber_module
 from weight_bus.transports import make_transport
 
-fault, version = sys.argv[1], int(sys.argv[2])
+fault, ordinal = sys.argv[1], int(sys.argv[2])
 sys.argv = ["rollout_server", *sys.argv[3:]]
 planted = {"done": False}
+seen = []
 
 
 class FaultyTransport:
@@ -30,28 +35,28 @@ class FaultyTransport:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def receive(self, *args, **kwargs):
-        buffer = args[0]
+    def broadcast(self, bucket, index):
         if fault == "die" and due():
             os.kill(os.getpid(), signal.SIGKILL)
-        result = self._transport.receive(*args, **kwargs)
+        self._transport.broadcast(bucket, index)
         if fault == "wire" and due():
             planted["done"] = True
-            buffer[len(buffer) // 3] ^= 0x10
-        return result
+            bucket[len(bucket) // 3] ^= 0x10
 
 
 class CountingSubscriber(subscriber_module.Subscriber):
-    """Knows which version is on the wire."""
+    """Counts the versions that are sent."""
 
     def _handle(self, message, engine):
-        if type(message).__name__ == "Begin":
-            planted["version"] = message.version
+        if type(message).__name__ == "Begin" and message.version not in seen:
+            seen.append(message.version)
+            if len(seen) == ordinal:
+                logging.getLogger("test").warning("planting %s in v%d", fault, message.version)
         return super()._handle(message, engine)
 
 
 def due():
-    return not planted["done"] and planted.get("version") == version
+    return not planted["done"] and len(seen) == ordinal
 
 
 real_load = TorchEngine.load
@@ -59,10 +64,10 @@ real_load = TorchEngine.load
 
 async def load_and_flip(self, named_tensors, new_version):
     await real_load(self, named_tensors, new_version)
-    if fault == "live" and new_version == version and not planted["done"]:
+    if fault == "live" and due():
         planted["done"] = True
-        name = next(name for name in self.live_tensors() if "qkv" in name and "weight" in name or name.endswith("qkv"))
-        self.live_tensors()[name].view(-1).view(dtype=__import__("torch").uint8)[8] ^= 0x10
+        qkv = next(tensor for name, tensor in self.live_tensors().items() if name.endswith("qkv"))
+        qkv.view(-1).view(torch.uint8)[8] ^= 0x10
 
 
 TorchEngine.load = load_and_flip

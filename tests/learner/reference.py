@@ -1,8 +1,8 @@
 """A reference learner, as plain as possible: the parity oracle of the FSDP2 path and of whole runs.
 
-One process, transformers and torch.optim only: no sharding, no padding, no microbatches, no replay, no weight
-bus, and nothing imported from `learner`. One forward per trajectory. Formulas are written out anew, so that a
-mistake in the package is not a mistake here as well.
+One process, transformers and torch.optim only: no sharding, no microbatches, no replay, no weight bus, and
+nothing imported from `learner`. One forward per step. Formulas are written out anew, so that a mistake in the
+package is not a mistake here as well.
 
 How closely to compare: with adam_epsilon 1e-6 every element agrees to 1e-6. With the default 1e-8 a gradient of 1e-9 or
 so, which is rounding and nothing else, makes an update as large as any other, so single elements (2 of 100,000 in
@@ -64,8 +64,7 @@ def train(
         if tokens == 0:
             continue
         adamw.zero_grad()
-        for trajectory, advantage in kept:
-            (trajectory_loss(model, trajectory, advantage, step, config) / tokens).backward()
+        (step_loss(model, kept, step, config) / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -85,34 +84,46 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
     return result
 
 
-def trajectory_loss(
-    model: torch.nn.Module, trajectory: Recorded, advantage: float, step: int, config: Config
+def step_loss(model: torch.nn.Module, kept: list[tuple[Recorded, float]], step: int, config: Config) -> torch.Tensor:
+    """Sum of the loss over all tokens of the step's trajectories, from one forward with padding on the right.
+
+    The padding is needed for parity to rounding: AdamW's first steps move an element by the learning rate in the
+    direction of its gradient however small that is, so elements of almost no gradient amplify rounding.
+    """
+    width = max(len(t.prompt_ids) + len(t.response_ids) for t, _ in kept)
+    ids = torch.zeros(len(kept), width, dtype=torch.long)
+    for row, (t, _) in enumerate(kept):
+        ids[row, : len(t.prompt_ids) + len(t.response_ids)] = torch.tensor(t.prompt_ids + t.response_ids)
+    logprobs = torch.log_softmax(model(input_ids=ids).logits.float() / config.rollout.temperature, dim=-1)
+    rows, columns, chosen, behaviour, advantages, lags = [], [], [], [], [], []
+    for row, (t, advantage) in enumerate(kept):
+        for i, token in enumerate(t.response_ids):
+            if t.loss_mask[i]:
+                rows.append(row)
+                columns.append(len(t.prompt_ids) + i - 1)
+                chosen.append(token)
+                behaviour.append(t.logprobs[i])
+                advantages.append(advantage)
+                lags.append(float(step - 1 - t.versions[i]))
+    return token_losses(
+        logprobs[rows, columns, chosen], torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(lags), config
+    ).sum()
+
+
+def token_losses(
+    logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, lags: torch.Tensor, config: Config
 ) -> torch.Tensor:
-    """Sum of the loss over one trajectory's tokens."""
-    ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
-    logits = model(input_ids=ids).logits[0].float() / config.rollout.temperature
-    first = len(trajectory.prompt_ids)
-    current = torch.log_softmax(logits[first - 1 : -1], dim=-1)
-    total = logits.new_zeros(())
-    for i, token in enumerate(trajectory.response_ids):
-        if trajectory.loss_mask[i]:
-            lag = step - 1 - trajectory.versions[i]
-            total = total + token_loss(current[i, token], trajectory.logprobs[i], advantage, lag, config)
-    return total
-
-
-def token_loss(logprob: torch.Tensor, behaviour: float, advantage: float, lag: int, config: Config) -> torch.Tensor:
-    """algorithm.loss of one token."""
+    """algorithm.loss of each token."""
     algorithm = config.algorithm
     if algorithm.loss == "policy_gradient":
-        return -advantage * logprob
-    proximal, weight = behaviour, 1.0
+        return -advantages * logprobs
+    proximal, weight = behaviour, torch.ones_like(behaviour)
     if algorithm.loss == "decoupled_ppo":
-        proximal = behaviour + lag / (lag + 1) * (logprob.item() - behaviour)
-        weight = min(math.exp(proximal - behaviour), algorithm.max_prox_weight)
-    ratio = torch.exp(logprob - proximal)
+        proximal = behaviour + lags / (lags + 1) * (logprobs.detach() - behaviour)
+        weight = torch.exp(proximal - behaviour).clamp(max=algorithm.max_prox_weight)
+    ratio = torch.exp(logprobs - proximal)
     clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return weight * torch.max(-advantage * ratio, -advantage * clipped)
+    return weight * torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
 def learning_rate(config: Config, step: int) -> float:

@@ -59,7 +59,14 @@ def test_decoupled_ppo_splits_the_ratio_by_lag() -> None:
     assert output.loss.item() == pytest.approx(-prox * advantage * ratio)
     output.loss.sum().backward()
     assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(-prox * advantage * ratio)  # the weight carries no gradient
+    assert logprobs.grad.item() == pytest.approx(-prox * advantage * ratio)
+
+
+def test_decoupled_ppo_lets_no_gradient_around_the_clip() -> None:
+    output, logprobs = run("decoupled_ppo", logprobs=[-0.8], behaviour_logprobs=[-2.0], lags=[1.0])
+    assert output.loss.item() == pytest.approx(-math.exp(0.6) * 1.28)
+    output.loss.sum().backward()
+    assert logprobs.grad is not None and logprobs.grad.item() == 0
 
 
 def test_decoupled_ppo_caps_the_proximal_weight() -> None:

@@ -185,6 +185,26 @@ def test_a_pause_without_an_update_changes_nothing(
     run(main())
 
 
+def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(
+    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _, _ = models
+    gate = Gate(monkeypatch, STEP)
+
+    async def main() -> None:
+        async with serving(folder) as engine:
+            answers = await gate.posted(engine.generate(PROMPT, LONG, 1, request_id="a"))
+            await gate.reached()
+            pausing = await gate.posted(engine.pause("keep_kv"))
+            pausing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await pausing
+            gate.release()
+            assert len((await answers)[0].token_ids) == 40
+
+    run(main())
+
+
 def test_several_updates_within_one_answer(models: tuple[Path, Any, Any]) -> None:
     folder, _, _ = models
     versions = [make_model(seed=seed) for seed in range(1, 5)]
@@ -263,16 +283,17 @@ def test_live_and_pinned_requests_advance_at_the_same_pace(
     async def main() -> None:
         async with serving(folder) as engine:
             await engine.pin(0)
-            await engine.pause("keep_kv")
-            live = asyncio.ensure_future(engine.generate([1], LONG, 1, request_id="live"))
-            await asyncio.sleep(0)
+            start = Gate(monkeypatch, 1)
+            pinned = await start.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
+            await start.reached()
+            live = await start.posted(engine.generate([1], LONG, 1, request_id="live"))
             gate = Gate(monkeypatch, 20, lambda weights: weights.tensors() is not engine.live_tensors())
-            resuming = await gate.posted(engine.resume())
-            pinned = await gate.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
+            start.release()
             await gate.reached()
             counts = engine.running_tokens()
             gate.release()
-            await asyncio.gather(live, pinned, resuming)
+            await asyncio.gather(live, pinned)
+            assert counts["pinned"] > 15
             assert abs(counts["live"] - counts["pinned"]) <= 2
 
     run(main())

@@ -1,0 +1,145 @@
+#!/usr/bin/env bash
+# Install Slipstream from this checkout: scripts/install.sh [--venv DIR] [EXTRAS]
+#
+#   scripts/install.sh                      into the environment of $PYTHON (python3 where it is not set), extra dev
+#   scripts/install.sh --venv .venv         into a virtual environment, made where it is missing
+#   scripts/install.sh --venv .venv dev,sglang
+#   scripts/install.sh none                 without any extra
+#
+# A torch in range that can be imported is kept exactly as it is, CPU and CUDA builds alike; only where there is none,
+# torch is installed. Package indexes are pip's own business: its configuration and environment go through untouched.
+# Running it again is quick when nothing has changed.
+set -euo pipefail
+
+TORCH_DEFAULT=2.13.0
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+STEP="reading the arguments"
+WORK=""
+
+say() { printf 'install: %s\n' "$*"; }
+die() { printf 'install.sh: failed while %s: %s\n' "$STEP" "$*" >&2; exit 2; }
+finish() {
+    local code=$?
+    if [ -n "$WORK" ]; then rm -rf "$WORK"; fi
+    if [ "$code" -ne 0 ] && [ "$code" -ne 2 ]; then
+        printf 'install.sh: failed while %s (exit code %s)\n' "$STEP" "$code" >&2
+    fi
+}
+run() { "$@" || die "'$*' ended with exit code $?"; }
+
+venv="" extras="dev"
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --venv) [ $# -ge 2 ] || die "--venv needs a folder"; venv="$2"; shift 2 ;;
+        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -*) die "unknown option $1; there are --venv DIR and --help" ;;
+        *) extras="$1"; shift ;;
+    esac
+done
+trap finish EXIT
+WORK="$(mktemp -d)"
+
+# Prints the version of an importable torch; nothing where there is none; fails where it is out of range or broken.
+cat >"$WORK/torch_version.py" <<'PY'
+import importlib.metadata as metadata, re, sys
+try:
+    version = metadata.version("torch")
+except metadata.PackageNotFoundError:
+    sys.exit(0)
+release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+if not (2, 11) <= release < (2, 14):
+    sys.exit(f"torch {version} is there and outside >=2.11,<2.14; keep it and use --venv DIR, or change it yourself")
+try:
+    import torch
+except Exception as error:
+    sys.exit(f"torch {version} is there and cannot be imported: {error!r}")
+print(version)
+PY
+cat >"$WORK/nvidia.py" <<'PY'
+import importlib.metadata as metadata
+names = {(found.metadata["Name"] or "").lower() for found in metadata.distributions()}
+print("\n".join(sorted(name for name in names if name.startswith("nvidia-"))))
+PY
+cat >"$WORK/stamp.py" <<'PY'
+import hashlib, importlib.metadata as metadata, pathlib, sys
+try:
+    torch = metadata.version("torch")
+except metadata.PackageNotFoundError:
+    torch = "none"
+root, extras = sys.argv[1:]
+parts = [root, extras, sys.version, torch, (pathlib.Path(root) / "pyproject.toml").read_text()]
+print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+PY
+
+STEP="looking for Python"
+python="${PYTHON:-python3}"
+command -v "$python" >/dev/null || die "'$python' is not there; set PYTHON to a Python of 3.11 or later"
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    || die "$("$python" --version) is too old; set PYTHON to a Python of 3.11 or later"
+
+STEP="looking up the extras '$extras'"
+"$python" - "$ROOT/pyproject.toml" "$extras" <<'PY' 2>"$WORK/why" || die "$(cat "$WORK/why")"
+import sys, tomllib
+known = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
+unknown = {extra.strip() for extra in sys.argv[2].split(",")} - {"none", *known}
+if unknown:
+    sys.exit(f"unknown {sorted(unknown)}; there are {', '.join(known)}, and none by itself for no extra")
+PY
+
+if [ -n "$venv" ] && [ ! -x "$venv/bin/python" ]; then
+    STEP="making the virtual environment $venv"
+    site=()
+    # a virtual environment never sees the packages of another one, only those of the system's Python
+    if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' \
+        && [ -n "$("$python" "$WORK/torch_version.py" 2>/dev/null || true)" ]; then
+        say "$python has torch: the virtual environment will see it"
+        site=(--system-site-packages)
+    fi
+    run "$python" -m venv "${site[@]}" "$venv"
+fi
+if [ -n "$venv" ]; then python="$venv/bin/python"; fi
+python="$("$python" -c 'import sys; print(sys.executable)')"
+
+STEP="reading the stamp of the last installation"
+stamp="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/slipstream-install.stamp"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$("$python" "$WORK/stamp.py" "$ROOT" "$extras")" ]; then
+    say "up to date: $python, extras '$extras'"
+    exit 0
+fi
+
+STEP="looking for torch"
+if ! torch="$("$python" "$WORK/torch_version.py" 2>"$WORK/why")"; then die "$(cat "$WORK/why")"; fi
+if [ -z "$torch" ]; then
+    STEP="installing torch==$TORCH_DEFAULT"
+    say "no torch: $STEP"
+    run "$python" -m pip install "torch==$TORCH_DEFAULT"
+    STEP="looking for torch"
+    if ! torch="$("$python" "$WORK/torch_version.py" 2>"$WORK/why")"; then die "$(cat "$WORK/why")"; fi
+    [ -n "$torch" ] || die "pip installed torch==$TORCH_DEFAULT and $python does not have it"
+else
+    say "torch $torch is there and is kept"
+fi
+"$python" "$WORK/nvidia.py" >"$WORK/nvidia.before"
+
+STEP="installing slipstream-rl with extras '$extras'"
+say "$STEP"
+echo "torch==$torch" >"$WORK/constraints.txt"
+target="$ROOT"
+if [ "$extras" != none ]; then target="$ROOT[$extras]"; fi
+run "$python" -m pip install -c "$WORK/constraints.txt" -e "$target"
+
+STEP="checking what was installed"
+if ! after="$("$python" "$WORK/torch_version.py" 2>"$WORK/why")"; then die "$(cat "$WORK/why")"; fi
+[ "$after" = "$torch" ] || die "torch was $torch and is now $after"
+case "$torch" in
+    *+cpu)
+        "$python" "$WORK/nvidia.py" >"$WORK/nvidia.after"
+        came="$(comm -13 "$WORK/nvidia.before" "$WORK/nvidia.after" | tr '\n' ' ')"
+        [ -z "${came// /}" ] || die "torch $torch is a CPU build and these came in: $came"
+        ;;
+esac
+# from another folder: the checkout itself must not be what makes the imports work
+(cd "$WORK" && "$python" -c 'import configs, replay.channel, weight_bus, rollout_server, learner') \
+    || die "the packages cannot be imported"
+"$python" "$WORK/stamp.py" "$ROOT" "$extras" >"$stamp"
+say "done: $python, torch $torch, extras '$extras'"
