@@ -54,6 +54,13 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what `_Loader` would not read as text."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
 def read_yaml(text: str) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
@@ -171,4 +178,4 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; loading it again gives the same Config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from learner import evaluation
 from learner.advantages import grpo
 from learner.batches import BatchReader
 from learner.checkpoint import Checkpointer
 from learner.losses import build_loss
-from learner.metrics import build_metrics
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
 from learner.policy import build_policy
 from learner.ranks import Ranks
-from learner.rollouts import write_rollouts
+from learner.report import evaluation
+from learner.report.metrics import build_metrics
+from learner.report.rollouts import write_rollouts
 from learner.step import accumulate_gradients, apply_update
 from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
 from replay.messages import Batch
-from weight_bus.publisher import PublishReport
+from weight_bus.jobs import PublishReport
 
 log = logging.getLogger(__name__)
 

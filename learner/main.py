@@ -15,9 +15,9 @@ from types import FrameType
 
 from configs.loading import QUICKSTART, ConfigError, add_arguments, find, from_arguments, load
 from configs.schema import Config
-from learner.launcher import Launcher, RunFailed
-from learner.live_view import LiveView
-from learner.preflight import PreflightError, check_files, free_run_name
+from learner.launch.launcher import Launcher, RunFailed
+from learner.launch.preflight import PreflightError, check_files, free_run_name
+from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
 from replay.prompts import DataError
@@ -113,7 +113,7 @@ def run(config: Config, *, resume: bool) -> int:
 
 def plot(config: Config) -> None:
     """Write plots/summary.png; a failure is said and does not change how the run ended."""
-    command = [sys.executable, "-m", "learner.plot", config.run_dir]
+    command = [sys.executable, "-m", "learner.report.plot", config.run_dir]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         say(f"plots/summary.png was not written: {made.stderr.strip()[-300:]}")

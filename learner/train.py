@@ -21,10 +21,10 @@ from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
 from learner.learner import Learner
-from learner.metrics import MetricsError
 from learner.packing import PackingError
 from learner.policy import PolicyError
 from learner.ranks import join_ranks
+from learner.report.metrics import MetricsError
 from learner.tripwires import SilentlyWrong
 from replay.agreement import run_fingerprint
 from replay.channel import ChannelError

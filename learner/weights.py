@@ -11,7 +11,8 @@ from configs.schema import Config
 from learner.policy import Policy
 from learner.ranks import Ranks
 from weight_bus.digest import combined
-from weight_bus.publisher import Publisher, PublishReport
+from weight_bus.jobs import PublishReport
+from weight_bus.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,8 @@ class WeightPublisher:
             return {}
         for name, reason in report.failed.items():
             log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
-        counters = {
-            k: v for k, v in self._publisher.stats().items() if "/" not in k and k not in ("members", "num_bytes")
-        }
+        taken = ("members", "num_bytes")
+        counters = {k: v for k, v in self._publisher.stats().items() if "/" not in k and k not in taken}
         return {
             "weight_sync/version": report.version,
             "weight_sync/seconds": report.seconds["total"],

@@ -5,6 +5,7 @@ number of microbatches and no rank is alone in a collective (invariant 9).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,10 +121,10 @@ def _starts(lengths: Int32) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])
 
 
-def _tokens(groups: list[Group], mine: Int32) -> dict[str, NDArray[np.generic]]:
+def _tokens(groups: list[Group], mine: Int32) -> dict[str, NDArray[Any]]:
     """Token arrays of one rank's trajectories, concatenated in the order of `mine`."""
     token_ids: list[Int32] = []
-    rest: dict[str, list[NDArray[np.generic]]] = {"loss_mask": [], "logprobs": [], "versions": []}
+    rest: dict[str, list[NDArray[Any]]] = {"loss_mask": [], "logprobs": [], "versions": []}
     starts = [_starts(g.lengths) for g in groups]
     size = groups[0].lengths.size
     for i in mine.tolist():

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from rollout_server.engines.base import Engine, PauseMode
-from weight_bus.subscriber import BusClosed, Subscriber
+from weight_bus.errors import BusClosed
+from weight_bus.subscriber import Subscriber
 
 if TYPE_CHECKING:
     import torch

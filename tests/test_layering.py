@@ -112,7 +112,7 @@ def test_torch_and_sglang_stay_where_they_belong(path: Path) -> None:
     [
         "configs, configs.loading, configs.schema",
         "replay.messages, replay.channel, replay.serve, replay.main",
-        "learner.main, learner.live_view, learner.plot, learner.metrics",
+        "learner.main, learner.report.live_view, learner.report.plot, learner.report.metrics",
     ],
 )
 def test_torch_free_processes_import_no_torch(modules: str) -> None:

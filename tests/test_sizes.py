@@ -10,9 +10,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
 MAIN_LOOPS = {"learner/train.py", "rollout_server/serve.py", "replay/serve.py"}
 MAX_FILE_LINES = 400
+MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MAIN_LOOP_LINES = 80
-MAX_FILES_PER_FOLDER = 12
+MAX_FILES_PER_FOLDER = 18
 
 FILES = sorted(path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "tests"})
@@ -33,7 +34,8 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_FILE_LINES, f"{lines} lines; split it by what its parts yield"
+    limit = MAX_TEST_LINES if name_of(path).startswith("tests/") else MAX_FILE_LINES
+    assert lines <= limit, f"{lines} lines; split it by what its parts yield"
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

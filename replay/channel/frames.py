@@ -65,7 +65,7 @@ def encode(message: Message, run_id: str, sequence: int) -> list[bytes | memoryv
             dtype = message.ARRAYS[field.name]
             array = np.ascontiguousarray(value, dtype=DTYPES[dtype])
             described.append((field.name, dtype, list(array.shape)))
-            arrays.append(memoryview(array).cast("B") if array.size else memoryview(b""))
+            arrays.append(memoryview(cast(Any, array)).cast("B") if array.size else memoryview(b""))
         else:
             fields[field.name] = value
     header = {
@@ -139,8 +139,10 @@ def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | 
         if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], list)):
             raise WireError(f"{kind.__name__}: array description {str(entry)[:60]!r}")
         name, dtype, shape = entry
-        if kind.ARRAYS.get(name) != dtype:
-            raise WireError(f"{kind.__name__}.{name}: dtype {dtype!r}, expected {kind.ARRAYS.get(name)!r}")
+        if type(name) is not str or name not in kind.ARRAYS:
+            raise WireError(f"{kind.__name__}: unknown array {str(name)[:40]!r}")
+        if kind.ARRAYS[name] != dtype:
+            raise WireError(f"{kind.__name__}.{name}: dtype {str(dtype)[:40]!r}, expected {kind.ARRAYS[name]!r}")
         if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:
             raise WireError(f"{kind.__name__}.{name}: shape {shape!r}, expected one dimension")
         if shape[0] * DTYPES[dtype].itemsize != len(frame):

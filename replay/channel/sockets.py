@@ -7,6 +7,7 @@ and when the peer was last heard.
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -31,7 +32,7 @@ class Limits:
     max_message_bytes: int = 256 * 1024 * 1024
 
 
-def configure(socket: "zmq.Socket[bytes]", limits: Limits) -> None:
+def configure(socket: "zmq.Socket[Any]", limits: Limits) -> None:
     """Options that every socket of ours has."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
@@ -44,7 +45,7 @@ def configure(socket: "zmq.Socket[bytes]", limits: Limits) -> None:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
 
-def bind(socket: "zmq.Socket[bytes]", host: str, port: int) -> str:
+def bind(socket: "zmq.Socket[Any]", host: str, port: int) -> str:
     """Bind and return `tcp://host:port`; port 0 takes a free one.
 
     Raises:

@@ -62,7 +62,9 @@ class Run:
         return (self.folder / "logs" / f"{name}.log").read_text()
 
     def wait_for_step(self, step, timeout=90):
-        self.wait_until(lambda: any(row["training/global_step"] >= step for row in self.steps()), f"step {step}", timeout)
+        self.wait_until(
+            lambda: any(row["training/global_step"] >= step for row in self.steps()), f"step {step}", timeout
+        )
 
     def wait_until(self, condition, what, timeout=60):
         deadline = time.monotonic() + timeout
@@ -94,7 +96,10 @@ def processes():
 def sort6(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sort6") / "data"
     subprocess.run(
-        [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", "0"], cwd=ROOT, check=True, timeout=120
+        [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", "0"],
+        cwd=ROOT,
+        check=True,
+        timeout=120,
     )
     return Sort6(folder)
 
@@ -123,7 +128,11 @@ def launch(tmp_path, sort6):
             command += ["--set", setting]
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+                [*command, *arguments],
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         run = Run(process, folder, output)
         runs.append(run)

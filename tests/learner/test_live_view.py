@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from configs import load
-from learner import live_text
-from learner.live_text import Progress
-from learner.live_view import LiveView
+from learner.report import live_text
+from learner.report.live_text import Progress
+from learner.report.live_view import LiveView
 
 STATUS: dict[str, Any] = {
     "version": 12,
@@ -246,7 +246,7 @@ def test_plain_mode_is_one_line_a_step_and_one_an_evaluation() -> None:
 
 def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("learner.live_view.time.monotonic", lambda: now)
+    monkeypatch.setattr("learner.report.live_view.time.monotonic", lambda: now)
     shown = view("plain")
     for _ in range(70):
         now += 0.5
@@ -273,7 +273,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode: str) -> None:
     program = (
         "import sys\n"
         "from configs import load\n"
-        "from learner.live_view import LiveView\n"
+        "from learner.report.live_view import LiveView\n"
         f"view = LiveView(load('quickstart'), {mode!r})\n"
         "sys.stdin.readline()\n"
         "for step in range(3): view.update(None, [{'step': step + 1}])\n"

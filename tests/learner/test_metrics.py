@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from configs import load
 from configs.data import Tracking
-from learner.metrics import Metrics, MetricsError, NullMetrics, build_metrics, finite, read_rows
+from learner.report.metrics import Metrics, MetricsError, NullMetrics, build_metrics, finite, read_rows
 
 ROOT = Path(__file__).parents[2]
 

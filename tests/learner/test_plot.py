@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from learner import plot
-from learner.metrics import MetricsError
+from learner.report import plot
+from learner.report.metrics import MetricsError
 
 STEP: dict[str, Any] = {
     "step": 1,
@@ -93,7 +93,7 @@ def test_smoothing_is_the_mean_of_the_past(values: list[float], width: int) -> N
 
 def test_command_line(tmp_path: Path) -> None:
     write(tmp_path, STEP, EVALUATION)
-    command = [sys.executable, "-m", "learner.plot"]
+    command = [sys.executable, "-m", "learner.report.plot"]
     root = Path(__file__).parents[2]
     done = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "plots" / "summary.png")), done.stderr

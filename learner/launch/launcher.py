@@ -15,9 +15,9 @@ from typing import Any
 
 from configs.loading import dump
 from configs.schema import Config
-from learner import children
-from learner.children import Child
-from learner.live_view import LiveView
+from learner.launch import children
+from learner.launch.children import Child
+from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError
 
@@ -140,7 +140,7 @@ class Launcher:
         command = [
             sys.executable,
             "-m",
-            "learner.torchrun",
+            "learner.launch.torchrun",
             "--standalone",
             f"--nproc-per-node={self.config.num_learner_ranks}",
             "-m",

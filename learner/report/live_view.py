@@ -1,6 +1,6 @@
 """What the launcher shows in the terminal: a panel that redraws itself, a line per step, or nothing.
 
-The words are made in learner/live_text.py; this module draws them. It imports no torch, and it never ends a
+The words are made in learner/report/live_text.py; this module draws them. It imports no torch, and it never ends a
 run: when the reader of the output goes away, the view goes silent.
 """
 
@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from configs.schema import Config
-from learner import live_text
-from learner.live_text import Progress, Row
+from learner.report import live_text
+from learner.report.live_text import Progress, Row
 
 log = logging.getLogger(__name__)
 

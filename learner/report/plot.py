@@ -1,6 +1,7 @@
 """One picture of a run, plots/summary.png: did it learn, how stale was it, and which side waited.
 
-`python -m learner.plot runs/quickstart` draws it anew from metrics.jsonl at any time, also while the run goes on.
+`python -m learner.report.plot runs/quickstart` draws it anew from metrics.jsonl at any time,
+also while the run goes on.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from learner.live_text import REWARD, duration, evaluation_scores
-from learner.metrics import FILE, MetricsError, read_rows
+from learner.report.live_text import REWARD, duration, evaluation_scores
+from learner.report.metrics import FILE, MetricsError, read_rows
 
 Row = Mapping[str, Any]
 
@@ -171,7 +172,9 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: draw, and say where the picture is."""
-    parser = argparse.ArgumentParser(prog="python -m learner.plot", description="Draw plots/summary.png of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m learner.report.plot", description="Draw plots/summary.png of a run."
+    )
     parser.add_argument("run_dir", help="run folder, such as runs/quickstart")
     args = parser.parse_args(argv)
     try:

@@ -1,4 +1,4 @@
-"""torchrun that dies with its parent: `python -m learner.torchrun --nproc-per-node 2 -m learner.train ...`."""
+"""torchrun that dies with its parent: `python -m learner.launch.torchrun --nproc-per-node 2 -m learner.train ...`."""
 
 import os
 import sys
