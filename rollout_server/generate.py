@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ class Generator:
     engine: Engine
     task: Task
     rewards: RewardPool
+    _evaluation_ids: dict[str, list[int]] = field(default_factory=dict)
+    """Token ids of evaluation prompts, which come again with every evaluation."""
 
     def sampling(self, seed: int, *, greedy: bool = False) -> Sampling:
         """How this run samples."""
@@ -109,7 +111,11 @@ class Generator:
     async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:
         name = f"evaluation-{lease.version}-{'greedy' if lease.greedy else 'sampled'}-{position}"
         sampling = self.sampling(lease.seed + position, greedy=lease.greedy)
-        completions = await self.engine.generate(self.encode(row), sampling, 1, request_id=name, pinned=lease.version)
+        key = repr(row["prompt"])
+        if key not in self._evaluation_ids:
+            self._evaluation_ids[key] = self.encode(row)
+        ids = self._evaluation_ids[key]
+        completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
         return completions[0]
 
 

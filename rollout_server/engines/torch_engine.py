@@ -200,7 +200,8 @@ class TorchEngine:
         Raises:
             EngineError: the thread is still in a forward after 30 s.
         """
-        if not await asyncio.to_thread(self._loop.stop, CLOSE_DEADLINE_S):
+        self._loop.mailbox.close()
+        if not await asyncio.to_thread(self._loop.join, CLOSE_DEADLINE_S):
             raise EngineError(f"the decode thread did not end within {CLOSE_DEADLINE_S:.0f} s of close()")
 
     async def _do(self, action: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 consumes     commands and requests, posted from asyncio loops
 produces     completions with a logprob and a policy version per token
 waits for    a command, when there is nothing to decode
-unblocked by a command or `stop`; when the thread dies, every waiter fails with the cause
+unblocked by a command or `mailbox.close`; when the thread dies, every waiter fails with the cause
 
 Requests, pauses, pins and version changes happen in this thread, between two decode steps. Only the copying of a
 load runs elsewhere: it may block on a network, the live lane stands still meanwhile, and pinned evaluations go on.
@@ -63,9 +63,8 @@ class DecodeLoop:
 
     # Any thread.
 
-    def stop(self, deadline_s: float) -> bool:
-        """Ask the thread to end and wait; whether it did within `deadline_s`."""
-        self.mailbox.close()
+    def join(self, deadline_s: float) -> bool:
+        """Wait for the thread to end after `mailbox.close`; whether it did within `deadline_s`."""
         self._thread.join(deadline_s)
         return not self._thread.is_alive()
 

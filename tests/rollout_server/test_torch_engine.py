@@ -220,6 +220,29 @@ def test_waiting_requests_start_in_the_order_they_came(tmp_path: Path, monkeypat
     run(main())
 
 
+def test_a_prefill_is_bounded_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(save_folder(tmp_path))
+    monkeypatch.setattr("rollout_server.engines.torch_lane.MAX_PREFILL_TOKENS", 20)
+    padded: list[tuple[int, int]] = []
+    original = TorchModel.prefill
+
+    def prefill(self: TorchModel, weights: Any, cache: Any, prompts: list[Any], **rest: Any) -> torch.Tensor:
+        padded.append((len(prompts), max(len(prompt) for prompt in prompts)))
+        return original(self, weights, cache, prompts, **rest)
+
+    monkeypatch.setattr(TorchModel, "prefill", prefill)
+    prompts = [*PROMPTS, [2] * 30, [6] * 4, [8] * 5]
+
+    async def main() -> None:
+        async with serving(tmp_path) as engine:
+            answers = await asyncio.gather(*(sample(engine, p, str(p), n=2) for p in prompts))
+        for prompt, group in zip(prompts, answers, strict=True):
+            assert max(error(answer, logprobs_of(model, prompt, answer)) for answer in group) <= 1e-5
+        assert all(count == 1 or count * longest <= 20 for count, longest in padded)
+
+    run(main())
+
+
 def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(tmp_path: Path) -> None:
     save_folder(tmp_path)
 
@@ -235,6 +258,8 @@ def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(tmp_path: Path
                 sample(engine, [3, 1, 4], "limit", seed=3, max_new_tokens=4),
                 sample(engine, [3, 1, 4], "exact", seed=3, stop_token_ids=(stop,), max_new_tokens=first + 1),
             )
+            (again,) = await sample(engine, [3, 1, 4], "again", seed=3)
+        assert (again.token_ids.tolist(), again.finish_reason) == (tokens, "length")
         assert (stopped.token_ids.tolist(), stopped.finish_reason) == (tokens[: first + 1], "stop")
         assert (both.token_ids.tolist(), both.finish_reason) == (tokens[:1], "stop")
         assert (limited.token_ids.tolist(), limited.finish_reason) == (tokens[:4], "length")

@@ -186,7 +186,8 @@ def test_what_cannot_be_served_exactly_is_refused_by_name(
 
 
 def test_a_sliding_window_that_never_slides_is_served(tmp_path: Path) -> None:
-    folder = edit_config(save_folder(tmp_path, "qwen2"), use_sliding_window=True, sliding_window=64, layer_types=None)
+    folder = save_folder(tmp_path, "qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    assert "sliding_attention" in (folder / "config.json").read_text()
     assert read_spec(folder, 64).family == "qwen2"
 
 
