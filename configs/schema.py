@@ -89,7 +89,7 @@ class Config(Section):
     def is_evaluated(self, version: int) -> bool:
         """Whether this policy version is evaluated."""
         every = self.evaluation.every_steps
-        if self.data.eval is None or every == 0:
+        if self.data.eval is None or every == 0 or not (self.evaluation.greedy or self.evaluation.sampled):
             return False
         return version % every == 0 or version == self.learner.total_steps
 

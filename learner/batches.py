@@ -5,6 +5,7 @@ Every wait has a deadline and says what it waits for; replay's heartbeats tell a
 
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, Limits, Message
+from replay.channel import ChannelError, Dealer, Limits, Message, WireError
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,9 @@ class BatchReader:
         self.inbox = Inbox([], {})
         self._fingerprint = dict(fingerprint)
         self._last_commit: m.Committed | None = None
+        self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
-        self._dealer = Dealer(address, f"learner-{rank}.{os.getpid()}", m.FROM_REPLAY, limits)
+        self._dealer = Dealer(address, f"learner-{rank}.{secrets.token_hex(4)}", m.FROM_REPLAY, limits)
 
     def connect(self) -> str:
         """Find out which run replay serves; its id is part of everything on the wire.
@@ -87,7 +89,8 @@ class BatchReader:
             ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
             RunEnded: replay gave the run up.
         """
-        deadline = time.monotonic() + self.config.learner.batch_deadline_s
+        self._waiting_since = time.monotonic()  # silence counts from here: before, nobody listened
+        deadline = self._waiting_since + self.config.learner.batch_deadline_s
         batch: m.Batch | None = None
         asked = -ASK_AGAIN_S
         while True:
@@ -139,7 +142,8 @@ class BatchReader:
 
     def wait_for_evaluation(self, version: int, num_parts: int, deadline_s: float) -> None:
         """Wait until the evaluation of `version` is whole or closed; an expired wait is logged, not raised."""
-        deadline = time.monotonic() + deadline_s
+        self._waiting_since = time.monotonic()
+        deadline = self._waiting_since + deadline_s
         while time.monotonic() < deadline:
             parts = sum(result.version == version for result in self.inbox.results)
             if version in self.inbox.closed or parts >= num_parts:
@@ -154,8 +158,12 @@ class BatchReader:
 
     def _next(self, what: str) -> Message | None:
         """The next message for the caller, or None after POLL_S; side messages go to the inbox."""
-        envelope = self._dealer.poll(POLL_S)
-        silent = time.monotonic() - self._dealer.last_heard
+        try:
+            envelope = self._dealer.poll(POLL_S)
+        except WireError as error:
+            log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
+            return None
+        silent = time.monotonic() - max(self._dealer.last_heard, self._waiting_since)
         if envelope is None:
             if silent > self.config.network.silent_after_s:
                 raise ChannelError(
@@ -183,7 +191,8 @@ class BatchReader:
         return None
 
     def _wait_for(self, kind: type[Message], what: str, deadline_s: float) -> Message:
-        deadline = time.monotonic() + deadline_s
+        self._waiting_since = time.monotonic()
+        deadline = self._waiting_since + deadline_s
         while time.monotonic() < deadline:
             message = self._next(what)
             if isinstance(message, kind):

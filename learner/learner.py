@@ -192,7 +192,11 @@ class Learner:
 
 def surviving_groups(ledger: Path, version: int) -> set[tuple[int, int]]:
     """Groups trained on the surviving line of policies up to `version`: the last ledger line of each step."""
-    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
+    text = ledger.read_text(encoding="utf-8") if ledger.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # killed while writing: the step of the torn line is above the checkpoint's
+        ledger.write_text(whole, encoding="utf-8")
+    lines = [json.loads(line) for line in whole.splitlines()]
     by_step = {line["step"]: line["groups"] for line in lines}
     return {(pass_, index) for step, groups in by_step.items() if step <= version for pass_, index in groups}
 

@@ -29,7 +29,7 @@ from learner.tripwires import SilentlyWrong
 from replay.agreement import run_fingerprint
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
-from replay.lifeline import die_with_parent, set_up_logging
+from replay.lifeline import PARENT, die_with_parent, set_up_logging
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def main() -> NoReturn:
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument("--resume", action="store_true", help="start from the newest complete checkpoint")
     args = parser.parse_args()
-    die_with_parent(os.getppid())
+    die_with_parent(int(os.environ.get(PARENT, os.getppid())))
     rank = os.environ.get("RANK", "0")
     try:
         config = from_arguments(args)
@@ -92,6 +92,9 @@ def main() -> NoReturn:
         stop(rank, error)
     except (SilentlyWrong, PackingError, WeightBusError, dist.DistError) as error:
         stop(rank, error)
+    except Exception as error:  # the edge of the process: whatever it is, the log names it and the run ends
+        log.exception("learner rank %s stops: %s: %s", rank, type(error).__name__, error)
+        leave(1)
     leave(0)
 
 

@@ -44,15 +44,20 @@ class BatchDesk:
     def take(self, peer: Peer, take: m.Take, now: float) -> None:
         """Idempotent: asking again for a batch that was formed gives the same answer."""
         ranks = self.config.num_learner_ranks
+        if peer.role != "learner" or take.rank != peer.hello.rank or not 0 <= take.rank < ranks:
+            self._send(peer.identity, m.Refused(reason=f"Take as rank {take.rank}: {peer.name!r} is not that rank"))
+            return
+        # Another rank may ask before rank 0's commit of the step before has arrived: their sockets have no order.
+        if not self.buffer.version < take.step <= self.buffer.version + 2:
+            return
+        if take.have and take.step not in self.batches:
+            return
         if take.have:
             haves = self.haves.setdefault(take.step, set())
             haves.add(take.rank)
             if len(haves) == ranks:
                 for rank in range(ranks):
                     self.to_rank(rank, m.Proceed(step=take.step))
-            return
-        if not 0 <= take.rank < ranks:
-            self._send(peer.identity, m.Refused(reason=f"rank {take.rank} of {ranks}"))
             return
         if not self.takes.get(take.step):
             self.take_since = now

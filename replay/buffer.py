@@ -66,13 +66,6 @@ class GroupBuffer:
         self.slots[group_id] = slot
         return slot
 
-    def queued(self, version: int) -> Slot | None:
-        """The oldest QUEUED slot that an engine with `version` live may start."""
-        for slot in self.slots.values():
-            if slot.state is SlotState.QUEUED and slot.min_version <= version:
-                return slot
-        return None
-
     def drop(self, slot: Slot, reason: str) -> None:
         """Remove a group for good, counted under its reason; its place goes to the next prompt."""
         assert slot.state is not SlotState.TAKEN
@@ -93,9 +86,8 @@ class GroupBuffer:
         if step != self.version + 1:
             raise OutOfStep(f"batch {step} was asked for, but version {self.version} is the last committed one")
         slots = self._oldest()
-        stale = [slot for slot in slots if self._is_stale(slot)]
-        if stale:
-            self._treat(stale)
+        while stale := [slot for slot in slots if self._is_stale(slot)]:
+            self._treat(stale)  # each is masked or gone, so this ends
             slots = self._oldest()
         if len(slots) < self.groups_per_step:
             return None

@@ -6,6 +6,11 @@ server runs the whole evaluation; when it dies, another that holds the version t
 
 from dataclasses import dataclass, field
 
+MAX_ROUNDS = 2
+"""How often all holders of a version are asked, before its deadline closes it."""
+MAX_CLOSED = 64
+"""Closed versions to remember, for servers that still hold one."""
+
 
 @dataclass(slots=True)
 class Evaluation:
@@ -17,6 +22,7 @@ class Evaluation:
     opened_at: float
     server: str | None = None
     tried: list[str] = field(default_factory=list)
+    rounds: int = 1
 
 
 class EvaluationBoard:
@@ -47,7 +53,12 @@ class EvaluationBoard:
         started = []
         for evaluation in self.open.values():
             if evaluation.server is None:
-                candidates = [s for s in self.holders.get(evaluation.version, []) if s not in evaluation.tried]
+                holders = self.holders.get(evaluation.version, [])
+                candidates = [s for s in holders if s not in evaluation.tried]
+                if holders and not candidates and evaluation.rounds < MAX_ROUNDS:
+                    evaluation.rounds += 1
+                    evaluation.tried.clear()
+                    candidates = holders
                 if candidates:
                     evaluation.server = candidates[0]
                     evaluation.tried.append(candidates[0])
@@ -57,12 +68,18 @@ class EvaluationBoard:
     def result(self, server: str, version: int, greedy: bool) -> bool:
         """A part is done; False when it is not wanted (late or repeated). Closes the last part's version."""
         evaluation = self.open.get(version)
-        if evaluation is None or evaluation.server != server or greedy not in evaluation.open_modes:
+        if evaluation is None or server not in evaluation.tried or greedy not in evaluation.open_modes:
             return False
         evaluation.open_modes.remove(greedy)
         if not evaluation.open_modes:
             self._close(version, "")
         return True
+
+    def failed(self, server: str, version: int) -> None:
+        """The server that runs this evaluation could not; another holder may."""
+        evaluation = self.open.get(version)
+        if evaluation is not None and evaluation.server == server:
+            evaluation.server = None
 
     def server_lost(self, server: str) -> None:
         """Its evaluations are free for another holder."""
@@ -84,3 +101,5 @@ class EvaluationBoard:
     def _close(self, version: int, reason: str) -> None:
         del self.open[version]
         self.closed[version] = reason
+        while len(self.closed) > MAX_CLOSED:
+            del self.closed[min(self.closed)]

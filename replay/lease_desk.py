@@ -5,7 +5,7 @@ socket, and time is an argument.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from replay.channel import Message
 from replay.leases import GroupId, Leases, Slot, SlotState
 from replay.peers import Peer, Peers
 from replay.prompts import PromptSource
-from replay.validation import problem_with
+from replay.validation import Bounds, problem_with
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ REWARD_WINDOW = 32
 """Groups over which the share of reward errors is taken."""
 NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
 """Reasons for which a prompt is not leased a second time."""
+RELEASES = NEVER_AGAIN | {"expired", "server_lost", "rejected", "reward_error", "engine_error", "aborted"}
+"""Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
 Send = Callable[[str, Message], None]
 AckStatus = Literal["accepted", "superseded", "rejected"]
@@ -39,9 +41,11 @@ class LeaseDesk:
         source: PromptSource,
         peers: Peers,
         *,
+        vocab_size: int | None,
         send: Send,
         fail: Callable[[str], None],
     ) -> None:
+        self.vocab_size = vocab_size
         self.config = config
         self.buffer = buffer
         self.source = source
@@ -90,20 +94,27 @@ class LeaseDesk:
         return len(held)
 
     def grant(self, now: float) -> None:
-        """Hand out what servers have room for, the oldest admitted first."""
-        for peer in self.peers.role("rollout_server"):
-            free = peer.capacity - sum(1 for _ in Leases.held_by(self.buffer.slots.values(), peer.identity))
-            while free > 0 and (slot := self._next_slot(peer.version)) is not None:
-                self.leases.grant(slot, peer.identity, now)
-                self._send(peer.identity, self._lease(slot))
-                free -= 1
+        """Hand out what servers have room for: the oldest admitted first, to the least loaded server."""
+        servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity > 0]
+        held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
+        queued = deque(s for s in self.buffer.slots.values() if s.state is SlotState.QUEUED)
+        while servers and (queued or self.buffer.room > 0):
+            peer = min(servers, key=lambda p: held[p.identity] / p.capacity)
+            slot = self._next_slot(queued, peer.version) if held[peer.identity] < peer.capacity else None
+            if slot is None:
+                servers.remove(peer)
+                continue
+            self.leases.grant(slot, peer.identity, now)
+            held[peer.identity] += 1
+            self._send(peer.identity, self._lease(slot))
 
-    def _next_slot(self, version: int) -> Slot | None:
+    def _next_slot(self, queued: deque[Slot], version: int) -> Slot | None:
         """The oldest group that may start at `version`; admits the next prompt when there is room."""
-        slot = self.buffer.queued(version)
-        if slot is None and self.buffer.room > 0 and self.buffer.next_min_version() <= version:
-            slot = self.buffer.admit(*self._next_prompt())
-        return slot
+        if queued:  # its min_version is the lowest: they only grow in the order of admission
+            return queued.popleft() if queued[0].min_version <= version else None
+        if self.buffer.room > 0 and self.buffer.next_min_version() <= version:
+            return self.buffer.admit(*self._next_prompt())
+        return None
 
     def _next_prompt(self) -> tuple[GroupId, dict[str, Any]]:
         if self.again:
@@ -126,12 +137,15 @@ class LeaseDesk:
 
     def renew(self, peer: Peer, message: m.Renew, now: float) -> None:
         """Push the deadlines of leases that are still worked on."""
-        for lease in message.leases:
-            slot = self.buffer.slots.get((lease[0], lease[1])) if len(lease) == 4 else None
-            if slot is None or not self.leases.renew(slot, peer.identity, lease[2], lease[3], now):
+        for pass_, index, attempt, tokens in (lease for lease in message.leases if len(lease) == 4):
+            slot = self.buffer.slots.get((pass_, index))
+            if slot is None or not self.leases.renew(slot, peer.identity, attempt, tokens, now):
                 self.counters["renewals_refused"] += 1
+                cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
+                self._send(peer.identity, cancel)
 
     def _release(self, slot: Slot, reason: str) -> None:
+        reason = reason if reason in RELEASES else "other"
         self.counters[f"leases_released/{reason}"] += 1
         if reason in NEVER_AGAIN:
             self.buffer.drop(slot, reason)
@@ -156,12 +170,13 @@ class LeaseDesk:
             self.counters["duplicate_groups" if repeated else "superseded"] += 1
             self._ack(peer, group, "accepted" if repeated else "superseded")
             return
-        problem = problem_with(group, slot, self.config, self.newest_possible)
+        bounds = Bounds(self.newest_possible, self.vocab_size)
+        problem = problem_with(group, slot, self.config, bounds)
         if problem is not None:
             self.counters["groups_rejected"] += 1
             log.warning("replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem)
             self._ack(peer, group, "rejected", problem)
-            if slot.state is SlotState.LEASED and slot.server == peer.identity:
+            if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
                 self._release(slot, "rejected")
             return
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):

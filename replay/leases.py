@@ -38,6 +38,8 @@ class Slot:
     deadline: float = 0.0
     leased_at: float = 0.0
     tokens: int = 0
+    progress_at: float = 0.0
+    """When the server last reported more tokens."""
     stale_retries: int = 0
     group: Group | None = None
 
@@ -57,14 +59,20 @@ class Leases:
         slot.server = server
         slot.leased_at = now
         slot.deadline = now + self.lease_s
+        slot.progress_at = now
         slot.tokens = 0
 
     def renew(self, slot: Slot, server: str, attempt: int, tokens: int, now: float) -> bool:
-        """Push the deadline of a lease that is still held; False when it is not (any more)."""
+        """Push the deadline of a lease that is still held; False when it is not (any more).
+
+        Without a new token for `lease_s`, waiting and scoring included, the deadline stays: a server whose engine
+        hangs goes on renewing.
+        """
         if slot.state is not SlotState.LEASED or slot.server != server or slot.attempt != attempt:
             return False
-        slot.deadline = now + self.lease_s
-        slot.tokens = tokens
+        if tokens != slot.tokens:
+            slot.tokens, slot.progress_at = tokens, now
+        slot.deadline = min(now, slot.progress_at + self.lease_s) + self.lease_s
         return True
 
     def release(self, slot: Slot) -> bool:

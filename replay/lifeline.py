@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+PARENT = "SLIPSTREAM_PARENT_PID"
+"""Environment variable in which torchrun tells its ranks who their parent is."""
+CANNOT_START = 78
+"""Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

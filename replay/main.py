@@ -16,7 +16,9 @@ import uvloop
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
+from replay.agreement import run_fingerprint
 from replay.channel import AsyncRouter, ChannelError, Limits
+from replay.fingerprint import FingerprintError
 from replay.lifeline import die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.prompts import DataError, PromptSource, load_rows
@@ -31,7 +33,8 @@ async def run(config: Config, run_id: str) -> int:
     rows = load_rows(config.data.train)
     source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
     evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
-    service = Service(config, source, evaluation_rows, time.monotonic())
+    fingerprint = run_fingerprint(config)
+    service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint)
     limits = Limits(config.network.max_message_bytes)
     router = AsyncRouter(config.network.host, config.network.replay_port, run_id, TO_REPLAY, limits)
     stop = asyncio.Event()
@@ -61,7 +64,7 @@ def main() -> int:
         set_up_logging("replay", None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.run_id or f"{config.run.name}-{os.getpid()}"))
-    except (ConfigError, DataError, ChannelError) as error:
+    except (ConfigError, DataError, FingerprintError, ChannelError) as error:
         log.error("%s", error)
         sys.stderr.write(f"replay: {error}\n")
         return 2

@@ -6,7 +6,7 @@ deduplicates by group id = (pass over the data, prompt index).
 | from           | messages                                                                              |
 |----------------|---------------------------------------------------------------------------------------|
 | anyone         | Hello, Heartbeat, Goodbye, StatusRequest                                              |
-| rollout server | LeaseRequest, Renew, Cancel (gives a lease up), Group, EvaluationResult                |
+| rollout server | LeaseRequest, Renew, Cancel (gives a lease up), Group, EvaluationResult / -Failed      |
 | learner rank   | Take, Committed, Published, Evaluate, CursorRequest, Checkpointed                      |
 | replay         | Welcome, Refused, Lease, Cancel (no longer wanted), Ack, Batch, Proceed, Status, ...   |
 """
@@ -309,6 +309,15 @@ class EvaluationResult(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFailed(Message):
+    """From a rollout server: it cannot finish this evaluation; another server that holds the version may."""
+
+    version: int
+    greedy: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationClosed(Message):
     """From replay: nobody needs this version for evaluation any more (done, or given up with a reason)."""
 
@@ -343,6 +352,7 @@ TO_REPLAY = registry(
     Checkpointed,
     Evaluate,
     EvaluationResult,
+    EvaluationFailed,
     StatusRequest,
 )
 FROM_REPLAY = registry(

@@ -1,5 +1,6 @@
 """Who is connected to replay: names, roles, what they do, when they were last heard. No socket, no clock."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from replay.messages import Hello, Role
@@ -16,6 +17,8 @@ class Peer:
     capacity: int = 0
     activity: str = ""
     since: float = 0.0
+    unreachable_since: float | None = None
+    """Learner ranks are not forgotten when a send fails: they may come back within network.silent_after_s."""
     gauges: dict[str, float] = field(default_factory=dict)
     groups_accepted: int = 0
 
@@ -38,7 +41,9 @@ class Peer:
 class Peers:
     """All connected peers by identity."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Mapping[str, str]) -> None:
+        self.expected = expected
+        """The run's fingerprint, which every rollout server and learner rank must have."""
         self.by_identity: dict[str, Peer] = {}
 
     def add(self, identity: str, hello: Hello, now: float) -> Peer:
@@ -49,6 +54,7 @@ class Peers:
             self.by_identity[identity] = peer
         peer.hello = hello
         peer.last_heard = now
+        peer.unreachable_since = None
         return peer
 
     def remove(self, identity: str) -> Peer | None:
@@ -72,13 +78,12 @@ class Peers:
         return [p for p in self.role("rollout_server") if now - p.last_heard > silent_after_s]
 
     def disagreement(self, hello: Hello) -> str | None:
-        """The first fingerprint entry in which a newcomer differs from somebody connected, as a sentence."""
-        for peer in self.by_identity.values():
-            for key, value in peer.hello.fingerprint.items():
-                mine = hello.fingerprint.get(key)
-                if mine is not None and mine != value:
-                    return (
-                        f"{key} differs: {hello.name!r} has {mine}, {peer.name!r} has {value};"
-                        f" give both the same model folder and configuration"
-                    )
+        """The first fingerprint entry in which a newcomer differs from this run's, as a sentence."""
+        for key, value in self.expected.items():
+            theirs = hello.fingerprint.get(key, "none")
+            if theirs != value:
+                return (
+                    f"{key} differs: {hello.name!r} has {theirs}, this run has {value};"
+                    f" give {hello.name!r} the run's model folder and configuration"
+                )
         return None

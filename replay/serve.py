@@ -26,15 +26,15 @@ async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopp
     """Serve until the run has ended and every peer was told, or `stopping` says so."""
     next_tick = next_beat = time.monotonic()
     while not stopping():
+        await router.wait(max(0.0, next_tick - time.monotonic()))
+        behind = await take_in(router, service)
         now = time.monotonic()
-        if now >= next_tick:
-            service.tick(now)
+        if now >= next_tick:  # after what has arrived was read: a peer is not silent because replay was slow
+            service.tick(now, late=behind or now > next_tick + heartbeat_s)
             next_tick = now + TICK_S
         if now >= next_beat:
             await beat(router, service, now)
             next_beat = now + heartbeat_s
-        await router.wait(max(0.0, next_tick - now))
-        await take_in(router, service)
         await flush(router, service)
         if service.ended is not None and not service.peers.by_identity:
             return
@@ -42,17 +42,19 @@ async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopp
             return
 
 
-async def take_in(router: AsyncRouter, service: Service) -> None:
-    """Handle what has arrived, up to a bound, so that ticks stay on time under load."""
+async def take_in(router: AsyncRouter, service: Service) -> bool:
+    """Process what has arrived, up to a bound, then hand out what follows; True when the bound was reached."""
     for _ in range(MESSAGES_PER_TURN):
         arrived = await router.receive()
         if arrived is None:
-            return
+            break
         identity, received = arrived
         if isinstance(received, WireError):
             service.corrupt(identity, str(received))
         else:
-            service.handle(identity, received.message, time.monotonic())
+            service.receive(identity, received.message, time.monotonic())
+    service.advance(time.monotonic())
+    return arrived is not None
 
 
 async def flush(router: AsyncRouter, service: Service) -> None:
@@ -61,11 +63,11 @@ async def flush(router: AsyncRouter, service: Service) -> None:
         outbox, service.outbox = service.outbox, []
         for identity, message in outbox:
             if not await router.send(identity, message) and service.peers.get(identity) is not None:
-                service.lost(identity, "closed", time.monotonic())
+                service.unreachable(identity, time.monotonic())
 
 
 async def beat(router: AsyncRouter, service: Service, now: float) -> None:
     """Tell every peer that replay lives; a send is also how a closed connection shows at once."""
     for identity in list(service.peers.by_identity):
         if not await router.send(identity, m.Heartbeat()):
-            service.lost(identity, "closed", now)
+            service.unreachable(identity, now)

@@ -7,7 +7,7 @@ state machine that tests drive with any order of messages and any clock.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,21 @@ log = logging.getLogger(__name__)
 class Service:
     """The only owner of the prompt cursor, the leases and the buffer."""
 
-    def __init__(self, config: Config, source: PromptSource, evaluation_rows: list[dict[str, Any]], now: float) -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: PromptSource,
+        evaluation_rows: list[dict[str, Any]],
+        now: float,
+        *,
+        fingerprint: Mapping[str, str] | None = None,
+    ) -> None:
+        expected = fingerprint or {}
         self.config = config
         self.source = source
         self.evaluation_rows = evaluation_rows[: config.evaluation.num_prompts]
         self.buffer = GroupBuffer(config.rollout.groups_per_step, config.replay.async_lag, config.replay.on_stale)
-        self.peers = Peers()
+        self.peers = Peers(expected)
         wanted = {True: config.evaluation.greedy, False: config.evaluation.sampled}
         modes = [greedy for greedy, on in wanted.items() if on]
         self.evaluations = EvaluationBoard(modes if evaluation_rows else [], config.evaluation.deadline_s)
@@ -44,7 +53,16 @@ class Service:
         self.incarnation = 0
         self.bus_address: str | None = None
         fail = partial(self.end, failed=True)
-        self.desk = LeaseDesk(config, self.buffer, source, self.peers, send=self._send, fail=fail)
+        size = expected.get("vocab_size", "")
+        self.desk = LeaseDesk(
+            config,
+            self.buffer,
+            source,
+            self.peers,
+            vocab_size=int(size) if size.isdigit() else None,
+            send=self._send,
+            fail=fail,
+        )
         self.batch_desk = BatchDesk(config, self.buffer, self.peers, send=self._send, fail=fail)
         self.no_server_since = now
         self._handlers: dict[type[Message], Callable[[Peer, Any, float], None]] = {
@@ -54,6 +72,7 @@ class Service:
             m.Group: lambda peer, group, _: self.desk.group(peer, group),
             m.Cancel: lambda peer, cancel, _: self.desk.failed(peer, cancel),
             m.EvaluationResult: lambda peer, result, _: self._evaluation_result(peer, result),
+            m.EvaluationFailed: lambda peer, failed, _: self._evaluation_failed(peer, failed),
             m.Take: self.batch_desk.take,
             m.Committed: lambda _, committed, __: self.batch_desk.committed(committed),
             m.Published: lambda _, published, __: self.desk.newest(published.version),
@@ -71,7 +90,12 @@ class Service:
     # ---- incoming -------------------------------------------------------------------------------------
 
     def handle(self, identity: str, message: Message, now: float) -> None:
-        """Process one message of a peer."""
+        """Process one message of a peer, and what follows from it."""
+        self.receive(identity, message, now)
+        self.advance(now)
+
+    def receive(self, identity: str, message: Message, now: float) -> None:
+        """Process one message without handing anything out: many of them cost one `advance`."""
         if isinstance(message, m.Hello):
             self._hello(identity, message, now)
             return
@@ -82,11 +106,10 @@ class Service:
         if peer is None:
             self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
             return
-        peer.last_heard = now
+        peer.last_heard, peer.unreachable_since = now, None
         handler = self._handlers.get(type(message))
         if handler is not None:
             handler(peer, message, now)
-        self._advance(now)
 
     def corrupt(self, identity: str, problem: str) -> None:
         """A message that did not decode: counted and named, never used."""
@@ -95,17 +118,32 @@ class Service:
         log.warning("replay: message of %s refused: %s [corrupt]", peer.name if peer else identity[:40], problem)
         self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 
-    def tick(self, now: float) -> None:
-        """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers."""
+    def tick(self, now: float, *, late: bool = False) -> None:
+        """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers.
+
+        Args:
+            now: monotonic seconds.
+            late: replay itself was away (stopped, swapped out): its peers' silence is then its own.
+        """
         self.desk.expire(now)
-        for peer in self.peers.silent(now, self.config.network.silent_after_s):
-            self.lost(peer.identity, "silent", now)
+        if not late:
+            for peer in self.peers.silent(now, self.config.network.silent_after_s):
+                self.lost(peer.identity, "silent", now)
+            self._watch_the_learner(now)
         for version, reason in self.evaluations.overdue(now):
             log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)
             self.counters["evaluations_given_up"] += 1
             self._evaluation_closed(version, reason)
         self._watch_for_servers(now)
-        self._advance(now)
+        self.advance(now)
+
+    def unreachable(self, identity: str, now: float) -> None:
+        """A send to this peer failed. A rollout server is lost; a learner rank has time to come back."""
+        peer = self.peers.get(identity)
+        if peer is None or peer.role != "learner":
+            self.lost(identity, "closed", now)
+        elif peer.unreachable_since is None:
+            peer.unreachable_since = now
 
     def lost(self, identity: str, symptom: str, now: float) -> None:
         """A peer is gone: its leases and evaluations are free for others."""
@@ -120,7 +158,7 @@ class Service:
                 "replay: lost %s while it held %d leases, which go to other servers [%s]",
                 peer.describe(now), held, symptom,
             )  # fmt: skip
-        self._advance(now)
+        self.advance(now)
 
     def end(self, reason: str, *, failed: bool) -> None:
         """End the run: everyone is told once."""
@@ -132,7 +170,8 @@ class Service:
 
     def cursor(self) -> dict[str, Any]:
         """State for a checkpoint: where the data stands, and which admitted prompts were not trained yet."""
-        untrained = [s.group_id for s in self.buffer.slots.values() if s.state is not SlotState.TAKEN]
+        # Rank 0 asks between its commit and its next Take, so no batch is formed: nothing here was trained.
+        untrained = list(self.buffer.slots)
         return {
             "incarnation": self.incarnation,
             "version": self.buffer.version,
@@ -148,6 +187,12 @@ class Service:
     def _lease_request(self, peer: Peer, message: m.LeaseRequest, now: float) -> None:
         peer.capacity, peer.version = message.capacity, message.version
         self.evaluations.holds(peer.identity, message.version)
+        if message.version in self.evaluations.closed:  # it got the version after everybody was told
+            self._send(peer.identity, m.EvaluationClosed(version=message.version))
+
+    def _evaluation_failed(self, peer: Peer, message: m.EvaluationFailed) -> None:
+        log.warning("replay: %r could not evaluate version %d: %s", peer.name, message.version, message.reason)
+        self.evaluations.failed(peer.identity, message.version)
 
     # ---- peers ----------------------------------------------------------------------------------------
 
@@ -159,39 +204,61 @@ class Service:
             self._send(identity, m.Refused(reason=problem))
             return
         known = self.peers.get(identity) is not None
-        peer = self.peers.add(identity, hello, now)
         if hello.role == "learner" and hello.rank == 0 and not known:
-            self._learner_started(hello)
+            problem = self._learner_started(hello)
+            if problem is not None:
+                log.error("replay: refused %r (pid %d on %s): %s", hello.name, hello.pid, hello.host, problem)
+                self._send(identity, m.Refused(reason=problem))
+                return
+        peer = self.peers.add(identity, hello, now)
         if not known:
             log.info("replay: %s %s joined", peer.role, peer.describe(now))
         if self.ended is not None:
             self._send(identity, m.Goodbye(reason=self.ended, failed=self.failed))
         self._send(identity, self._welcome())
+        if hello.role == "rollout_server":
+            for version in self.evaluations.closed:  # it may hold one of them, from before it was silent
+                self._send(identity, m.EvaluationClosed(version=version))
 
     def _welcome(self) -> m.Welcome:
         return m.Welcome(incarnation=self.incarnation, version=self.buffer.version, bus_address=self.bus_address)
 
-    def _learner_started(self, hello: m.Hello) -> None:
-        """A learner begins an incarnation: the line of policies goes on from its version."""
+    def _learner_started(self, hello: m.Hello) -> str | None:
+        """A learner begins an incarnation: the line of policies goes on from its version. Or why it may not."""
+        if self.incarnation > 0:
+            return "this replay has served a learner before; start replay anew with it (the launcher's --resume does)"
         cursor = hello.cursor
-        self.incarnation = (int(cursor["incarnation"]) if cursor else self.incarnation) + 1
-        if cursor is not None:
-            self.source.restore(cursor["source"])
-            self.desk.again = deque((int(p), int(i)) for p, i in cursor["untrained"])
-            self.counters["groups_trained"] += int(cursor["counters"].get("groups_trained", 0))
-            self.counters["dropped/resume_without_journal"] += len(self.desk.again)
+        try:
+            self.incarnation = (int(cursor["incarnation"]) if cursor else 0) + 1
+            if cursor is not None:
+                self.source.restore(cursor["source"])
+                self.desk.again = deque((int(p), int(i)) for p, i in cursor["untrained"])
+                self.counters.update({str(name): int(count) for name, count in cursor["counters"].items()})
+                self.counters["resume_without_journal"] += len(self.desk.again)
+        except (KeyError, TypeError, ValueError) as error:
+            self.incarnation = 0
+            return f"the checkpoint's cursor cannot be used: {error!r}"
         self.buffer.version = self.desk.published = hello.version
         self.bus_address = hello.bus_address
         log.info("replay: incarnation %d starts at version %d", self.incarnation, hello.version)
         for peer in self.peers.role("rollout_server"):
             self._send(peer.identity, self._welcome())
+        return None
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
-        if peer.role == "learner" and peer.hello.rank == 0:
+        if peer.role == "learner" and (peer.hello.rank == 0 or message.failed):
             self.end(message.reason, failed=message.failed)
         elif peer.role == "rollout_server":
             self.lost(peer.identity, "closed", now)
+
+    def _watch_the_learner(self, now: float) -> None:
+        for peer in self.peers.role("learner"):
+            gone = peer.unreachable_since is not None and now - peer.unreachable_since
+            if gone and gone > self.config.network.silent_after_s:
+                self.end(f"lost {peer.describe(now)}: its connection is gone [closed]", failed=True)
+            elif now - peer.last_heard > self.config.learner.batch_deadline_s:
+                self.end(f"lost {peer.describe(now)} [silent]", failed=True)
 
     def _watch_for_servers(self, now: float) -> None:
         if self.peers.role("rollout_server") or self.incarnation == 0 or self.ended is not None:
@@ -200,7 +267,7 @@ class Service:
             waited = self.config.rollout.wait_for_servers_s
             self.end(f"no rollout server for {waited:g} s (rollout.wait_for_servers_s) [silent]", failed=True)
 
-    def _advance(self, now: float) -> None:
+    def advance(self, now: float) -> None:
         """Hand out what can be handed out: leases, evaluations, the batch that the ranks ask for."""
         if self.ended is not None or self.incarnation == 0:
             return
@@ -244,7 +311,7 @@ class Service:
         problem = problem_with_evaluation(result, len(self.evaluation_rows))
         if problem is not None:
             log.warning("replay: evaluation of version %d by %r rejected: %s", result.version, peer.name, problem)
-            self.evaluations.server_lost(peer.identity)
+            self.evaluations.failed(peer.identity, result.version)
             return
         if self.evaluations.result(peer.identity, result.version, result.greedy):
             self.batch_desk.to_rank(0, result)

@@ -1,5 +1,7 @@
 """Whether a group that arrived is one that may be trained. Pure: every refusal is a sentence."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from configs.schema import Config
@@ -9,23 +11,31 @@ from replay.messages import EvaluationResult, Group
 LOGPROB_SLACK = 1e-3
 
 
-def problem_with(group: Group, slot: Slot, config: Config, newest_version: int) -> str | None:
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no token can be above."""
+
+    newest_version: int
+    vocab_size: int | None
+    """None where the model's config does not say."""
+
+
+def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> str | None:
     """What is wrong with the group, or None.
 
     Args:
         group: as decoded (types and dtypes are already those of the schema).
         slot: the slot of its group id.
         config: group size, lengths and lag policy.
-        newest_version: no token can have been sampled by a version above this.
+        bounds: newest version and vocabulary.
     """
     n = config.rollout.group_size
     if group.lengths.size != n or group.rewards.size != n or len(group.finish_reasons) != n:
         return f"{group.lengths.size} trajectories, {group.rewards.size} rewards; a group has {n}"
     if group.attempt > slot.attempt or group.attempt < 1:
         return f"attempt {group.attempt} was never leased (the last is {slot.attempt})"
-    return (
-        _shape_problem(group, config) or _value_problem(group) or _version_problem(group, slot, config, newest_version)
-    )
+    problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
+    return problem or _version_problem(group, slot, config, bounds.newest_version)
 
 
 def _shape_problem(group: Group, config: Config) -> str | None:
@@ -43,9 +53,12 @@ def _shape_problem(group: Group, config: Config) -> str | None:
     return None
 
 
-def _value_problem(group: Group) -> str | None:
+def _value_problem(group: Group, vocab_size: int | None) -> str | None:
     if int(min(group.token_ids.min(), group.prompt_ids.min())) < 0:
         return "a negative token id"
+    largest = int(max(group.token_ids.max(), group.prompt_ids.max()))
+    if vocab_size is not None and largest >= vocab_size:
+        return f"token id {largest} of a vocabulary of {vocab_size}"
     if int(group.loss_mask.max()) > 1:
         return "a loss mask that is not 0 or 1"
     sampled = group.logprobs[group.loss_mask != 0]
@@ -55,6 +68,8 @@ def _value_problem(group: Group) -> str | None:
         return f"a positive logprob ({float(sampled.max()):.3g})"
     if not np.isfinite(group.rewards).all():
         return "a reward that is not finite"
+    if not np.isfinite([group.generate_s, *group.reward_metrics.values()]).all():
+        return "a metric that is not finite"
     return None
 
 

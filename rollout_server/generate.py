@@ -74,6 +74,8 @@ class Generator:
         completions = await asyncio.gather(
             *(self._answer(lease, row, position) for position, row in enumerate(lease.prompts))
         )
+        if any(c.finish_reason == "abort" for c in completions):
+            raise LeaseFailed("aborted", "an evaluation request was cancelled")
         texts, outcomes = await self.score(lease.prompts, completions)
         for row, outcome in enumerate(outcomes):
             if outcome.error is not None:

@@ -4,7 +4,9 @@ import argparse
 import asyncio
 import logging
 import os
+import secrets
 import signal
+import socket
 import sys
 
 import uvloop
@@ -14,7 +16,7 @@ from configs.schema import Config
 from replay.agreement import run_fingerprint
 from replay.channel import AsyncDealer, ChannelError, Limits
 from replay.fingerprint import FingerprintError
-from replay.lifeline import die_with_parent, set_up_logging
+from replay.lifeline import CANNOT_START, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
 from rollout_server.engines import EngineError, build_engine
 from rollout_server.generate import Generator
@@ -30,7 +32,9 @@ async def run(config: Config, address: str, name: str) -> int:
     """Serve one run; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     engine = build_engine(config)
-    dealer = AsyncDealer(address, f"{name}.{os.getpid()}", FROM_REPLAY, Limits(config.network.max_message_bytes))
+    dealer = AsyncDealer(
+        address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, Limits(config.network.max_message_bytes)
+    )
     try:
         async with RewardPool(config.reward) as rewards:
             generator = Generator(config, engine, Task(config), rewards)
@@ -54,7 +58,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
-    parser.add_argument("--server-name", default=f"rollout-{os.getpid()}", help="name in logs and metrics")
+    parser.add_argument(
+        "--server-name", default=f"rollout-{socket.gethostname()}-{os.getpid()}", help="name in logs and metrics"
+    )
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args()
     if args.parent is not None:
@@ -64,7 +70,10 @@ def main() -> int:
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name))
-    except (ConfigError, FingerprintError, EngineError, TaskError, RewardError, ChannelError) as error:
+    except (ConfigError, FingerprintError, TaskError, RewardError) as error:
+        _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
+        return CANNOT_START
+    except (EngineError, ChannelError) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
         return _stop(args.server_name, _first(group))

@@ -8,7 +8,7 @@ import time
 
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import AsyncDealer, ChannelError, Message
+from replay.channel import AsyncDealer, ChannelError, Message, WireError
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.weights import WeightFollower
@@ -77,7 +77,12 @@ class RolloutServer:
         limit = self.config.network.silent_after_s
         if self.version is None and not self.dealer.run_id:
             limit = self.config.rollout.wait_for_servers_s  # replay may not be up yet
-        envelope = await self.dealer.receive(limit)
+        while True:
+            try:
+                envelope = await self.dealer.receive(limit)
+                break
+            except WireError as error:
+                log.warning("a message of replay is refused: %s [corrupt]", error)
         if envelope is None:
             raise ChannelError(
                 f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}: nothing came", "silent"
@@ -130,7 +135,7 @@ class RolloutServer:
 
     async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
         try:
-            group = await self.generator.group(lease, _request_id(key))
+            group = await self._group(lease, key)
         except LeaseFailed as failed:
             await self.dealer.send(
                 m.Cancel(
@@ -147,12 +152,21 @@ class RolloutServer:
         finally:
             self.working.pop(key, None)
 
+    async def _group(self, lease: m.Lease, key: LeaseKey) -> m.Group:
+        """The lease's group. A request that the engine refuses is the lease's failure while the engine lives."""
+        try:
+            return await self.generator.group(lease, _request_id(key))
+        except EngineError as error:
+            await self.engine.health()  # raises when the engine itself is dead
+            raise LeaseFailed("engine_error", str(error)) from error
+
     async def _evaluate(self, lease: m.EvaluationLease) -> None:
         try:
             result = await self.generator.evaluation(lease)
         except (LeaseFailed, EngineError) as error:
-            # Replay closes the evaluation at its deadline and names it; training goes on.
             log.error("evaluation of version %d failed: %s", lease.version, error)
+            failed = m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error))
+            await self.dealer.send(failed)
             return
         await self.dealer.send(result)
 

@@ -20,7 +20,7 @@ done
 if [[ -n "${SLIPSTREAM_PYTHON:-}" ]]; then
   python="$SLIPSTREAM_PYTHON"
 else
-  bash scripts/install.sh --venv .venv
+  bash scripts/install.sh --venv .venv none
   python=.venv/bin/python
 fi
 export OMP_NUM_THREADS=1

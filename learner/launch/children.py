@@ -91,13 +91,37 @@ def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str]
 
 
 def last_error(log_path: Path, offset: int = 0) -> str:
-    """The root cause that a log shows: its first error line after the last start, without time stamp."""
+    """The last error line of a log after the last start, without its time; empty when there is none."""
     lines = [line.strip() for line in _tail(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
     if not errors:
         return ""
     named = [line for line in errors if " ERROR " in line]
-    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", (named or errors)[-1])[:600]
+    return without_time((named or errors)[-1])
+
+
+def stop_lines(log_path: Path, offset: int) -> list[str]:
+    """Lines in which a learner rank says why it stops; they begin with their time, so the least is the first."""
+    if not log_path.exists():
+        return []
+    return [
+        line for line in _tail(log_path, offset).splitlines() if re.search(r" ERROR learner rank \d+ stops: ", line)
+    ]
+
+
+def killed_rank(log_path: Path, offset: int) -> str:
+    """What torchrun's log says of a rank that a signal ended; empty when none was."""
+    found = re.search(
+        r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+) \(pid: (\d+)\)", _tail(log_path, offset), re.DOTALL
+    )
+    if found is None:
+        return ""
+    return f"learner rank {found[1]} (pid {found[3]}) was killed by {signal.Signals(int(found[2])).name}"
+
+
+def without_time(line: str) -> str:
+    """A log line without the time that it begins with."""
+    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)[:600]
 
 
 def _tail(path: Path, offset: int) -> str:

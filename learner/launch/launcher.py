@@ -20,6 +20,7 @@ from learner.launch.children import Child
 from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError
+from replay.lifeline import CANNOT_START, PARENT
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +95,9 @@ class Launcher:
             while (code := self.learner.exit_code()) is None:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())
-                if self.replay.exit_code() not in (None, 0) and not self._learner_leaves():
+                if self.replay.exit_code() is not None and not self._learner_leaves():
                     raise RunFailed(self._root_cause("replay", self.replay))
-                self._watch_servers()
+                self._watch_servers(status)
                 time.sleep(POLL_S)
             status = self._ask_status(dealer, status)
             self.view.update(status, self._new_rows())
@@ -119,9 +120,9 @@ class Launcher:
         return [child for child in (self.learner, *servers, self.replay) if child is not None]
 
     def _learner_leaves(self) -> bool:
-        """Whether the learner ends by itself within a second: then what it says is the cause, not replay."""
-        assert self.learner is not None
-        deadline = time.monotonic() + 1.0
+        """Whether the learner, which replay was told of, ends by itself: then what it says is the cause."""
+        assert self.learner is not None and self.replay is not None
+        deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
         while self.learner.exit_code() is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return self.learner.exit_code() is not None
@@ -153,7 +154,11 @@ class Launcher:
         ]
         logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
-        environment = {"OMP_NUM_THREADS": str(self.config.learner.num_threads), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            "OMP_NUM_THREADS": str(self.config.learner.num_threads),
+            "GLOO_SOCKET_IFNAME": "lo",
+            PARENT: str(os.getpid()),
+        }
         return children.start("learner", command, self._log_of("learner"), environment)
 
     def _log_of(self, name: str) -> Path:
@@ -161,7 +166,10 @@ class Launcher:
 
     # ---- watching --------------------------------------------------------------------------------------
 
-    def _watch_servers(self) -> None:
+    def _run_is_over(self, status: dict[str, Any] | None) -> bool:
+        return bool(status and status.get("ended")) or (self.replay is not None and self.replay.exit_code() is not None)
+
+    def _watch_servers(self, status: dict[str, Any] | None) -> None:
         now = time.monotonic()
         for name, server in self.servers.items():
             if server.given_up:
@@ -173,12 +181,20 @@ class Launcher:
                 continue
             if server.child.exit_code() is None:
                 continue
+            if server.child.exit_code() == 0 and self._run_is_over(status):
+                server.given_up = True  # it left in good order
+                continue
             self._server_died(name, server, now)
 
     def _server_died(self, name: str, server: LocalServer, now: float) -> None:
         cause = self._root_cause(name, server.child)
         limit = self.config.rollout.restarts
-        if server.restarts < limit:
+        if server.child.exit_code() == CANNOT_START:
+            server.given_up = True
+            if all(other.given_up for other in self.servers.values()):
+                raise RunFailed(cause)
+            self.view.event(f"{cause}; it is not started again, the run goes on with other servers")
+        elif server.restarts < limit:
             wait = self.config.rollout.restart_backoff_s * 2**server.restarts
             server.restarts += 1
             server.start_again_at = now + wait
@@ -194,12 +210,14 @@ class Launcher:
         return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"
 
     def _learner_root_cause(self) -> str:
-        """The first rank that logged an error is the cause; others fail because it is gone."""
+        """The rank that was killed, or else the rank that stopped first: others fail because it is gone."""
         assert self.learner is not None
-        for path, offset in self._rank_logs.items():
-            error = children.last_error(path, offset) if path.exists() else ""
-            if error:
-                return f"the learner stopped: {error}"
+        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
+        if killed:
+            return f"the learner stopped: {killed}"
+        stops = [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset)]
+        if stops:
+            return f"the learner stopped: {children.without_time(min(stops))}"
         return self._root_cause("learner", self.learner)
 
     def _ask_status(self, dealer: Dealer, status: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -1,9 +1,14 @@
-"""Checks of what the configuration names, before any process starts: files, tokenizer, data, port, folder."""
+"""Checks of what the configuration names, before any process starts: files, tokenizer, data, reward, port, folder."""
 
+import importlib.util
+import json
+import os
 import socket
+import struct
 from pathlib import Path
 
 from configs.schema import Config
+from learner.launch.reward_source import problem_with_reward
 from replay.fingerprint import model_fingerprint
 from replay.prompts import load_rows
 
@@ -13,10 +18,11 @@ class PreflightError(ValueError):
 
 
 def check_files(config: Config) -> None:
-    """Model folder, data files and port.
+    """Model folder, data files, reward function, trackers, run folder and port.
 
     Raises:
-        PreflightError: model folder missing, port taken, or too few evaluation prompts.
+        PreflightError: model folder missing, weights cut short, no such reward function, a tracker is not installed,
+            too few evaluation prompts, run folder not writable, or port taken.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row.
     """
@@ -26,8 +32,14 @@ def check_files(config: Config) -> None:
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
             " a tokenizer (python -m scripts.make_sort6 --out data/sort6 makes the quick start's)"
         )
-    if not list(folder.glob("*.safetensors")):
-        raise PreflightError(f"model.path: {config.model.path!r} has no *.safetensors file")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise PreflightError(
+            f"model.path: {config.model.path!r} has no *.safetensors file; copy or download the folder again, or save"
+            " the model with save_pretrained"
+        )
+    for file in weights:
+        check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
     load_rows(config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
@@ -37,7 +49,54 @@ def check_files(config: Config) -> None:
                 f"evaluation.num_prompts: {config.evaluation.num_prompts} asked for, {config.data.eval} has {len(rows)}"
                 " rows; lower it or give more rows"
             )
+    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
+        problem = problem_with_reward(config.reward.function)
+        if problem is not None:
+            raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
+    check_trackers(config)
+    check_run_dir(config)
     check_port(config)
+
+
+def check_safetensors(file: Path) -> None:
+    """Raises PreflightError when the file is not as long as its header says (8 bytes of length, then JSON)."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size:
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            header = json.loads(stream.read(length))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+        if size != expected:
+            raise ValueError(f"{size} bytes, its header says {expected}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+        raise PreflightError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
+
+
+def check_trackers(config: Config) -> None:
+    """Raises PreflightError when the package of a tracker is not installed."""
+    wanted = {
+        "tensorboard": config.tracking.tensorboard and "true",
+        "wandb": config.tracking.wandb != "off" and config.tracking.wandb,
+    }
+    for package, value in wanted.items():
+        if value and importlib.util.find_spec(package) is None:
+            raise PreflightError(
+                f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
+                f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
+            )
+
+
+def check_run_dir(config: Config) -> None:
+    """Raises PreflightError when the run folder cannot be made."""
+    folder = Path(config.run_dir).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        why = "is not writable" if folder.is_dir() else "is a file"
+        raise PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
 
 
 def check_port(config: Config) -> None:

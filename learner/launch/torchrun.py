@@ -3,10 +3,12 @@
 import os
 import sys
 
-from torch.distributed.run import main
-
-from replay.lifeline import die_with_parent
+from replay.lifeline import PARENT, die_with_parent
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
+    # Before the long import of torch: a launcher that dies meanwhile must not leave this process behind.
+    die_with_parent(int(os.environ.get(PARENT, os.getppid())))
+    os.environ[PARENT] = str(os.getpid())
+    from torch.distributed.run import main
+
     sys.exit(main())

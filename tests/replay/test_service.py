@@ -168,13 +168,11 @@ def test_reward_errors_past_their_limit_end_the_run():
 
 def test_peers_that_disagree_are_refused_by_name():
     made = service()
-    made.peers.by_identity["l"].hello = m.Hello(
-        role="learner", name="learner-0", pid=1, host="h", fingerprint={"tokenizer": "aaa"}
-    )
+    made.peers.expected = {"tokenizer": "aaa"}
     other = m.Hello(role="rollout_server", name="rollout-c", pid=9, host="h", fingerprint={"tokenizer": "bbb"})
     made.handle("c", other, 1.0)
     reason = sent(made, "c", m.Refused)[-1].reason
-    assert "tokenizer differs" in reason and "'rollout-c' has bbb" in reason and "'learner-0' has aaa" in reason
+    assert "tokenizer differs" in reason and "'rollout-c' has bbb" in reason and "this run has aaa" in reason
     assert made.peers.get("c") is None
 
 
@@ -185,19 +183,19 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     for lease in leases:
         made.handle("a", group_message(lease, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
+    made.handle("l", m.Committed(step=1, digest="d"), 1.0)
     made.handle("l", m.CursorRequest(step=1), 1.0)
     (cursor,) = sent(made, "l", m.Cursor)
-    made.handle("l", m.Committed(step=1, digest="d"), 1.0)
 
     resumed = Service(config(placement__split="1:1"), PromptSource(rows(40), shuffle=False, seed=0), [], 0.0)
     hello = m.Hello(role="learner", name="learner-0", pid=1, host="h", version=1, cursor=cursor.state)
     resumed.handle("l", hello, 0.0)
     assert (resumed.incarnation, resumed.buffer.version) == (2, 1)
-    assert resumed.counters["dropped/resume_without_journal"] == 4
+    assert resumed.counters["resume_without_journal"] == 4
     resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
     resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
     again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
-    assert again == [(x.pass_, x.index) for x in leases[4:]] + [(0, 8), (0, 9), (0, 10), (0, 11)]
+    assert again == [(x.pass_, x.index) for x in leases[4:]] + [(0, 8), (0, 9), (0, 10), (0, 11)], again
 
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
@@ -237,3 +235,82 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     made.handle("a", m.Heartbeat(), 6.0)
     made.tick(6.0)
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
+
+
+def test_renewals_without_progress_end_the_lease():
+    made = service()
+    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
+    (lease,) = sent(made, "a", m.Lease)
+    now = 0.0
+    while made.buffer.count(SlotState.LEASED) and now < 100:
+        now += 1.0
+        made.handle("a", m.Renew(leases=[[lease.pass_, lease.index, lease.attempt, 3]]), now)
+        made.handle("a", m.LeaseRequest(capacity=0, version=0), now)
+        made.tick(now)
+    assert 15 < now <= 22, "lease_s is 10: one lease of grace for waiting and scoring"
+    assert sent(made, "a", m.Cancel)[-1].reason == "lease expired"
+
+
+def test_leases_are_spread_over_servers():
+    made = service(replay__async_lag=0)
+    made.receive("a", m.LeaseRequest(capacity=8, version=0), 0.0)
+    made.receive("b", m.LeaseRequest(capacity=8, version=0), 0.0)
+    made.advance(0.0)
+    assert (len(sent(made, "a", m.Lease)), len(sent(made, "b", m.Lease))) == (2, 2)
+
+
+def test_take_is_for_the_rank_that_asks_and_for_the_step_that_is_next():
+    made = service()
+    made.handle("l", m.Take(step=1, rank=3), 0.0)
+    assert "is not that rank" in sent(made, "l", m.Refused)[-1].reason
+    made.handle("a", m.Take(step=1, rank=0, have=True), 0.0)
+    assert "is not that rank" in sent(made, "a", m.Refused)[-1].reason
+    for step in (0, 3, 10**9):
+        made.handle("l", m.Take(step=step, rank=0), 0.0)
+    assert made.batch_desk.takes == {} and made.batch_desk.haves == {}
+
+
+def test_a_learner_rank_that_is_gone_ends_the_run_after_its_time_to_come_back():
+    made = service()
+    made.unreachable("l", 1.0)
+    made.handle("a", m.Heartbeat(), 5.0)
+    made.tick(5.0)
+    made.handle("l", m.Heartbeat(), 6.0)
+    made.handle("a", m.Heartbeat(), 15.0)
+    made.tick(15.0)
+    assert made.ended is None, "it came back"
+    made.unreachable("l", 16.0)
+    made.handle("a", m.Heartbeat(), 27.0)
+    made.tick(27.0)
+    assert made.failed and "'learner-0'" in made.ended and "[closed]" in made.ended
+
+
+def test_a_second_learner_is_refused_and_a_broken_cursor_too():
+    made = service()
+    made.handle("l2", m.Hello(role="learner", name="learner-0", pid=9, host="h"), 1.0)
+    assert "served a learner before" in sent(made, "l2", m.Refused)[-1].reason
+    fresh = Service(config(placement__split="1:1"), PromptSource(rows(9), shuffle=False, seed=0), [], 0.0)
+    fresh.handle("l", m.Hello(role="learner", name="learner-0", pid=9, host="h", cursor={"x": 1}), 1.0)
+    assert "cursor cannot be used" in sent(fresh, "l", m.Refused)[-1].reason
+
+
+def test_silence_is_not_held_against_peers_when_replay_itself_was_away():
+    made = service()
+    made.tick(60.0, late=True)
+    assert made.peers.get("a") is not None
+
+
+def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
+    made = service()
+    made.evaluations.closed[4] = ""
+    made.handle("a", m.LeaseRequest(capacity=1, version=4), 1.0)
+    assert sent(made, "a", m.EvaluationClosed)[-1].version == 4
+
+
+def test_token_ids_beyond_the_vocabulary_are_rejected():
+    made = service()
+    made.desk.vocab_size = 5
+    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
+    (lease,) = sent(made, "a", m.Lease)
+    made.handle("a", group_message(lease, [0]), 1.0)
+    assert "token id 5 of a vocabulary of 5" in sent(made, "a", m.Ack)[-1].reason

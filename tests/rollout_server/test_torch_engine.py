@@ -1,10 +1,9 @@
-"""The torch engine against transformers: greedy tokens, logprobs, streams, batching, ends, aborts, death."""
+"""The torch engine against transformers: greedy tokens, logprobs, distribution, streams, ends and refusals."""
 
 import asyncio
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,27 +11,22 @@ import torch
 from torch_oracle import (
     DEADLINE_S,
     VARIANTS,
-    Gate,
     error,
     hf_tensors,
     load_model,
     logprobs_of,
     make_model,
     run,
+    sample,
     save_folder,
     serving,
 )
 
 from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.engines.torch_model import TorchModel
 from rollout_server.engines.torch_sampling import choose, stream_key, uniforms
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]
-
-
-async def sample(engine: TorchEngine, prompt: list[int], name: str, n: int = 1, **sampling: Any) -> list[Completion]:
-    return await engine.generate(prompt, Sampling(**{"max_new_tokens": 24, **sampling}), n, request_id=name)
 
 
 def same(a: Completion, b: Completion) -> bool:
@@ -168,81 +162,6 @@ def test_streams_depend_on_seed_and_answer_and_not_on_the_batch(tmp_path: Path) 
     run(main())
 
 
-def test_four_times_more_requests_than_rows(tmp_path: Path) -> None:
-    model = load_model(save_folder(tmp_path))
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 40, size=rng.integers(1, 12)).tolist() for _ in range(64)]
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=16) as engine:
-            calls = [
-                sample(engine, p, str(i), max_new_tokens=1 + i % 23, seed=i, greedy=i % 5 == 0, temperature=1 + i % 2)
-                for i, p in enumerate(prompts)
-            ]
-            answers = await asyncio.gather(*calls)
-            health = await engine.health()
-        for i, (prompt, (answer,)) in enumerate(zip(prompts, answers, strict=True)):
-            assert len(answer.token_ids) == 1 + i % 23
-            assert error(answer, logprobs_of(model, prompt, answer, temperature=1 + i % 2)) <= 1e-5
-        assert health.generated_tokens == sum(len(answer.token_ids) for (answer,) in answers)
-        assert (health.running, health.waiting) == (0, 0)
-
-    run(main())
-
-
-def test_answers_to_one_prompt_share_one_prefill(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-
-    async def main() -> None:
-        async with serving(tmp_path) as engine:
-            await sample(engine, [3, 1, 4], "a", n=16, max_new_tokens=3)
-            assert (await engine.health()).detail["live_prefilled_prompts"] == 1
-
-    run(main())
-
-
-def test_waiting_requests_start_in_the_order_they_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_folder(tmp_path)
-    started: list[int] = []
-    original = TorchModel.prefill
-
-    def prefill(self: TorchModel, weights: Any, cache: Any, prompts: list[Any], **rest: Any) -> torch.Tensor:
-        started.extend(int(prompt[0]) for prompt in prompts)
-        return original(self, weights, cache, prompts, **rest)
-
-    monkeypatch.setattr(TorchModel, "prefill", prefill)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=3) as engine:
-            await asyncio.gather(*(sample(engine, [i], str(i), max_new_tokens=1 + i % 4) for i in range(1, 20)))
-        assert started == list(range(1, 20))
-
-    run(main())
-
-
-def test_a_prefill_is_bounded_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(save_folder(tmp_path))
-    monkeypatch.setattr("rollout_server.engines.torch_lane.MAX_PREFILL_TOKENS", 20)
-    padded: list[tuple[int, int]] = []
-    original = TorchModel.prefill
-
-    def prefill(self: TorchModel, weights: Any, cache: Any, prompts: list[Any], **rest: Any) -> torch.Tensor:
-        padded.append((len(prompts), max(len(prompt) for prompt in prompts)))
-        return original(self, weights, cache, prompts, **rest)
-
-    monkeypatch.setattr(TorchModel, "prefill", prefill)
-    prompts = [*PROMPTS, [2] * 30, [6] * 4, [8] * 5]
-
-    async def main() -> None:
-        async with serving(tmp_path) as engine:
-            answers = await asyncio.gather(*(sample(engine, p, str(p), n=2) for p in prompts))
-        for prompt, group in zip(prompts, answers, strict=True):
-            assert max(error(answer, logprobs_of(model, prompt, answer)) for answer in group) <= 1e-5
-        assert all(count == 1 or count * longest <= 20 for count, longest in padded)
-
-    run(main())
-
-
 def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(tmp_path: Path) -> None:
     save_folder(tmp_path)
 
@@ -285,124 +204,6 @@ def test_requests_that_cannot_be_served_are_refused_by_number(tmp_path: Path) ->
                 await sample(engine, [1], "a", max_new_tokens=1, temperature=0.0)
             with pytest.raises(EngineError, match="version 3 is not pinned"):
                 await engine.generate([1], Sampling(max_new_tokens=1), 1, request_id="a", pinned=3)
-
-    run(main())
-
-
-def test_abort_ends_running_and_waiting_answers_and_leaves_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load_model(save_folder(tmp_path))
-    gate = Gate(monkeypatch, 5)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=4) as engine:
-            doomed = await gate.posted(sample(engine, [1, 2], "doomed", n=6, max_new_tokens=60))
-            other = await gate.posted(sample(engine, [3], "other", max_new_tokens=30))
-            await gate.reached()
-            assert engine.running_tokens() == {"doomed": 4 * 5, "other": 0}
-            with pytest.raises(EngineError, match="'doomed' is already running"):
-                twin = await gate.posted(sample(engine, [1, 2], "doomed"))
-                gate.release()
-                await twin
-            engine.abort("doomed")
-            engine.abort("nobody")
-            answers = await doomed
-            assert [answer.finish_reason for answer in answers] == ["abort"] * 6
-            assert [len(answer.token_ids) > 0 for answer in answers] == [True] * 4 + [False] * 2
-            assert max(error(a, logprobs_of(model, [1, 2], a)) for a in answers[:4]) <= 1e-5
-            (rest,) = await other
-            assert rest.finish_reason == "length"
-            assert error(rest, logprobs_of(model, [3], rest)) <= 1e-5
-            assert engine.running_tokens() == {}
-
-    run(main())
-
-
-def test_cancelled_caller_frees_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_folder(tmp_path)
-    gate = Gate(monkeypatch, 3)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=2) as engine:
-            task = await gate.posted(sample(engine, [1, 2], "gone", n=2, max_new_tokens=60))
-            await gate.reached()
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            gate.release()
-            await sample(engine, [1], "next", max_new_tokens=2)
-            health = await engine.health()
-            assert health.generated_tokens < 30
-            assert engine.running_tokens() == {}
-
-    run(main())
-
-
-def test_death_of_the_thread_reaches_every_waiter_and_every_later_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_folder(tmp_path)
-    original = TorchModel.decode
-    calls = iter(range(100))
-
-    def decode(self: TorchModel, *args: Any) -> torch.Tensor:
-        if next(calls) == 4:
-            raise MemoryError("no room for logits")
-        return original(self, *args)
-
-    monkeypatch.setattr(TorchModel, "decode", decode)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=2) as engine:
-            calls = [sample(engine, [i], str(i)) for i in range(1, 6)]
-            results = await asyncio.gather(*calls, return_exceptions=True)
-            for result in results:
-                assert isinstance(result, EngineError)
-                assert "decode thread died: MemoryError: no room for logits" in str(result)
-                assert isinstance(result.__cause__, MemoryError)
-            for call in (engine.health(), engine.pause("drain"), engine.digest(), sample(engine, [1], "late")):
-                with pytest.raises(EngineError, match="no room for logits"):
-                    await call
-            engine.abort("1")
-            assert engine.running_tokens() == {}
-
-    run(main())
-
-
-def test_an_idle_engine_sleeps(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-
-    async def main() -> None:
-        async with serving(tmp_path) as engine:
-            await sample(engine, [1], "a")
-            await engine.pause("keep_kv")
-            paused = asyncio.ensure_future(sample(engine, [1], "b"))
-            await asyncio.sleep(0)
-            before = time.process_time()
-            await asyncio.sleep(0.2)
-            assert time.process_time() - before < 0.1
-            await engine.resume()
-            await paused
-
-    run(main())
-
-
-def test_close_returns_what_runs_as_abort_and_refuses_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_folder(tmp_path)
-    gate = Gate(monkeypatch, 3)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=1) as engine:
-            running = await gate.posted(sample(engine, [1], "running"))
-            waiting = await gate.posted(sample(engine, [2], "waiting"))
-            await gate.reached()
-            closing = await gate.posted(engine.close())
-            gate.release()
-            await closing
-            assert [len((await task)[0].token_ids) for task in (running, waiting)] == [4, 0]
-            with pytest.raises(EngineError, match="closed"):
-                await sample(engine, [1], "late")
 
     run(main())
 

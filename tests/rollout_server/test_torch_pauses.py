@@ -1,9 +1,6 @@
-"""Updates of the torch engine while it works: versions per token, KV over updates, pins, half updates."""
+"""Updates of the torch engine while it works: versions per token, KV over updates, drains, cancelled pauses."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch_oracle import (
-    DEADLINE_S,
+    LONG,
+    PROMPT,
+    STEP,
     Gate,
     error,
     hf_tensors,
@@ -20,45 +19,19 @@ from torch_oracle import (
     logprobs_over_kept_kv,
     make_model,
     run,
-    save_folder,
     serving,
+    stopped_midway,
 )
 
-from rollout_server.engines import Completion, EngineError, Sampling
+from rollout_server.engines import EngineError, Sampling
 from rollout_server.engines.torch_engine import TorchEngine
 from weight_bus.digest import slice_digest
-
-PROMPT = [3, 9, 17]
-LONG = Sampling(max_new_tokens=40, seed=1)
-STEP = 9
-"""Decode steps before the update; prefill samples one token more."""
-
-
-@asynccontextmanager
-async def stopped_midway(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, *, n: int = 3
-) -> AsyncIterator[tuple[TorchEngine, "asyncio.Task[list[Completion]]", "asyncio.Task[None]"]]:
-    """An engine whose live request has STEP + 1 tokens, and the pause that was asked for at that instant."""
-    gate = Gate(monkeypatch, STEP)
-    async with serving(folder) as engine:
-        answers = await gate.posted(engine.generate(PROMPT, LONG, n, request_id="a"))
-        await gate.reached()
-        pausing = await gate.posted(engine.pause(mode))
-        gate.release()
-        yield engine, answers, pausing
 
 
 async def until_generated(engine: TorchEngine, tokens: int) -> None:
     """Return once the engine has generated so many tokens; the test's own deadline bounds it."""
     while (await engine.health()).generated_tokens < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-
-
-@pytest.fixture
-def models(tmp_path: Path) -> tuple[Path, Any, Any]:
-    """A folder with version 0, version 0 and version 1."""
-    save_folder(tmp_path)
-    return tmp_path, load_model(tmp_path), make_model(seed=1)
 
 
 def test_keep_kv_goes_on_over_the_old_kv(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,230 +202,5 @@ def test_several_updates_within_one_answer(models: tuple[Path, Any, Any]) -> Non
                     expected = torch.stack([logprobs_of(model, [prompt], answer) for model in everything])
                     by_version = expected[torch.from_numpy(answer.versions).long(), torch.arange(100)]
                     assert error(answer, by_version) <= 1e-5
-
-    run(main())
-
-
-def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_updated(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, old, new = models
-
-    async def main() -> None:
-        async with stopped_midway(folder, monkeypatch, "keep_kv") as (engine, answers, pausing):
-            await pausing
-            await engine.pin(0)
-            paused = await engine.generate([5, 6], LONG, 2, request_id="while paused", pinned=0)
-            with pytest.raises(EngineError, match="'a' is already running"):
-                await engine.generate([5], LONG, 1, request_id="a", pinned=0)
-            await engine.load(hf_tensors(new).items(), 1)
-            await engine.resume()
-            updated = await engine.generate([5, 6], LONG, 2, request_id="after the update", pinned=0)
-            for answer in [*paused, *updated]:
-                assert answer.versions.tolist() == [0] * 40
-                assert error(answer, logprobs_of(old, [5, 6], answer)) <= 1e-5
-            assert (await answers)[0].versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
-
-    run(main())
-
-
-def test_drain_waits_for_live_requests_only(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, old, new = models
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            await engine.pin(0)
-            gate = Gate(monkeypatch, 3, lambda weights: weights.tensors() is not engine.live_tensors())
-            pinned = await gate.posted(engine.generate([5], LONG, 1, request_id="pinned", pinned=0))
-            await gate.reached()
-            draining = await gate.posted(engine.pause("drain"))
-            gate.release()
-            await draining
-            await engine.load(hf_tensors(new).items(), 1)
-            (answer,) = await pinned
-            assert error(answer, logprobs_of(old, [5], answer)) <= 1e-5
-
-    run(main())
-
-
-def test_live_and_pinned_requests_advance_at_the_same_pace(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _, _ = models
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            await engine.pin(0)
-            start = Gate(monkeypatch, 1)
-            pinned = await start.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
-            await start.reached()
-            live = await start.posted(engine.generate([1], LONG, 1, request_id="live"))
-            gate = Gate(monkeypatch, 20, lambda weights: weights.tensors() is not engine.live_tensors())
-            start.release()
-            await gate.reached()
-            counts = engine.running_tokens()
-            gate.release()
-            await asyncio.gather(live, pinned)
-            assert counts["pinned"] > 15
-            assert abs(counts["live"] - counts["pinned"]) <= 2
-
-    run(main())
-
-
-def test_several_pins_and_unpin(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, old, new = models
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            with pytest.raises(EngineError, match="pin of version 1 refused: the live version is 0"):
-                await engine.pin(1)
-            await engine.pin(0)
-            await engine.pause("drain")
-            await engine.load(hf_tensors(new).items(), 1)
-            await engine.resume()
-            await engine.pin(1)
-            await engine.pin(0)
-            health = await engine.health()
-            weights = sum(tensor.nbytes for tensor in engine.live_tensors().values())
-            assert (health.detail["pins"], health.memory_bytes) == (2, 3 * weights)
-            for version, model in ((0, old), (1, new)):
-                (answer,) = await engine.generate([8], LONG, 1, request_id="e", pinned=version)
-                assert answer.versions.tolist() == [version] * 40
-                assert error(answer, logprobs_of(model, [8], answer)) <= 1e-5
-            gate = Gate(monkeypatch, 3)
-            running = await gate.posted(engine.generate([8], LONG, 1, request_id="f", pinned=0))
-            await gate.reached()
-            unpinning = await gate.posted(engine.unpin(0))
-            gate.release()
-            await unpinning
-            assert ((await running)[0].finish_reason, len((await running)[0].token_ids)) == ("abort", 4)
-            await engine.unpin(0)
-            await engine.unpin(17)
-            with pytest.raises(EngineError, match=r"version 0 is not pinned here \(pinned: \[1\]\)"):
-                await engine.generate([8], LONG, 1, request_id="g", pinned=0)
-            assert (await engine.health()).generated_tokens == 2 * 40 + 4
-
-    run(main())
-
-
-class BusBrokeError(Exception):
-    """Stands for what a weight bus raises in the middle of an update."""
-
-
-def broken_updates(new: Any) -> dict[str, tuple[Iterator[tuple[str, torch.Tensor]], type[Exception], str]]:
-    tensors = list(hf_tensors(new).items())
-
-    def bus() -> Iterator[tuple[str, torch.Tensor]]:
-        yield from tensors[:5]
-        raise BusBrokeError("peer lost")
-
-    return {
-        "missing": (iter(tensors[1:]), EngineError, "tensors are missing"),
-        "shape": (iter([*tensors[:5], (tensors[5][0], torch.zeros(3))]), EngineError, r"shape \(3,\)"),
-        "bus": (bus(), BusBrokeError, "peer lost"),
-    }
-
-
-@pytest.mark.parametrize("case", ["missing", "shape", "bus"])
-def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(case: str, models: tuple[Path, Any, Any]) -> None:
-    folder, old, new = models
-    update, kind, message = broken_updates(new)[case]
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            await engine.pin(0)
-            await engine.pause("keep_kv")
-            with pytest.raises(kind, match=message):
-                await engine.load(update, 1)
-            assert engine.version == 0
-            assert (await engine.health()).detail["half_updated"] == 1.0
-            refusal = "refused: the load of version 1 over version 0 did not complete"
-            with pytest.raises(EngineError, match=f"resume {refusal}"):
-                await engine.resume()
-            with pytest.raises(EngineError, match=f"pin of version 1 {refusal}"):
-                await engine.pin(1)
-            (pinned,) = await engine.generate([8], LONG, 1, request_id="p", pinned=0)
-            assert error(pinned, logprobs_of(old, [8], pinned)) <= 1e-5
-            waiting = asyncio.ensure_future(engine.generate([8], LONG, 1, request_id="w"))
-            await engine.load(hf_tensors(new).items(), 1)
-            await engine.resume()
-            (answer,) = await waiting
-            assert answer.versions.tolist() == [1] * 40
-            assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
-
-    run(main())
-
-
-def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_a_load_waits_for_the_bus(
-    models: tuple[Path, Any, Any],
-) -> None:
-    folder, old, new = models
-    bus, stuck = threading.Event(), threading.Event()
-
-    def slow() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, named in enumerate(hf_tensors(new).items()):
-            if number == 5:
-                stuck.set()
-                assert bus.wait(DEADLINE_S)
-            yield named
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            await engine.pin(0)
-            await engine.pause("keep_kv")
-            loading = asyncio.ensure_future(engine.load(slow(), 1))
-            assert await asyncio.to_thread(stuck.wait, DEADLINE_S)
-            (pinned,) = await engine.generate([8], LONG, 1, request_id="p", pinned=0)
-            assert error(pinned, logprobs_of(old, [8], pinned)) <= 1e-5
-            loading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await loading
-            with pytest.raises(EngineError, match="load of version 2 while another load runs"):
-                await engine.load(hf_tensors(old).items(), 2)
-            with pytest.raises(EngineError, match="resume refused"):
-                await engine.resume()
-            bus.set()
-            refused = True
-            while refused:
-                try:
-                    await engine.load(hf_tensors(new).items(), 2)
-                    refused = False
-                except EngineError:
-                    await asyncio.sleep(0.001)
-            await engine.resume()
-            (answer,) = await engine.generate([8], LONG, 1, request_id="a")
-            assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
-
-    run(main())
-
-
-def test_load_needs_a_pause(models: tuple[Path, Any, Any]) -> None:
-    folder, old, new = models
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            with pytest.raises(EngineError, match="pause first"):
-                await engine.load(hf_tensors(new).items(), 1)
-            (answer,) = await engine.generate([8], LONG, 1, request_id="a")
-            assert error(answer, logprobs_of(old, [8], answer)) <= 1e-5
-
-    run(main())
-
-
-def test_weights_that_were_not_finite_leave_nothing_behind(models: tuple[Path, Any, Any]) -> None:
-    folder, _, new = models
-
-    async def main() -> None:
-        async with serving(folder) as engine:
-            await engine.pause("keep_kv")
-            await engine.load(((n, torch.full_like(t, float("nan"))) for n, t in hf_tensors(new).items()), 1)
-            await engine.resume()
-            poisoned = await engine.generate(PROMPT, LONG, 4, request_id="a")
-            assert np.isnan(poisoned[0].logprobs).all()
-            await engine.pause("keep_kv")
-            await engine.load(hf_tensors(new).items(), 2)
-            await engine.resume()
-            for answer in await engine.generate(PROMPT, LONG, 4, request_id="b"):
-                assert error(answer, logprobs_of(new, PROMPT, answer)) <= 1e-5
 
     run(main())

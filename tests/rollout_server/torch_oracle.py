@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
-from rollout_server.engines.base import Completion
+from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.engines.torch_model import TorchModel
 
@@ -57,6 +57,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
 }
+PROMPT = [3, 9, 17]
+LONG = Sampling(max_new_tokens=40, seed=1)
+STEP = 9
+"""Decode steps before the update; prefill samples one token more."""
 
 
 def make_model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> Any:
@@ -162,3 +166,22 @@ class Gate:
     def release(self) -> None:
         """Let the thread go on."""
         self._release.set()
+
+
+@asynccontextmanager
+async def stopped_midway(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, *, n: int = 3
+) -> AsyncIterator[tuple[TorchEngine, "asyncio.Task[list[Completion]]", "asyncio.Task[None]"]]:
+    """An engine whose live request has STEP + 1 tokens, and the pause that was asked for at that instant."""
+    gate = Gate(monkeypatch, STEP)
+    async with serving(folder) as engine:
+        answers = await gate.posted(engine.generate(PROMPT, LONG, n, request_id="a"))
+        await gate.reached()
+        pausing = await gate.posted(engine.pause(mode))
+        gate.release()
+        yield engine, answers, pausing
+
+
+async def sample(engine: TorchEngine, prompt: list[int], name: str, n: int = 1, **sampling: Any) -> list[Completion]:
+    """Generate with the defaults of these tests."""
+    return await engine.generate(prompt, Sampling(**{"max_new_tokens": 24, **sampling}), n, request_id=name)

@@ -1,0 +1,216 @@
+"""Bad inputs that a user could give, each to the real command: exit code, no traceback, and words that help.
+
+`python -m pytest tests/e2e/test_bad_inputs.py -s` prints each input and its message, one per paragraph.
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+
+
+def show(given, message):
+    sys.stdout.write(f"\n{given}\n    {message}\n")
+
+
+def paths_removed(text, tmp_path):
+    return text.replace(f"{tmp_path}/", "").replace(f"{ROOT}/", "")
+
+
+@pytest.fixture
+def refused(tmp_path, sort6):
+    """Give the command something bad; returns what it said."""
+
+    def give(*arguments, settings=()):
+        command = [sys.executable, "-m", "learner.main", "--dry-run", "--name", "bad"]
+        for setting in [*sort6.settings, f"run.dir={tmp_path}", *settings]:
+            command += ["--set", setting]
+        done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        said = done.stdout + done.stderr
+        message = said.strip().splitlines()[-1] if said.strip() else ""
+        shown = " ".join([*arguments, *(f"--set {setting}" for setting in settings)])
+        show(paths_removed(shown, tmp_path), paths_removed(message, tmp_path))
+        assert done.returncode == 2, (done.returncode, said)
+        assert "Traceback" not in said, said
+        assert message.startswith("slipstream: refused: "), said
+        assert not (tmp_path / "bad").exists(), "a refused command leaves no run folder"
+        return message
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "words"),
+    [
+        ([], ["replay.async_lags=1"], ["replay.async_lags", "unknown key", "did you mean 'replay.async_lag'?"]),
+        ([], ["rollout.group_sise=4"], ["rollout.group_sise", "unknown key", "did you mean 'rollout.group_size'?"]),
+        (["--steps", "many"], [], ["learner.total_steps", "integer", "'many'"]),
+        ([], ["rollout.engine=vllm"], ["rollout.engine", "'vllm'", "'torch' or 'sglang'"]),
+        ([], ["async_lag"], ["--set 'async_lag'", "expected section.key=value"]),
+        (
+            [],
+            ["rollout.groups_per_step=7", "rollout.group_size=3"],
+            ["rollout.groups_per_step", "7", "2 learner ranks", "take"],
+        ),
+        (["--split", "1:0"], [], ["placement.split", "'1:0'", "at least 1"]),
+        (["--split", "two:two"], [], ["placement.split", "'two:two'", "'R:L', such as '6:2'"]),
+        (["--async-lag", "9"], [], ["replay.async_lag", "9 is above 8", "take 8 or less"]),
+        (
+            ["--async-lag", "4"],
+            ["algorithm.loss=policy_gradient"],
+            ["algorithm.loss", "'policy_gradient'", "take 'ppo_clip'", "algorithm.i_know_this_is_biased=true"],
+        ),
+        ([], ["rollout.top_p=0.9"], ["rollout.top_p", "0.9", "take top_p=1.0", "rollout.temperature"]),
+        ([], ["network.host=0.0.0.0"], ["network.host", "'0.0.0.0'", "bind 127.0.0.1", "network.insecure=true"]),
+        (["--config", "quickstar"], [], ["'quickstar'", "did you mean 'quickstart'?", "Presets:"]),
+        (["--model", "no/such/model"], [], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
+        (["--data", "no/such/rows.jsonl"], [], ["no/such/rows.jsonl", "no such file", "data.train"]),
+        (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
+        ([], ["run.dir=README.md"], ["run.dir", "README.md is a file", "name a folder"]),
+    ],
+)
+def test_a_bad_setting_is_refused(refused, arguments, settings, words):
+    message = refused(*arguments, settings=settings)
+    assert [word for word in words if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("weights_missing", ["model.path", "no *.safetensors file", "download the folder again"]),
+        ("weights_cut", ["model.safetensors is broken", "bytes", "download the file again"]),
+        ("config_broken", ["config.json", "not readable as JSON", "copy the model folder again"]),
+        ("tokenizer_missing", ["tokenizer.json", "missing", "save the tokenizer into the model folder"]),
+    ],
+)
+def test_a_bad_model_folder_is_refused(refused, sort6, tmp_path, broken, words):
+    model = tmp_path / broken
+    shutil.copytree(sort6.folder / "model", model)
+    weights = model / "model.safetensors"
+    match broken:
+        case "weights_missing":
+            weights.unlink()
+        case "weights_cut":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "config_broken":
+            (model / "config.json").write_text('{"model_type": ')
+        case "tokenizer_missing":
+            (model / "tokenizer.json").unlink()
+    message = refused("--model", str(model))
+    assert [word for word in [str(model), *words] if word not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": "12', ["row 4", "not readable as JSON", "put one JSON object on each line"]),
+        ('{"answer": "12"}', ["row 4", "column 'prompt' is missing", "add it or remove the row"]),
+        ('{"prompt": "", "answer": "12"}', ["row 4", "'prompt'", "the prompt is empty", "fill it or remove the row"]),
+        ('{"prompt": [{"role": "boss", "content": "x"}], "answer": ""}', ["row 4", "'boss'", "take one of system"]),
+    ],
+)
+def test_a_bad_row_is_refused(refused, sort6, tmp_path, line, words):
+    good = (sort6.folder / "train.jsonl").read_text().splitlines()[:3]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([*good, line, good[0]]) + "\n")
+    message = refused("--data", str(file))
+    assert [word for word in [str(file), *words] if word not in message] == [], message
+
+
+def test_too_few_evaluation_rows_are_refused(refused, sort6, tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join((sort6.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:5]))
+    message = refused(settings=[f"data.eval={file}"])
+    assert "evaluation.num_prompts: 512" in message and f"{file} has 5 rows" in message and "lower it" in message
+
+
+def test_a_taken_port_is_refused(refused):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        message = refused(settings=[f"network.replay_port={port}"])
+    assert f"network.replay_port: {port} on 127.0.0.1" in message and "choose another port, or 0" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("exct", ["'exct'", "did you mean 'exact'?"]),
+        ("no/such/file.py:reward", ["no file 'no/such/file.py'", "correct the path"]),
+        ("nopackage.module:reward", ["no module 'nopackage'", "install it"]),
+        ("{folder}/mine.py:reword", ["mine.py has no function 'reword'", "did you mean 'reward'?"]),
+        ("{folder}/broken.py:reward", ["broken.py", "does not parse", "line 1", "correct the file"]),
+    ],
+)
+def test_a_reward_function_that_is_not_there_is_refused(refused, tmp_path, spec, words):
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
+    (tmp_path / "broken.py").write_text("def reward(sample) return 1.0\n")
+    message = refused(settings=[f"reward.function={spec.format(folder=tmp_path)}"])
+    assert [word for word in ["reward.function", *words] if word not in message] == [], message
+
+
+def test_the_names_of_built_in_rewards_are_those_of_the_rollout_server():
+    from learner.launch import reward_source
+    from rollout_server.rewards import loading
+
+    assert set(reward_source.BUILT_IN) == set(loading.BUILT_IN)
+
+
+def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(launch, tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(answer, truth):\n    return 1.0\n")
+    run = launch(f"reward.function={tmp_path}/mine.py:reward")
+    assert run.wait(90) == 1
+    last = run.text().splitlines()[-1]
+    show("--set reward.function=mine.py:reward  # def reward(answer, truth)", paths_removed(last, tmp_path))
+    assert "run stopped: rollout-0" in last and "has the parameters (answer, truth); take `async def reward" in last
+    assert "restart" not in run.text() and "Traceback" not in run.text()
+    assert run.steps() == []
+
+
+def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch, tmp_path):
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    raise KeyError('no such column')\n")
+    run = launch(f"reward.function={tmp_path}/mine.py:reward")
+    assert run.wait(90) == 1
+    last = run.text().splitlines()[-1]
+    show("--set reward.function=mine.py:reward  # raises KeyError", paths_removed(last, tmp_path))
+    assert "run stopped" in last and f"'{tmp_path}/mine.py:reward' failed for" in last
+    assert "reward.max_error_rate 0.2" in last and "KeyError: 'no such column'" in last and "mine.py:2" in last
+    assert "Traceback" not in run.text()
+    assert run.steps() == []
+
+
+def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(launch, sort6, tmp_path):
+    model = tmp_path / "other-tokenizer"
+    shutil.copytree(sort6.folder / "model", model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    run = launch(steps=4000)
+    run.wait_for_step(1)
+    address = re.search(r"ready at (\S+)", run.log("replay"))[1]
+    command = [sys.executable, "-m", "rollout_server.main", "--config", str(run.folder / "config.yaml")]
+    command += ["--model", str(model), "--replay", address, "--server-name", "stranger"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    message = done.stderr.strip().splitlines()[-1]
+    show("rollout_server.main --model other-tokenizer --replay ...", paths_removed(message, tmp_path))
+    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
+    words = ["replay refused 'stranger'", "tokenizer differs", "give both the same model folder"]
+    assert [word for word in words if word not in message] == [], message
+    assert re.search(
+        r"refused 'stranger' \(pid \d+ on \S+\): tokenizer differs: 'stranger' has \w+, '[\w-]+' has \w+",
+        run.log("replay"),
+    )
+    seen = run.steps()[-1]["training/global_step"]
+    run.wait_for_step(seen + 2)
