@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -39,6 +40,10 @@ async def run(config: Config, address: str, name: str) -> int:
         async with RewardPool(config.reward) as rewards:
             generator = Generator(config, engine, Task(config), rewards)
             server = RolloutServer(config, generator, dealer, name=name, fingerprint=fingerprint)
+            # The imported libraries are hundreds of thousands of objects that never die: without this, every full
+            # collection walks over them and decoding stands still meanwhile.
+            gc.collect()
+            gc.freeze()
             serving = asyncio.create_task(serve(server))
             loop = asyncio.get_running_loop()
             for sig in (signal.SIGTERM, signal.SIGINT):
