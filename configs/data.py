@@ -39,7 +39,7 @@ class Reward(Section):
     timeout_s: float = Field(default=10.0, gt=0)
     """A call that takes longer is killed and counts as a reward error."""
     max_error_rate: float = Field(default=0.2, ge=0, le=1)
-    """Above this share of failed calls among the last 256 the run stops and names the last error."""
+    """Above this share of groups with a failed call among the last 32 the run stops and names the last error."""
 
 
 class Tracking(Section):

@@ -16,7 +16,7 @@ from types import FrameType
 from configs.loading import QUICKSTART, ConfigError, add_arguments, find, from_arguments, load
 from configs.schema import Config
 from learner.launch.launcher import Launcher, RunFailed
-from learner.launch.preflight import PreflightError, check_files, free_run_name
+from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
@@ -41,6 +41,7 @@ def main() -> int:
         if args.dry_run:
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
+        check_available(config)
         return run(config, resume=args.resume is not None)
     except (ConfigError, PreflightError, DataError, FingerprintError, ChannelError) as error:
         say(f"refused: {error}")

@@ -116,7 +116,8 @@ class Service:
         peer = self.peers.get(identity)
         self.counters["corrupt_messages"] += 1
         log.warning("replay: message of %s refused: %s [corrupt]", peer.name if peer else identity[:40], problem)
-        self._send(identity, m.Refused(reason=f"message refused: {problem}"))
+        if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
+            self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 
     def tick(self, now: float, *, late: bool = False) -> None:
         """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers.

@@ -22,6 +22,8 @@ VARIANTS = {
     "off": ["algorithm.loss=policy_gradient", "algorithm.i_know_this_is_biased=true"],
 }
 LR = "5e-4"
+SPLIT = "1:1"
+"""One learner rank: with two, training outruns one rollout server and tokens are trained before they age."""
 EVALUATE_EVERY = 5
 LAST = 3
 """Evaluations that the reported value is the mean of."""
@@ -57,7 +59,7 @@ def train(variant: str, data: Path, out: Path, *, lag: int, seed: int, steps: in
         *(f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"),
         *(f"run.dir={out}", f"learner.lr={LR}", f"evaluation.every_steps={EVALUATE_EVERY}"),
         *("evaluation.greedy=false", "evaluation.sampled=true", "checkpoint.every_steps=0"),
-        *("tracking.live=off", "tracking.plot=false", *VARIANTS[variant]),
+        *("tracking.live=off", "tracking.plot=false", f"placement.split={SPLIT}", *VARIANTS[variant]),
     ]
     command = ["learner.main", "--async-lag", str(lag), "--seed", str(seed), "--steps", str(steps), "--name", name]
     started = time.monotonic()

@@ -7,7 +7,6 @@ there and nothing else. The last line is one line of JSON. Exit code 1 when a ru
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,24 +54,20 @@ def report(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def logprob_difference(steps: list[dict[str, Any]]) -> dict[str, float | None]:
+def logprob_difference(steps: list[dict[str, Any]]) -> dict[str, float | int | None]:
     """Largest and mean |behaviour - trainer logprob| over all steps; the mean counts every token in the loss once.
 
-    A step that logged null (a value that was not finite) makes the result NaN, never a good number.
+    A step that logged null (a value that was not finite) is counted in `not_finite` and leaves both numbers None, so
+    that it never reads as a good number.
     """
-    largest: list[float] = []
-    weighted, tokens = 0.0, 0.0
-    for row in steps:
-        if DIFF_MAX not in row:
-            continue  # a step whose batch had no token in the loss
-        high, mean = (math.nan if row[key] is None else float(row[key]) for key in (DIFF_MAX, DIFF_MEAN))
-        largest.append(high)
-        weighted += mean * row[WEIGHT]
-        tokens += row[WEIGHT]
-    if not largest or not tokens:
-        return {"logprob_diff_max": None, "logprob_diff_mean": None}
-    worst = math.nan if any(map(math.isnan, largest)) else max(largest)
-    return {"logprob_diff_max": worst, "logprob_diff_mean": weighted / tokens}
+    seen = [row for row in steps if DIFF_MAX in row]  # absent for a batch without a token in the loss
+    broken = sum(row[DIFF_MAX] is None or row[DIFF_MEAN] is None for row in seen)
+    tokens = sum(row[WEIGHT] for row in seen)
+    if broken or not tokens:
+        return {"logprob_diff_max": None, "logprob_diff_mean": None, "not_finite": broken}
+    weighted = sum(row[DIFF_MEAN] * row[WEIGHT] for row in seen)
+    largest = max(row[DIFF_MAX] for row in seen)
+    return {"logprob_diff_max": largest, "logprob_diff_mean": weighted / tokens, "not_finite": 0}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -58,6 +58,22 @@ def check_files(config: Config) -> None:
     check_port(config)
 
 
+def check_available(config: Config) -> None:
+    """Raises PreflightError for what the schema knows and this version cannot run yet, before anything starts."""
+    if config.rollout.engine != "torch":
+        raise PreflightError(f"rollout.engine: {config.rollout.engine!r} is not in this version yet; take 'torch'")
+    if config.weight_bus.backend != "gloo":
+        raise PreflightError(
+            f"weight_bus.backend: {config.weight_bus.backend!r} is not in this version yet; take 'gloo'"
+        )
+    if config.placement.rollout is not None:
+        raise PreflightError(
+            "placement.rollout, placement.learner: a placement over nodes is not in this version yet; give"
+            " placement.split for this host, and start rollout servers of other hosts with"
+            " scripts/start_rollout_nodes.sh"
+        )
+
+
 def check_safetensors(file: Path) -> None:
     """Raises PreflightError when the file is not as long as its header says (8 bytes of length, then JSON)."""
     size = file.stat().st_size

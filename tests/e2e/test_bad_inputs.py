@@ -73,8 +73,8 @@ def refused(tmp_path, sort6):
         ([], ["rollout.top_p=0.9"], ["rollout.top_p", "0.9", "take top_p=1.0", "rollout.temperature"]),
         ([], ["network.host=0.0.0.0"], ["network.host", "'0.0.0.0'", "bind 127.0.0.1", "network.insecure=true"]),
         (["--config", "quickstar"], [], ["'quickstar'", "did you mean 'quickstart'?", "Presets:"]),
-        (["--model", "no/such/model"], [], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
-        (["--data", "no/such/rows.jsonl"], [], ["no/such/rows.jsonl", "no such file", "data.train"]),
+        ([], ["model.path=no/such/model"], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
+        ([], ["data.train=no/such/rows.jsonl"], ["no/such/rows.jsonl", "no such file", "data.train"]),
         (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
         ([], ["run.dir=README.md"], ["run.dir", "README.md is a file", "name a folder"]),
     ],
@@ -106,7 +106,7 @@ def test_a_bad_model_folder_is_refused(refused, sort6, tmp_path, broken, words):
             (model / "config.json").write_text('{"model_type": ')
         case "tokenizer_missing":
             (model / "tokenizer.json").unlink()
-    message = refused("--model", str(model))
+    message = refused(settings=[f"model.path={model}"])
     assert [word for word in [str(model), *words] if word not in message] == [], message
 
 
@@ -123,7 +123,7 @@ def test_a_bad_row_is_refused(refused, sort6, tmp_path, line, words):
     good = (sort6.folder / "train.jsonl").read_text().splitlines()[:3]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([*good, line, good[0]]) + "\n")
-    message = refused("--data", str(file))
+    message = refused(settings=[f"data.train={file}"])
     assert [word for word in [str(file), *words] if word not in message] == [], message
 
 

@@ -314,3 +314,12 @@ def test_token_ids_beyond_the_vocabulary_are_rejected():
     (lease,) = sent(made, "a", m.Lease)
     made.handle("a", group_message(lease, [0]), 1.0)
     assert "token id 5 of a vocabulary of 5" in sent(made, "a", m.Ack)[-1].reason
+
+
+def test_a_corrupt_message_is_counted_and_costs_an_admitted_peer_nothing():
+    made = service()
+    made.corrupt("a", "header is not msgpack")
+    made.corrupt("stranger", "schema version 0")
+    assert made.counters["corrupt_messages"] == 2
+    assert made.peers.get("a") is not None and not sent(made, "a", m.Refused)
+    assert "schema version 0" in sent(made, "stranger", m.Refused)[-1].reason

@@ -1,0 +1,94 @@
+"""Learner and rollout servers started apart, as on two hosts: scripts/start_learner.sh, start_rollout_nodes.sh."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Run, processes
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+
+
+@contextlib.contextmanager
+def terminal(output, *command, environment):
+    """A command in a session of its own, as in a terminal; whatever is left of it is ended."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, 9)
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, sort6):
+    port = free_port()
+    address = f"tcp://127.0.0.1:{port}"
+    environment = {
+        **os.environ,
+        "SLIPSTREAM_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(port),
+        "REPLAY": address,
+    }
+    same = [*sort6.settings, f"run.dir={tmp_path}", "run.name=apart", "rollout.groups_per_step=16"]
+    # With 8 answers at once an engine is slow enough for two to share the work, and 100 steps take longer than a join.
+    same += ["rollout.max_running=64", "evaluation.every_steps=0", "tracking.live=plain", "tracking.plot=false"]
+    same += ["learner.total_steps=100", "placement.split=1:1"]
+    arguments = [word for setting in same for word in ("--set", setting)]
+    first, learner = tmp_path / "rollouts.out", tmp_path / "learner.out"
+    rollout_script = ("bash", "scripts/start_rollout_nodes.sh", *arguments)
+    learner_script = ("bash", "scripts/start_learner.sh", *arguments)
+    by_hand = (sys.executable, "-m", "rollout_server.main", "--replay", address, "--server-name", "late", *arguments)
+
+    with (
+        terminal(first, *rollout_script, environment=environment) as rollouts,  # may well come before the learner
+        terminal(learner, *learner_script, environment=environment) as launcher,
+    ):
+        run = Run(launcher, tmp_path / "apart", learner)
+        run.wait_for_step(1)
+        assert f"replay listens at {address}: start rollout servers with --replay {address}" in run.text()
+        with terminal(tmp_path / "late.out", *by_hand, environment=environment) as late:
+            run.wait_until(lambda: "'late' (pid" in run.log("replay"), "the second server's Hello")
+            joined = run.steps()[-1]["training/global_step"]
+            run.wait_until(lambda: run.steps()[-1].get("rollout/groups/late", 0) > 0, "a trained group of the second")
+            assert run.wait() == 0, run.text()[-3000:]
+            assert late.wait(30) == 0, (tmp_path / "late.out").read_text()[-3000:]
+        assert rollouts.wait(30) == 0, first.read_text()[-3000:]
+
+    steps = run.steps()
+    assert [row["training/global_step"] for row in steps] == list(range(1, 101))
+    assert max(row["weight_sync/members"] for row in steps) == 2, "the second server is a member of the weight bus"
+    assert steps[-1]["weight_sync/digests_equal"] is True
+    last = steps[-1]
+    served = {key.removeprefix("rollout/groups/"): value for key, value in last.items() if "rollout/groups/" in key}
+    assert len(served) == 2 and served["late"] > 0 and min(served.values()) > 0, served
+    assert joined >= 1
+    # A server is leased to only once it holds a version that the bus has proven; its first is not version 0.
+    live = re.search(r"version (\d+) is live", (tmp_path / "late.out").read_text())
+    assert live is not None and int(live[1]) >= 1, (tmp_path / "late.out").read_text()[-3000:]
+    groups = [tuple(group) for line in run.ledger() for group in line["groups"]]
+    assert len(groups) == len(set(groups)) == 100 * 16
+
+    deadline = time.monotonic() + 5
+    while (left := [p for p in processes() if str(tmp_path) in p[1] and p[0] != os.getpid()]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.1)
+    assert left == []
