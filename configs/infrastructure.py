@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.base import Section
 
@@ -58,5 +58,13 @@ class Placement(Section):
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
+
+    @field_validator("split", mode="before")
+    @classmethod
+    def _is_no_number(cls, value: object) -> object:
+        if isinstance(value, int):
+            raise ValueError(f"{value} is one number; give both sides as 'R:L', such as '6:2'")
+        return value
+
     local_rollouts: bool = True
     """The launcher starts the rollout servers of this host; off, they are started by hand."""

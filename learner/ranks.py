@@ -42,6 +42,8 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             f" start with --nproc-per-node {config.num_learner_ranks} or change placement.split"
         )
     cuda = config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
+    if cuda and not torch.cuda.is_available():
+        raise RuntimeError("placement.device: 'cuda', but torch finds no GPU here; take 'cpu' or 'auto'")
     if not cuda:
         torch.set_num_threads(config.learner.num_threads)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")

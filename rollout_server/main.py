@@ -75,10 +75,10 @@ def main() -> int:
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name))
-    except (ConfigError, FingerprintError, TaskError, RewardError) as error:
+    except (ConfigError, FingerprintError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
-    except (EngineError, ChannelError) as error:
+    except ChannelError as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
         return _stop(args.server_name, _first(group))

@@ -22,8 +22,10 @@ VARIANTS = {
     "off": ["algorithm.loss=policy_gradient", "algorithm.i_know_this_is_biased=true"],
 }
 LR = "5e-4"
-SPLIT = "1:1"
-"""One learner rank: with two, training outruns one rollout server and tokens are trained before they age."""
+SPLIT = "2:1"
+"""Two rollout servers to one learner rank: training must not outrun generation, or tokens are trained too fresh, and
+one server goes on while the other evaluates."""
+NUM_PROMPTS = 256
 EVALUATE_EVERY = 5
 LAST = 3
 """Evaluations that the reported value is the mean of."""
@@ -58,6 +60,7 @@ def train(variant: str, data: Path, out: Path, *, lag: int, seed: int, steps: in
     settings = [
         *(f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"),
         *(f"run.dir={out}", f"learner.lr={LR}", f"evaluation.every_steps={EVALUATE_EVERY}"),
+        f"evaluation.num_prompts={NUM_PROMPTS}",
         *("evaluation.greedy=false", "evaluation.sampled=true", "checkpoint.every_steps=0"),
         *("tracking.live=off", "tracking.plot=false", f"placement.split={SPLIT}", *VARIANTS[variant]),
     ]

@@ -92,7 +92,7 @@ def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str]
 
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line of a log after the last start, without its time; empty when there is none."""
-    lines = [line.strip() for line in _tail(log_path, offset).splitlines()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _tail(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
     if not errors:
         return ""

@@ -61,7 +61,7 @@ class Run:
     def log(self, name):
         return (self.folder / "logs" / f"{name}.log").read_text()
 
-    def wait_for_step(self, step, timeout=90):
+    def wait_for_step(self, step, timeout=150):
         self.wait_until(
             lambda: any(row["training/global_step"] >= step for row in self.steps()), f"step {step}", timeout
         )

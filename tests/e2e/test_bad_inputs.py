@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -174,6 +174,15 @@ def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(
     assert "run stopped: rollout-0" in last and "has the parameters (answer, truth); take `async def reward" in last
     assert "restart" not in run.text() and "Traceback" not in run.text()
     assert run.steps() == []
+
+
+def test_an_answer_longer_than_the_model_knows_positions_stops_the_run_without_restarts(launch, tmp_path):
+    run = launch("rollout.max_new_tokens=100")
+    assert run.wait(90) == 1
+    last = run.text().splitlines()[-1]
+    show("--set rollout.max_new_tokens=100", paths_removed(last, tmp_path))
+    assert "run stopped: rollout-0" in last and "max_position_embeddings 64 is below the context of 116 tokens" in last
+    assert "restart" not in run.text() and "Traceback" not in run.text()
 
 
 def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch, tmp_path):

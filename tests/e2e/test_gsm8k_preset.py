@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 OWN_TEMPLATE = (
@@ -36,7 +36,7 @@ def save_model(folder):
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=128,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         tie_word_embeddings=True,
         eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
         pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),

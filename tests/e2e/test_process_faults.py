@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
