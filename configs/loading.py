@@ -178,4 +178,4 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; loading it again gives the same Config."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)

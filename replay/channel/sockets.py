@@ -63,35 +63,34 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int) -> str:
     return f"tcp://{host}:{port}"
 
 
-class Dealer:
-    """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
+class _Peer:
+    """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
-    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
+    def __init__(
+        self, context: "zmq.Context[Any]", address: str, identity: str, accepted: Registry, limits: Limits | None
+    ) -> None:
         self.address = address
         self.identity = identity
         self.run_id = ""
+        """Of the first message that comes; from then on no other is accepted."""
+        self.last_heard = time.monotonic()
         self._accepted = accepted
         self._sequence = itertools.count(1)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._context = context
+        self._socket: Any = context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits())
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.connect(address)
-        self.last_heard = time.monotonic()
 
-    def send(self, message: Message) -> None:
-        """Queue a message. Raises ChannelError when the queue to the peer is full."""
-        frames = encode(message, self.run_id, next(self._sequence))
-        try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
-        except zmq.Again as error:
-            raise ChannelError(f"{self.identity}: queue to {self.address} is full", "full") from error
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
 
-    def poll(self, timeout_s: float) -> Envelope | None:
-        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        frames = self._socket.recv_multipart()
+    def _encode(self, message: Message) -> list[bytes | memoryview]:
+        return encode(message, self.run_id, next(self._sequence))
+
+    def _decode(self, frames: list[bytes]) -> Envelope:
         self.last_heard = time.monotonic()
         envelope = decode(frames, self._accepted)
         self.run_id = self.run_id or envelope.run_id
@@ -99,10 +98,25 @@ class Dealer:
             raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
         return envelope
 
-    def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
-        self._socket.close(linger=1000)
-        self._context.term()
+
+class Dealer(_Peer):
+    """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
+
+    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
+        super().__init__(zmq.Context(), address, identity, accepted, limits)
+
+    def send(self, message: Message) -> None:
+        """Queue a message. Raises ChannelError when the queue to the peer is full."""
+        try:
+            self._socket.send_multipart(self._encode(message), flags=zmq.NOBLOCK, copy=False)
+        except zmq.Again as error:
+            raise ChannelError(f"{self.identity}: queue to {self.address} is full", "full") from error
+
+    def poll(self, timeout_s: float) -> Envelope | None:
+        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError."""
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        return self._decode(self._socket.recv_multipart())
 
     def __enter__(self) -> "Dealer":
         return self
@@ -111,25 +125,15 @@ class Dealer:
         self.close()
 
 
-class AsyncDealer:
+class AsyncDealer(_Peer):
     """The asyncio end of a peer (rollout servers)."""
 
     def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
-        self.address = address
-        self.identity = identity
-        self.run_id = ""
-        self._accepted = accepted
-        self._sequence = itertools.count(1)
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, limits or Limits())
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._socket.connect(address)
-        self.last_heard = time.monotonic()
+        super().__init__(zmq.asyncio.Context(), address, identity, accepted, limits)
 
     async def send(self, message: Message) -> None:
         """Queue a message; waits while the queue to the peer is full."""
-        await self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), copy=False)
+        await self._socket.send_multipart(self._encode(message), copy=False)
 
     async def receive(self, timeout_s: float) -> Envelope | None:
         """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError.
@@ -138,18 +142,7 @@ class AsyncDealer:
         """
         if not await self._socket.poll(int(timeout_s * 1000)):
             return None
-        frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK)
-        self.last_heard = time.monotonic()
-        envelope = decode(frames, self._accepted)
-        self.run_id = self.run_id or envelope.run_id
-        if envelope.run_id != self.run_id:
-            raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
-        return envelope
-
-    def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
-        self._socket.close(linger=1000)
-        self._context.term()
+        return self._decode(await self._socket.recv_multipart(flags=zmq.NOBLOCK))
 
 
 class AsyncRouter:

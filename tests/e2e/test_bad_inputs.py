@@ -215,7 +215,7 @@ def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(
     message = done.stderr.strip().splitlines()[-1]
     show("rollout_server.main --model other-tokenizer --replay ...", paths_removed(message, tmp_path))
     assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    words = ["replay refused 'stranger'", "tokenizer differs", "give both the same model folder"]
+    words = ["replay refused 'stranger'", "tokenizer differs", "the run's model folder and configuration"]
     assert [word for word in words if word not in message] == [], message
     assert re.search(
         r"refused 'stranger' \(pid \d+ on \S+\): tokenizer differs: 'stranger' has \w+, '[\w-]+' has \w+",
