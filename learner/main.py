@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import QUICKSTART, ConfigError, add_arguments, find, from_arguments, load
+from configs.loading import ConfigError, add_arguments, from_arguments, load
 from configs.schema import Config
 from learner.launch.launcher import Launcher, RunFailed
 from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
@@ -21,6 +21,7 @@ from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
 from replay.prompts import DataError
+from replay.quickstart_input import InputError, make_if_missing
 
 
 class Interrupted(Exception):
@@ -43,7 +44,7 @@ def main() -> int:
             return 0
         check_available(config)
         return run(config, resume=args.resume is not None)
-    except (ConfigError, PreflightError, DataError, FingerprintError, ChannelError) as error:
+    except (ConfigError, PreflightError, InputError, DataError, FingerprintError, ChannelError) as error:
         say(f"refused: {error}")
         return 2
 
@@ -59,27 +60,13 @@ def prepare(args: argparse.Namespace) -> Config:
         config = load(path, overrides)
     else:
         config = from_arguments(args)
-        if find(args.config) == find(QUICKSTART):
-            make_quickstart_input(config)
+        make_if_missing(config, args.config)
         name = free_run_name(config)
         if name != config.run.name:
             say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
             config = from_arguments(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run.name={name}"]}))
     check_files(config)
     return config
-
-
-def make_quickstart_input(config: Config) -> None:
-    """Make the model and the prompts of the quick start where they are missing."""
-    folder = Path(config.model.path).parent
-    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
-    if all(path.exists() for path in wanted) or Path(config.data.train).parent != folder:
-        return
-    say(f"making the quick start's model and prompts in {folder} (once, about 10 s)")
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        raise PreflightError(f"scripts/make_sort6.py failed: {made.stderr.strip()[-500:]}")
 
 
 def run(config: Config, *, resume: bool) -> int:

@@ -19,6 +19,7 @@ from replay.channel import AsyncDealer, ChannelError, Limits
 from replay.fingerprint import FingerprintError
 from replay.lifeline import CANNOT_START, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
+from replay.quickstart_input import InputError, make_if_missing
 from rollout_server.engines import EngineError, build_engine
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool
@@ -73,9 +74,10 @@ def main() -> int:
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
+        make_if_missing(config, args.config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name))
-    except (ConfigError, FingerprintError, EngineError, TaskError, RewardError) as error:
+    except (ConfigError, InputError, FingerprintError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
     except ChannelError as error:

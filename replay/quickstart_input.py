@@ -1,0 +1,39 @@
+"""Makes the quick start's model and prompts where they are missing, for whichever process needs them first."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.loading import QUICKSTART, find
+from configs.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class InputError(ValueError):
+    """The quick start's input could not be made; the message holds the last words of the script."""
+
+
+def make_if_missing(config: Config, source: str) -> bool:
+    """Run scripts/make_sort6.py when `source` is the quick start's preset and its input is not there.
+
+    Several processes may come at once: the script moves its result into place whole, and the first one counts.
+
+    Returns:
+        Whether it was made now.
+
+    Raises:
+        InputError: the script failed.
+    """
+    folder = Path(config.model.path).parent
+    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
+    is_other = find(source) != find(QUICKSTART) or Path(config.data.train).parent != folder
+    if is_other or all(path.exists() for path in wanted):
+        return False
+    sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
+    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise InputError(f"scripts/make_sort6.py failed: {made.stderr.strip()[-500:]}")
+    return True
