@@ -30,6 +30,10 @@ FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
 
 
+GOOD_ORDER_S = 5.0
+"""A server that ends with exit code 0 has heard that the run is over; the launcher hears it within this time."""
+
+
 class RunFailed(RuntimeError):
     """The run cannot go on; the message is the root-cause line."""
 
@@ -42,6 +46,8 @@ class LocalServer:
     restarts: int = 0
     start_again_at: float | None = None
     given_up: bool = False
+    left_at: float | None = None
+    """When it was first seen to have ended with exit code 0."""
 
 
 @dataclass(slots=True)
@@ -176,14 +182,16 @@ class Launcher:
                 continue
             if server.start_again_at is not None:
                 if now >= server.start_again_at:
-                    server.start_again_at = None
+                    server.start_again_at = server.left_at = None
                     server.child = self._start_server(name)
                 continue
             if server.child.exit_code() is None:
                 continue
-            if server.child.exit_code() == 0 and self._run_is_over(status):
-                server.given_up = True  # it left in good order
-                continue
+            if server.child.exit_code() == 0:
+                server.left_at = server.left_at or now
+                server.given_up = self._run_is_over(status)
+                if server.given_up or now - server.left_at < GOOD_ORDER_S:
+                    continue
             self._server_died(name, server, now)
 
     def _server_died(self, name: str, server: LocalServer, now: float) -> None:
