@@ -14,6 +14,8 @@ class WeightBus(Section):
     """How buckets travel: a broadcast in a process group of the current epoch."""
     backend: Literal["gloo", "nccl", "ucc"] = "gloo"
     """Backend of the collective transport."""
+    apply: Literal["staged", "direct"] = "staged"
+    """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
     port: int = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
@@ -32,7 +34,7 @@ class Network(Section):
     """Addresses of the control and data plane."""
 
     host: str = "127.0.0.1"
-    """Interface that replay and the weight bus bind."""
+    """Address of this machine that replay, the weight bus and collectives bind; each node has its own."""
     replay_port: int = Field(default=0, ge=0, le=65535)
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -43,6 +45,10 @@ class Network(Section):
     """Larger messages are refused before they are read."""
     insecure: bool = False
     """Allow a non-loopback bind without keys."""
+    keys: str | None = None
+    """Folder of CURVE keys (scripts/make_keys.py); with it every socket of the run is encrypted and authenticated."""
+    env: dict[str, str] = {}
+    """Environment of every process on every node, for example `{NCCL_SOCKET_IFNAME: eth0, NCCL_IB_HCA: mlx5}`."""
 
 
 class Placement(Section):
@@ -58,6 +64,8 @@ class Placement(Section):
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
+    rendezvous_port: int = Field(default=29400, ge=1, le=65535)
+    """Port of the first learner node where learner ranks of several nodes meet (torchrun)."""
 
     @field_validator("split", mode="before")
     @classmethod

@@ -30,6 +30,10 @@ class Learner(Section):
     """Padded tokens that one rank holds in one forward."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward; master weights, optimizer and reductions stay float32."""
+    attention: Literal["auto", "sdpa", "varlen"] = "auto"
+    """`varlen` packs trajectories without padding (CUDA, bfloat16); `sdpa` pads; `auto` takes varlen where it runs."""
+    recompute: bool = False
+    """Recompute activations in the backward: less memory for about a quarter more time."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     batch_deadline_s: float = Field(default=600.0, gt=0)
