@@ -1,16 +1,19 @@
 """Engines, chosen once by name."""
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, Engine, EngineError, Health, Sampling
+from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Sampling
 
-__all__ = ["Completion", "Engine", "EngineError", "Health", "Sampling", "build_engine"]
+__all__ = ["Completion", "Engine", "EngineError", "EngineStartFailed", "Health", "Sampling", "build_engine"]
 
 
 def build_engine(config: Config) -> Engine:
     """The engine that `rollout.engine` names, with the weights of `model.path` as version 0.
 
+    SGLang needs the running event loop on which it will be used, and blocks it until it serves.
+
     Raises:
         EngineError: the model folder cannot be served, or the engine's package is not installed.
+        EngineStartFailed: SGLang did not start.
     """
     if config.rollout.engine == "torch":
         from rollout_server.engines.torch_engine import TorchEngine
@@ -23,4 +26,6 @@ def build_engine(config: Config) -> Engine:
             num_threads=config.rollout.num_threads,
             seed=config.run.seed,
         )
-    raise EngineError(f"rollout.engine {config.rollout.engine!r} is not available in this version; take 'torch'")
+    from rollout_server.engines.sglang.engine import SGLangEngine
+
+    return SGLangEngine(config)

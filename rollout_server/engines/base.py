@@ -18,6 +18,10 @@ class EngineError(RuntimeError):
     """The engine cannot do what was asked; it must not serve until it is refilled or restarted."""
 
 
+class EngineStartFailed(RuntimeError):
+    """The engine did not start. It may pass, and so a restart may help: another process still held the memory, say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How one request samples."""
@@ -101,6 +105,9 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Go on decoding with what is loaded."""
+
+    def holds(self) -> int | None:
+        """A version that an evaluation keeps live, so that `pause` for an update waits; None where none does."""
 
     async def pin(self, version: int) -> None:
         """Keep the live weights, which must be `version`, for evaluation until `unpin`."""

@@ -170,6 +170,10 @@ class TorchEngine:
         """
         await self._do(self._loop.resume)
 
+    def holds(self) -> int | None:
+        """See `Engine.holds`: pinned weights are a copy, so no update ever waits."""
+        return None
+
     async def pin(self, version: int) -> None:
         """See `Engine.pin`: copies the live weights.
 

@@ -1,0 +1,152 @@
+"""ServerArgs of SGLang from the configuration: what Slipstream decides, defaults, and the user's pass-through."""
+
+import difflib
+import json
+import os
+import secrets
+import struct
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.schema import Config
+from rollout_server.engines.base import EngineError
+
+LOADER = "rollout_server.engines.sglang.loader.apply"
+STREAM_INTERVAL = 16
+"""Tokens between two signs of life of a request; where SGLang records no versions it is also what is in doubt."""
+SPARE_CONTEXT = 8
+"""SGLang wants a little more context than prompt and answer."""
+RESERVED_BYTES = 4 * 1024**3
+"""Device memory left alone: CUDA contexts, NCCL, activations."""
+SAFE_SHARE = 0.92
+"""Share of the device memory that is planned with."""
+
+DECIDED = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "tp_size": "placement.tensor_parallel",
+    "dp_size": "placement (one engine per rollout server)",
+    "pp_size": "placement.tensor_parallel",
+    "base_gpu_id": "placement",
+    "nnodes": "placement (an engine is on one node)",
+    "device": "placement.device",
+    "dtype": "rollout.dtype",
+    "max_running_requests": "rollout.max_running",
+    "context_length": "data.max_prompt_tokens and rollout.max_new_tokens",
+    "quantization": "nothing: the learner's weights are not quantized",
+    "host": "nothing: the engine never leaves the loopback interface",
+    "api_key": "nothing: it is generated",
+    "admin_api_key": "nothing: it is generated",
+    "custom_weight_loader": "nothing: the weight bus needs it",
+    "skip_tokenizer_init": "nothing: prompts and answers are token ids",
+    "weight_version": "nothing: the weight bus sets it",
+    "custom_sigquit_handler": "nothing: the rollout server watches its children",
+    "trust_remote_code": "nothing: code in a model folder is never run",
+    "speculative_algorithm": "nothing yet: behaviour logprobs with it are not proven",
+    "enable_lora": "nothing yet: updates carry whole weights",
+}
+"""ServerArgs that Slipstream decides, and what to set instead."""
+
+
+def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> dict[str, Any]:
+    """Keyword arguments of `sglang.Engine`.
+
+    Args:
+        config: rollout.sglang wins over the defaults here.
+        known: names of the fields of the installed ServerArgs; defaults that it does not know are left out.
+        cuda: whether the engine runs on GPUs.
+
+    Raises:
+        EngineError: a key of rollout.sglang is unknown, or not the user's to set.
+    """
+    for key in config.rollout.sglang:
+        if key in DECIDED:
+            raise EngineError(f"rollout.sglang.{key}: Slipstream decides it; set {DECIDED[key]} instead")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"; did you mean 'rollout.sglang.{near[0]}'?" if near else ""
+            raise EngineError(f"rollout.sglang.{key}: the installed SGLang has no such argument{hint}")
+    defaults = {
+        "log_level": "error",
+        "random_seed": (config.run.seed + int.from_bytes(os.urandom(3), "little")) % 2**31,
+        "stream_interval": STREAM_INTERVAL,
+        "grammar_backend": "none",
+        "sampling_backend": "pytorch",
+        "enable_memory_saver": False,
+    }
+    defaults |= _on_cuda(config) if cuda else _on_cpu(config)
+    decided = {
+        "model_path": config.model.path,
+        "tp_size": config.placement.tensor_parallel,
+        "device": "cuda" if cuda else "cpu",
+        "dtype": config.rollout.dtype,
+        "max_running_requests": config.rollout.max_running,
+        "host": "127.0.0.1",
+        "api_key": secrets.token_hex(16),
+        "admin_api_key": secrets.token_hex(16),
+        "custom_weight_loader": [LOADER],
+        "skip_tokenizer_init": True,
+        "weight_version": "0",
+        "trust_remote_code": False,
+        **_context(config),
+    }
+    return {name: value for name, value in {**defaults, **config.rollout.sglang, **decided}.items() if name in known}
+
+
+def _context(config: Config) -> dict[str, int]:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    try:
+        described = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
+        limit = int(described["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise EngineError(f"model.path: {config.model.path}/config.json is not readable: {error!r}") from error
+    if longest > limit:
+        raise EngineError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, and the model has max_position_embeddings"
+            f" {limit}; lower one of them"
+        )
+    return {"context_length": min(limit, longest + SPARE_CONTEXT)}
+
+
+def _on_cpu(config: Config) -> dict[str, Any]:
+    """What SGLang needs where there is no GPU: its plain PyTorch paths, and no polling while idle."""
+    tokens = min(config.rollout.max_running, 256) * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    return {
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": max(16384, min(tokens, 131072)),
+        "sleep_on_idle": True,
+    }
+
+
+def _on_cuda(config: Config) -> dict[str, Any]:
+    """Leave room beside the engine for the buckets of the weight bus, which are received while it decodes."""
+    staged = config.weight_bus.backend != "gloo" and config.weight_bus.apply == "staged"
+    total = torch.cuda.get_device_properties(0).total_memory
+    beside = RESERVED_BYTES + (sum(_tensor_bytes(Path(config.model.path), config.rollout.dtype)) if staged else 0)
+    share = SAFE_SHARE - beside / total
+    if share < 0.1:
+        raise EngineError(
+            f"the GPU has {total / 1e9:.0f} GB, and the engine beside a staged update of {beside / 1e9:.0f} GB"
+            " does not fit; take more placement.tensor_parallel, or weight_bus.apply: direct"
+        )
+    return {"mem_fraction_static": round(share, 3), "cuda_graph_max_bs_decode": config.rollout.max_running}
+
+
+def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
+    """Bytes of each tensor of the folder in the wire dtype, from the headers of its safetensors."""
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                count = 1
+                for extent in entry["shape"]:
+                    count *= extent
+                yield count * size

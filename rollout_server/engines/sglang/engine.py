@@ -1,0 +1,422 @@
+"""SGLang as an engine of the rollout server: requests in flight, pauses, proven updates, health.
+
+An update is copied and digested by a loader of ours inside each scheduler, between two forwards. Requests start under
+a namespace of the prefix cache that names the live version, so that no request ever meets KV of older weights
+that it did not compute itself. What an update does to running requests:
+
+    keep_kv       they stop between two tokens and go on with the KV they have; those without a token start anew
+    recompute_kv  they end with what they have and go on as new requests, whose KV is computed by the new weights
+    drain         they run to their end first; new ones wait
+"""
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from configs.schema import Config
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, PauseMode, Sampling
+from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.engines.sglang.requests import (
+    Part,
+    check_prompt,
+    tokens_of,
+    versions_from_boundaries,
+    versions_from_spans,
+)
+from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine
+from rollout_server.engines.sglang.token_gaps import TokenGaps
+
+log = logging.getLogger(__name__)
+
+
+class Answer:
+    """One answer in progress: the tokens of its finished parts, and the part that runs."""
+
+    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: bool) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.pinned = pinned
+        self.part: Part | None = None
+        self.aborted = False
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[np.ndarray[Any, Any]] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, as far as they are known here."""
+        return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """What came out."""
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.concatenate([np.empty(0, np.int32), *self.versions]).astype(np.int32),
+            finish_reason=reason,
+        )
+
+
+class SGLangEngine:
+    """Implements `Engine`. Make it with `start` on the event loop that will use it.
+
+    Raises:
+        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
+        EngineStartFailed: SGLang did not start.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        self._max_running = config.rollout.max_running
+        self._hold_limit_s = config.evaluation.deadline_s
+        self._staging = StagingFolder()
+        os.environ[FOLDER] = str(self._staging.path)
+        self._staging.name_tensors(folder_tensors(Path(config.model.path)))
+        try:
+            self._sglang = SGLangProcess(config)
+        except BaseException:
+            self._staging.close()
+            raise
+        self._version = 0
+        self._names = itertools.count()
+        self._answers: set[Answer] = set()
+        self._slots = asyncio.Semaphore(self._max_running)
+        self._open = asyncio.Event()
+        """Set while parts may start."""
+        self._open.set()
+        self._idle = asyncio.Condition()
+        self._paused = False
+        self._half_updated = ""
+        self._digests: Mapping[str, int] | None = None
+        """Of the last load, until somebody asks."""
+        self._pins: dict[int, int] = {}
+        """Requests that each pinned version has served."""
+        self._seconds: dict[str, float] = {}
+        self._tokens = 0
+        self._busy_s, self._busy_since = 0.0, 0.0
+        self._progress_at = time.monotonic()
+        self._gaps = TokenGaps() if config.rollout.forced_length_median else None
+
+    @property
+    def version(self) -> int:
+        """Policy version of the live weights."""
+        return self._version
+
+    def pids(self) -> list[int]:
+        """Process ids of SGLang's children."""
+        return self._sglang.pids()
+
+    # ---- requests --------------------------------------------------------------------------------------
+
+    async def generate(
+        self, token_ids: list[int], sampling: Sampling, n: int, *, request_id: str, pinned: int | None = None
+    ) -> list[Completion]:
+        """See `Engine.generate`. A caller that is cancelled aborts its request.
+
+        Raises:
+            EngineError: the request does not fit, `pinned` is not held, or SGLang refuses it or is dead.
+        """
+        check_prompt(
+            token_ids, sampling.max_new_tokens, max_context=self._max_context, vocab_size=self._sglang.vocab_size
+        )
+        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
+            raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
+        if pinned is not None:
+            if pinned not in self._pins or pinned != self._version:
+                raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
+            self._pins[pinned] += 1
+        self._sglang.check_alive()
+        answers = [Answer(request_id, token_ids, sampling, pinned=pinned is not None) for _ in range(n)]
+        if not self._answers:
+            self._busy_since = self._progress_at = time.monotonic()
+        self._answers.update(answers)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._answer(answer)) for answer in answers]
+        except ExceptionGroup as failed:
+            raise _first(failed) from failed
+        finally:
+            self._answers.difference_update(answers)
+            if not self._answers:
+                self._busy_s += time.monotonic() - self._busy_since
+            async with self._idle:
+                self._idle.notify_all()
+        return [task.result() for task in tasks]
+
+    async def _answer(self, answer: Answer) -> Completion:
+        """Part after part until the answer is whole or aborted."""
+        limit = answer.sampling.max_new_tokens
+        async with self._slots:
+            while True:
+                if not answer.pinned:  # an evaluation finishes what an update would otherwise wait for
+                    await self._open.wait()
+                if answer.aborted:
+                    return answer.completion("abort")
+                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self._version)
+                reason = await self._run(answer, part)
+                answer.part = None
+                async with self._idle:
+                    self._idle.notify_all()
+                if not (reason == "abort" and part.interrupted):
+                    return answer.completion(reason)
+                if len(answer.token_ids) >= limit:
+                    return answer.completion("length")
+
+    async def _run(self, answer: Answer, part: Part) -> FinishReason:
+        """One part; its tokens are added to the answer."""
+        probe = self._gaps is not None and self._gaps.claim(part.rid)
+        output: dict[str, Any] = {}
+        try:
+            async for output in self._sglang.generate(
+                part,
+                answer.prompt + answer.token_ids,
+                answer.sampling,
+                answer.sampling.max_new_tokens - len(answer.token_ids),
+                every_token=probe,
+            ):
+                self._progress_at = time.monotonic()
+                part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
+                if probe and self._gaps is not None:
+                    self._gaps.token(self._progress_at)
+        except asyncio.CancelledError:
+            self._sglang.abort(part.rid)
+            raise
+        finally:
+            if probe and self._gaps is not None:
+                self._gaps.release(part.rid)
+        ids, logprobs = tokens_of(output)
+        spans = output["meta_info"].get("weight_versions")
+        versions = (
+            versions_from_spans(spans, len(ids), self._sglang.late_tokens)
+            if spans and ids
+            else versions_from_boundaries(part, len(ids))
+        )
+        answer.token_ids += ids
+        answer.logprobs += logprobs
+        answer.versions.append(versions)
+        self._tokens += len(ids)
+        return finish_reason(output["meta_info"]["finish_reason"])
+
+    def abort(self, request_id: str) -> None:
+        """See `Engine.abort`; unknown requests are ignored."""
+        for answer in self._answers:
+            if answer.request_id == request_id:
+                answer.aborted = True
+                if answer.part is not None:
+                    answer.part.interrupted = False
+                    self._sglang.abort(answer.part.rid)
+
+    def running_tokens(self) -> Mapping[str, int]:
+        """See `Engine.running_tokens`; exact to the stream interval."""
+        tokens: dict[str, int] = {}
+        for answer in self._answers:
+            tokens[answer.request_id] = tokens.get(answer.request_id, 0) + answer.num_tokens
+        return tokens
+
+    # ---- updates ---------------------------------------------------------------------------------------
+
+    def holds(self) -> int | None:
+        """See `Engine.holds`: SGLang has one set of weights, so an evaluation keeps updates out."""
+        held = [version for version, served in self._pins.items() if served and version == self._version]
+        return held[0] if held else None
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Engine.pause`. Waits for a running evaluation first, for at most evaluation.deadline_s.
+
+        Raises:
+            EngineError: SGLang is dead, or requests did not end for an update.
+        """
+        if self._paused:
+            return
+        await self._until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
+        self._pins.clear()  # nobody has begun to evaluate them: another server may
+        self._open.clear()
+        if mode == "drain":
+            await self._until(lambda: not self._running(), math.inf, "running requests")
+        else:
+            await self._interrupt(everything=mode == "recompute_kv")
+        if self._gaps is not None:
+            self._gaps.pause()
+        await self._sglang.pause()
+        self._paused = True
+
+    async def _interrupt(self, *, everything: bool) -> None:
+        """End parts, which go on as new ones after the update: all of them, or those without a token."""
+        chosen = [a.part for a in self._running() if a.part is not None and (everything or a.part.seen == 0)]
+        for part in chosen:
+            part.interrupted = True
+            self._sglang.abort(part.rid)
+        waiting = {part.rid for part in chosen}
+
+        def ended() -> bool:
+            left = [a.part for a in self._answers if a.part is not None and a.part.rid in waiting]
+            for part in left:  # again, for those that had not reached SGLang yet
+                self._sglang.abort(part.rid)
+            return not left
+
+        await self._until(ended, self._sglang.deadline_s, "requests to end", look_s=0.05)
+
+    async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """See `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
+
+        Raises:
+            EngineError: not paused; or a scheduler could not load, after which the engine is half updated: `resume`
+                and `pin` refuse until a load has succeeded.
+        """
+        if not self._paused:
+            raise EngineError(f"load of version {version} while the engine decodes; pause it first")
+        self._half_updated = f"version {version} was not loaded whole"
+        await asyncio.to_thread(self._staging.write_update, named_tensors, version)
+        self._digests = await self._loaded(version)
+        self._half_updated = ""
+        self._version = version
+        doubt = self._sglang.stream_interval + self._sglang.late_tokens
+        for answer in self._answers:
+            if answer.part is not None:
+                answer.part.boundaries.append((answer.part.seen + doubt, version))
+
+    async def _loaded(self, version: int | None) -> Mapping[str, int]:
+        await self._sglang.run_loader(version)
+        replies = await asyncio.to_thread(self._staging.replies, self._sglang.num_ranks)
+        for reply in replies:
+            if reply.error:
+                raise EngineError(f"scheduler {reply.rank} could not load: {reply.error}")
+        names = {name for reply in replies for name in reply.seconds}
+        self._seconds = {f"apply_{name}_s": max(reply.seconds.get(name, 0.0) for reply in replies) for name in names}
+        return combine(replies, self._staging.shapes())
+
+    async def digest(self) -> Mapping[str, int]:
+        """See `Engine.digest`: of the last load, which took it on the live tensors; asked again, taken anew."""
+        taken, self._digests = self._digests, None
+        if taken is not None:
+            return taken
+        was_paused = self._paused
+        if not was_paused:
+            await self._sglang.pause()
+        await asyncio.to_thread(self._staging.write_digest)
+        try:
+            return await self._loaded(None)
+        finally:
+            if not was_paused:
+                await self._sglang.resume()
+
+    async def resume(self) -> None:
+        """See `Engine.resume`.
+
+        Raises:
+            EngineError: the engine is half updated.
+        """
+        if self._half_updated:
+            raise EngineError(f"the engine is half updated ({self._half_updated}); load a version whole first")
+        if self._paused:
+            await self._sglang.resume()
+            self._paused = False
+            if self._gaps is not None:
+                self._gaps.resume()
+        self._open.set()
+
+    async def pin(self, version: int) -> None:
+        """See `Engine.pin`. The first pinned request makes it hold; before, an update may drop it."""
+        if self._half_updated or version != self._version:
+            raise EngineError(f"version {version} cannot be pinned; version {self._version} is live")
+        self._pins.setdefault(version, 0)
+
+    async def unpin(self, version: int) -> None:
+        """See `Engine.unpin`."""
+        self._pins.pop(version, None)
+        async with self._idle:
+            self._idle.notify_all()
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    async def health(self) -> Health:
+        """See `Engine.health`.
+
+        Raises:
+            EngineError: a process of SGLang has died, or running requests show no token for
+                rollout.engine_deadline_s.
+        """
+        self._sglang.check_alive()
+        running = len(self._running())
+        now = time.monotonic()
+        if running == 0 or self._paused:
+            self._progress_at = now
+        elif now - self._progress_at > self._sglang.deadline_s:
+            raise self._sglang.fail(
+                f"{running} requests run and no token came for {now - self._progress_at:.0f} s [silent]"
+            )
+        in_flight = sum(answer.part.seen for answer in self._answers if answer.part is not None)
+        memory = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        return Health(
+            version=self._version,
+            running=running,
+            waiting=len(self._answers) - running,
+            generated_tokens=self._tokens + in_flight,
+            busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
+            memory_bytes=memory[1] - memory[0],
+            detail={**self._seconds, **(self._gaps.detail() if self._gaps is not None else {})},
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        for answer in self._answers:
+            answer.aborted = True
+        self._open.set()
+        await self._sglang.close()
+        self._staging.close()
+
+    def _running(self) -> list[Answer]:
+        return [answer for answer in self._answers if answer.part is not None]
+
+    async def _until(self, done: Callable[[], bool], limit_s: float, what: str, *, look_s: float = 1.0) -> None:
+        """Wait until `done()`; looks again when a request ends and every `look_s`, and whether SGLang lives."""
+        started = time.monotonic()
+        while not done():
+            waited = time.monotonic() - started
+            if waited > limit_s:
+                raise EngineError(f"an update waited {waited:.0f} s for {what} [slow]")
+            self._sglang.check_alive()
+            try:
+                async with asyncio.timeout(look_s), self._idle:
+                    if not done():
+                        await self._idle.wait()
+            except TimeoutError:
+                continue
+
+
+def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
+    """Ours for SGLang's {"type": "stop" | "length" | "abort", ...}."""
+    kind = (reason or {}).get("type")
+    if kind == "length":
+        return "length"
+    return "stop" if kind == "stop" else "abort"
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of each tensor of a Hugging Face folder, without those that a model does not hold."""
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tied = bool(described.get("tie_word_embeddings"))
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                    yield name, "", tuple(opened.get_slice(name).get_shape())
+
+
+def _first(group: BaseExceptionGroup[Exception]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,200 @@
+"""SGLang itself: the one place that imports it. Starts it, speaks to its tokenizer manager, watches its children.
+
+The methods that SGLang's `Engine` offers for pauses and updates are blocking or absent, so its tokenizer manager,
+which is asyncio and lives on our loop, is called directly; every call has a deadline.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
+
+import torch
+
+from configs.schema import Config
+from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
+from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.requests import Part, request_extra_key
+from rollout_server.engines.sglang_path import prepare_cpu
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CLOSE_DEADLINE_S = 60.0
+
+
+def _ignore_sigquit(_number: int, _frame: object) -> None:
+    """SGLang's children send SIGQUIT when they fail; its own handler would kill this process without a word."""
+
+
+def on_cuda(config: Config) -> bool:
+    """Whether the engine of this configuration runs on GPUs."""
+    return config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
+
+
+class SGLangProcess:
+    """One SGLang with its schedulers. Make it on the event loop that will use it; that blocks until it serves.
+
+    Raises:
+        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
+        EngineStartFailed: it did not start.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.deadline_s = config.rollout.engine_deadline_s
+        self.num_ranks = config.placement.tensor_parallel
+        cuda = on_cuda(config)
+        if not cuda:
+            prepare_cpu()
+        logging.getLogger("sglang").setLevel(logging.WARNING)  # at INFO it logs its arguments, keys included
+        try:
+            import sglang
+            from sglang.srt.managers import io_struct
+            from sglang.srt.server_args import ServerArgs
+        except ImportError as error:
+            raise EngineError(
+                f"rollout.engine: 'sglang' cannot be imported ({error}); install it with scripts/install.sh"
+                f" --venv .venv {'sglang' if cuda else 'sglang-cpu'}, or take rollout.engine: torch"
+            ) from error
+        fields = getattr(ServerArgs, "__struct_fields__", None) or [f.name for f in dataclasses.fields(ServerArgs)]
+        arguments = server_arguments(config, known=fields, cuda=cuda)
+        if "custom_sigquit_handler" in fields:
+            arguments["custom_sigquit_handler"] = _ignore_sigquit
+        self.stream_interval = int(arguments["stream_interval"])
+        self.late_tokens = 0 if arguments.get("disable_overlap_schedule") else 1
+        """Tokens of a forward that was in flight when an update came, booked after it."""
+        self._requests = io_struct
+        self._failure = ""
+        before = {child.pid for child in multiprocessing.active_children()}
+        try:
+            self._engine = sglang.Engine(**arguments)
+        except (RuntimeError, OSError, EOFError) as error:
+            raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {error}") from error
+        except (ValueError, TypeError, AssertionError) as error:
+            raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
+        self._children = [child for child in multiprocessing.active_children() if child.pid not in before]
+        self._manager = self._engine.tokenizer_manager
+        self._manager.auto_create_handle_loop()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGQUIT, self._on_sigquit)
+        self.vocab_size = int(self._manager.model_config.vocab_size)
+        # an empty list: what an update carries stands in the staging folder
+        self._no_tensors = [sglang.srt.utils.MultiprocessingSerializer.serialize([]) for _ in range(self.num_ranks)]
+        log.info("SGLang %s serves with %d scheduler(s)", sglang.__version__, self.num_ranks)
+
+    def pids(self) -> list[int]:
+        """Process ids of SGLang's children."""
+        return [child.pid for child in self._children if child.pid is not None]
+
+    def check_alive(self) -> None:
+        """Raises EngineError when a child of SGLang has died, with what is known of it."""
+        dead = [child for child in self._children if not child.is_alive()]
+        if dead:
+            ended = ", ".join(f"{child.name} (pid {child.pid}) ended with {child.exitcode}" for child in dead)
+            raise EngineError(f"SGLang is dead: {ended} [closed]")
+        if self._failure:
+            raise EngineError(f"SGLang is dead: {self._failure} [closed]")
+
+    def fail(self, reason: str) -> EngineError:
+        """Take the engine for dead; the error to raise."""
+        self._failure = self._failure or reason
+        return EngineError(f"SGLang is dead: {reason}")
+
+    async def generate(
+        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int, *, every_token: bool
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Outputs of one request, each with all tokens so far; the last one has a finish reason.
+
+        Raises:
+            EngineError: SGLang refuses the request.
+        """
+        parameters: dict[str, Any] = {
+            "max_new_tokens": new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+        }
+        if every_token:
+            parameters["stream_interval"] = 1
+        request = self._requests.GenerateReqInput(
+            input_ids=token_ids,
+            sampling_params=parameters,
+            rid=part.rid,
+            return_logprob=True,
+            logprob_start_len=-1,
+            stream=True,
+            extra_key=request_extra_key(part.version),
+        )
+        try:
+            async for output in self._manager.generate_request(request, None):
+                yield output
+        except ValueError as error:
+            raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
+
+    def abort(self, rid: str) -> None:
+        """End a request; it comes back with what it has. Unknown ones are ignored."""
+        self._manager.abort_request(rid)
+
+    async def pause(self) -> None:
+        """Stop between two forwards, requests and their KV in place."""
+        request = self._requests.PauseGenerationReqInput(mode="in_place")
+        await self._within(self._manager.pause_generation(request), "pause")
+
+    async def resume(self) -> None:
+        """Go on."""
+        request = self._requests.ContinueGenerationReqInput(torch_empty_cache=False)
+        await self._within(self._manager.continue_generation(request), "resume")
+
+    async def run_loader(self, version: int | None) -> None:
+        """Run our loader in every scheduler; with a version, tokens from now on are booked under it.
+
+        The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
+        scheduler. Namespaces of the prefix cache make it unnecessary.
+
+        Raises:
+            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
+        """
+        request = self._requests.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=self._no_tensors,
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=None if version is None else str(version),
+        )
+        success, message = await self._within(self._manager.update_weights_from_tensor(request, None), "load weights")
+        if not success:
+            raise EngineError(f"SGLang refuses an update: {message}")
+
+    async def close(self) -> None:
+        """End SGLang's children."""
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        try:
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await asyncio.to_thread(self._engine.shutdown)
+        except TimeoutError as error:
+            raise EngineError(f"SGLang did not end within {CLOSE_DEADLINE_S:g} s: pids {self.pids()}") from error
+
+    async def _within(self, call: Awaitable[T], what: str) -> T:
+        """Await a call for at most the deadline, and no longer than SGLang lives."""
+        task = asyncio.ensure_future(call)
+        waited = 0.0
+        while waited < self.deadline_s:
+            done, _ = await asyncio.wait({task}, timeout=min(1.0, self.deadline_s - waited))
+            if done:
+                return task.result()
+            waited += 1.0
+            try:
+                self.check_alive()
+            except EngineError:
+                task.cancel()
+                raise
+        task.cancel()
+        reason = f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]"
+        raise self.fail(reason)
+
+    def _on_sigquit(self) -> None:
+        self._failure = self._failure or f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"

@@ -1,0 +1,100 @@
+"""Answers in progress: the parts that updates cut them into, and the version of each token. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_server.engines.base import EngineError
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One request to SGLang: an answer, or what is left of it after it was interrupted."""
+
+    rid: str
+    version: int
+    """Live when the part started; the prefix cache is keyed by it."""
+    seen: int = 0
+    """Tokens that have arrived here so far."""
+    boundaries: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, version) of each update that came while the part ran; an upper bound of where it began."""
+    interrupted: bool = False
+    """Ended for an update; goes on as another part."""
+
+
+def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
+    """[count] version of each token, where the engine records none (SGLang before 0.5.20).
+
+    Example: a part that started at version 3 with boundaries [(2, 4)] and 4 tokens gives [3, 3, 4, 4].
+    """
+    versions = np.full(count, part.version, np.int32)
+    for first, version in part.boundaries:
+        versions[first:] = version
+    return versions
+
+
+def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tokens: int) -> NDArray[np.int32]:
+    """[count] version of each token from SGLang's spans ({version, start, end}, ascending).
+
+    Args:
+        spans: as in meta_info["weight_versions"].
+        count: tokens of the part.
+        late_tokens: tokens that may have been sampled before an update and booked after it (1 with overlapped
+            scheduling): they get the older version.
+
+    Raises:
+        EngineError: the spans do not cover the tokens, or name a version that is none of ours.
+    """
+    versions = np.full(count, -1, np.int32)
+    for position, span in enumerate(spans):
+        if not str(span["version"]).lstrip("-").isdigit():
+            raise EngineError(f"SGLang reports tokens of weight version {span['version']!r}, which is not ours")
+        first = int(span["start"]) + (late_tokens if position else 0)
+        versions[first : int(span["end"])] = int(span["version"])
+        if position:  # what a late token took from the next span goes to the one before
+            versions[int(span["start"]) : first] = int(spans[position - 1]["version"])
+    if (versions < 0).any():
+        raise EngineError(f"SGLang's spans {list(spans)!r} do not cover {count} tokens")
+    return versions
+
+
+def request_extra_key(version: int) -> str:
+    """Namespace of the prefix cache: a request reuses only what was computed under the version it starts at."""
+    return f"w{version}"
+
+
+def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """Token ids and logprobs of a part's output; a part that never ran has none.
+
+    Raises:
+        EngineError: ids and logprobs disagree.
+    """
+    meta = output["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    ids = [int(pair[1]) for pair in pairs]
+    if ids != [int(token) for token in output.get("output_ids") or []]:
+        raise EngineError(f"SGLang returned {len(output.get('output_ids') or [])} tokens and {len(ids)} logprobs")
+    return ids, [float(pair[0]) for pair in pairs]
+
+
+def check_prompt(token_ids: Sequence[int], new_tokens: int, *, max_context: int, vocab_size: int) -> None:
+    """Raises EngineError for a request that the engine could not serve as asked."""
+    if not token_ids or new_tokens < 1:
+        raise EngineError(f"prompt of {len(token_ids)} tokens, max_new_tokens {new_tokens}: each must be at least 1")
+    if len(token_ids) + new_tokens > max_context:
+        raise EngineError(
+            f"prompt of {len(token_ids)} tokens + max_new_tokens {new_tokens} exceeds the context of {max_context}"
+            " (data.max_prompt_tokens + rollout.max_new_tokens)"
+        )
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise EngineError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value at `share` of the sorted values, 0 without any."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,0 +1,156 @@
+"""The folder through which a rollout server and its schedulers speak about an update.
+
+The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map:
+CUDA memory by its IPC handle, host memory as a file in shared memory. Each scheduler answers with one reply. Nothing is
+pickled, and nobody but this user can open the folder.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from rollout_server.engines.base import EngineError
+
+FOLDER = "SLIPSTREAM_STAGING"
+"""Environment variable that tells the schedulers where the folder is."""
+REQUEST = "request.msgpack"
+CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one scheduler says of an update."""
+
+    rank: int
+    error: str
+    slices: Mapping[str, tuple[tuple[int, ...], int, int]]
+    """name -> (start, elements, digest) of the part that this rank holds."""
+    seconds: Mapping[str, float]
+
+
+class StagingFolder:
+    """The server's side. Set the environment before the schedulers start: `os.environ[FOLDER] = str(staging.path)`."""
+
+    def __init__(self) -> None:
+        shared_memory = Path("/dev/shm")
+        root = str(shared_memory) if os.access(shared_memory, os.W_OK) else None
+        self.path = Path(tempfile.mkdtemp(prefix="slipstream-", dir=root))  # mode 0700
+        self._sequence = 0
+        self._tensors: list[list[Any]] = []
+        self._handles: dict[int, dict[str, Any]] = {}
+        self._files: list[torch.Tensor] = []
+
+    def write_update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Describe an update; bytes in host memory are copied into shared memory, CUDA memory is only named."""
+        storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        tensors: list[list[Any]] = []
+        kept = []
+        for name, tensor in named_tensors:
+            whole = tensor.detach().contiguous()
+            if whole.dtype not in NAMES:
+                raise EngineError(f"tensor {name!r} has dtype {whole.dtype}; the engine takes {sorted(DTYPES)}")
+            kept.append(whole)
+            storage = whole.untyped_storage()
+            number, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
+            offset = whole.storage_offset() * whole.element_size()
+            tensors.append([name, NAMES[whole.dtype], list(whole.shape), number, offset])
+        memory = [
+            self._cuda(storage) if storage.device.type == "cuda" else self._file(number, storage)
+            for number, storage in storages.values()
+        ]
+        self._tensors = tensors
+        self._write({"version": version, "load": True, "memory": memory})
+
+    def write_digest(self) -> None:
+        """Ask for the digests of what is live. Raises EngineError before the first update: nothing is known yet."""
+        if not self._tensors:
+            raise EngineError("no update has named this model's tensors yet, so there is nothing to digest")
+        self._write({"version": -1, "load": False, "memory": []})
+
+    def name_tensors(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+        """(name, dtype, shape) of the model, so that `write_digest` works before the first update."""
+        self._tensors = [[name, dtype, list(shape), 0, 0] for name, dtype, shape in tensors]
+
+    def replies(self, num_ranks: int) -> list[Reply]:
+        """Replies of all schedulers to the last request.
+
+        Raises:
+            EngineError: a scheduler has not answered this request.
+        """
+        found = []
+        for rank in range(num_ranks):
+            try:
+                reply = msgpack.unpackb((self.path / f"reply.{rank}.msgpack").read_bytes())
+            except (OSError, ValueError) as error:
+                raise EngineError(f"scheduler {rank} left no reply to an update: {error}") from error
+            if reply["sequence"] != self._sequence:
+                raise EngineError(f"scheduler {rank} answered update {reply['sequence']}, not {self._sequence}")
+            slices = {name: (tuple(start), count, digest) for name, start, count, digest in reply["slices"]}
+            found.append(Reply(rank, reply["error"], slices, reply["seconds"]))
+        return found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shape of each tensor of the last request."""
+        return {name: tuple(shape) for name, _, shape, _, _ in self._tensors}
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._files.clear()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write(self, request: dict[str, Any]) -> None:
+        self._sequence += 1
+        body = msgpack.packb({"sequence": self._sequence, "tensors": self._tensors, **request})
+        part = self.path / f"{REQUEST}.part"
+        part.write_bytes(body)
+        part.replace(self.path / REQUEST)
+
+    def _cuda(self, storage: torch.UntypedStorage) -> dict[str, Any]:
+        # once per buffer: each export adds to a reference count, and the schedulers keep the memory mapped
+        pointer = storage.data_ptr()
+        if pointer not in self._handles:
+            handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
+            self._handles[pointer] = dict(zip(CUDA_HANDLE, handle, strict=True))
+        return {"kind": "cuda", **self._handles[pointer]}
+
+    def _file(self, number: int, storage: torch.UntypedStorage) -> dict[str, Any]:
+        size = storage.nbytes()
+        path = self.path / f"memory.{number}"
+        if number == len(self._files):
+            self._files.append(torch.empty(0, dtype=torch.uint8))
+        if self._files[number].numel() != size:
+            path.unlink(missing_ok=True)  # whoever has the old one mapped keeps it until it maps the new one
+            self._files[number] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+        self._files[number].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return {"kind": "file", "path": str(path), "size": size, "inode": path.stat().st_ino}
+
+
+def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Digest of each tensor from the slices that the schedulers hold; they add up over disjoint slices.
+
+    A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
+    """
+    parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
+    wrong: set[str] = set()
+    for reply in replies:
+        for name, (start, count, digest) in reply.slices.items():
+            known = parts.setdefault(name, {}).setdefault(start, (count, digest))
+            if known != (count, digest):
+                wrong.add(name)
+    digests = {}
+    for name, slices in parts.items():
+        size = 1
+        for extent in shapes[name]:
+            size *= extent
+        if name not in wrong and sum(count for count, _ in slices.values()) == size:
+            digests[name] = sum(digest for _, digest in slices.values()) & ((1 << 64) - 1)
+    return digests
