@@ -16,7 +16,7 @@ import torch
 
 from rollout_server.engines.sglang.layout import live_slices
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, DTYPES, FOLDER, REQUEST
-from weight_bus.digest import slice_digest
+from weight_bus.digest import Part, slice_digests
 
 _mapped: dict[str, tuple[Any, torch.Tensor]] = {}
 """Memory of the server that this process has mapped, by what names it, with its key."""
@@ -52,7 +52,7 @@ def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any]) -> No
     loaded = time.monotonic()
     shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
     slices = list(live_slices(model, shapes))
-    digests = [slice_digest(piece.view, piece.full_shape, piece.start) for piece in slices]
+    digests = slice_digests(Part(piece.view, piece.full_shape, piece.start) for piece in slices)
     reply["slices"] = [
         [piece.name, list(piece.start), piece.view.numel(), digest]
         for piece, digest in zip(slices, digests, strict=True)

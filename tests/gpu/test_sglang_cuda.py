@@ -1,0 +1,169 @@
+"""SGLang on a GPU: updates through CUDA IPC, digests of the live tensors, tensor parallelism."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from configs.schema import Config
+from rollout_server.engines.base import PauseMode, Sampling
+from weight_bus.digest import slice_digest
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+VOCAB = 1003
+"""Not a multiple of anything: SGLang pads it."""
+MODES: tuple[PauseMode, ...] = ("keep_kv", "recompute_kv", "drain")
+
+
+def make_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """A random Qwen3 in bfloat16; its tensors as they are in the file."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    described = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        dtype=torch.bfloat16,
+    )
+    model = Qwen3ForCausalLM(described).to(torch.bfloat16)
+    model.save_pretrained(folder)
+    text = json.loads((folder / "config.json").read_text())
+    assert text["vocab_size"] == VOCAB
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def settings(folder: Path, tensor_parallel: int) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 256},
+            "rollout": {
+                "engine": "sglang",
+                "dtype": "bfloat16",
+                "max_new_tokens": 512,
+                "max_running": 64,
+                "sglang": {"attention_backend": "triton", "mem_fraction_static": 0.3},
+            },
+            "learner": {"compute_dtype": "bfloat16"},
+            "placement": {
+                "device": "cuda",
+                "split": f"{tensor_parallel}:1",
+                "tensor_parallel": tensor_parallel,
+            },
+            "weight_bus": {"backend": "nccl"},
+        }
+    )
+
+
+@asynccontextmanager
+async def started(config: Config) -> AsyncIterator[object]:
+    from rollout_server.engines import build_engine
+
+    engine = build_engine(config)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+class Buckets:
+    """An update as the weight bus stages it: views into one flat buffer on the first GPU."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.layout: list[tuple[str, torch.Tensor]] = []
+        total = sum(-(-t.numel() * 2 // 64) * 64 for t in tensors.values())
+        self.flat = torch.empty(total, dtype=torch.uint8, device="cuda:0")
+        offset = 0
+        for name, tensor in tensors.items():
+            size = tensor.numel() * 2
+            view = self.flat[offset : offset + size].view(torch.bfloat16).view(tensor.shape)
+            self.layout.append((name, view))
+            offset += -(-size // 64) * 64
+
+    def fill(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        for name, view in self.layout:
+            view.copy_(tensors[name])
+        torch.cuda.synchronize()
+        return {name: slice_digest(tensor.cpu()) for name, tensor in tensors.items()}
+
+
+async def update(engine: object, buckets: Buckets, version: int, mode: PauseMode) -> Mapping[str, int]:
+    await engine.pause(mode)  # type: ignore[attr-defined]
+    await engine.load(buckets.layout, version)  # type: ignore[attr-defined]
+    digests: Mapping[str, int] = await engine.digest()  # type: ignore[attr-defined]
+    await engine.resume()  # type: ignore[attr-defined]
+    return digests
+
+
+async def twenty_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int) -> None:
+    sampling = Sampling(max_new_tokens=400, stop_token_ids=())
+    async with started(settings(folder, tensor_parallel)) as engine:
+        assert await engine.digest() == {n: slice_digest(t) for n, t in tensors.items()}  # type: ignore[attr-defined]
+        buckets = Buckets(tensors)
+        for version in range(1, 21):
+            mode = MODES[version % 3]
+            prompt = np.random.default_rng(version).integers(2, VOCAB, 32).tolist()
+            running = asyncio.create_task(
+                engine.generate(prompt, sampling, 16, request_id=f"r{version}")  # type: ignore[attr-defined]
+            )
+            await asyncio.sleep(0.5)
+            changed = {n: (t.float() + 0.01 * torch.randn(t.shape)).to(torch.bfloat16) for n, t in tensors.items()}
+            want = buckets.fill(changed)
+            assert await update(engine, buckets, version, mode) == want, (version, mode)
+            for completion in await running:
+                assert completion.token_ids.size == 400
+                assert np.isfinite(completion.logprobs).all()
+                assert (np.diff(completion.versions) >= 0).all()
+                assert set(completion.versions.tolist()) <= {version - 1, version}
+        health = await engine.health()  # type: ignore[attr-defined]
+        print(f"tp {tensor_parallel}: {health.detail}")
+
+
+def run(job: Callable[[], Awaitable[None]]) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(job())  # type: ignore[arg-type]
+
+
+def test_live_digests_equal_for_twenty_updates_through_cuda_ipc(tmp_path: Path) -> None:
+    tensors = make_folder(tmp_path)
+    run(lambda: twenty_updates(tmp_path, tensors, 1))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_live_digests_equal_over_two_tensor_parallel_ranks(tmp_path: Path) -> None:
+    tensors = make_folder(tmp_path)
+    run(lambda: twenty_updates(tmp_path, tensors, 2))
+
+
+def test_a_flipped_bit_in_the_buffer_shows_in_the_live_digest(tmp_path: Path) -> None:
+    tensors = make_folder(tmp_path)
+
+    async def job() -> None:
+        async with started(settings(tmp_path, 1)) as engine:
+            buckets = Buckets(tensors)
+            want = buckets.fill(tensors)
+            buckets.flat[12345] ^= 1
+            torch.cuda.synchronize()
+            held = await update(engine, buckets, 1, "keep_kv")
+            assert len([name for name in want if held[name] != want[name]]) == 1
+
+    run(job)
