@@ -14,7 +14,7 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, Limits, Message, WireError
+from replay.channel import ChannelError, Dealer, Limits, Message, WireError, load_keys
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class BatchReader:
         self._last_commit: m.Committed | None = None
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
-        self._dealer = Dealer(address, f"learner-{rank}.{secrets.token_hex(4)}", m.FROM_REPLAY, limits)
+        identity = f"learner-{rank}.{secrets.token_hex(4)}"
+        self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=load_keys(config.network.keys))
 
     def connect(self) -> str:
         """Find out which run replay serves; its id is part of everything on the wire.

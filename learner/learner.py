@@ -104,7 +104,8 @@ class Learner:
         if every and batch.step % every == 0:
             write_rollouts(self.config.run_dir, batch, advantages)
         lag = self.config.replay.async_lag
-        packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device)
+        unpadded = self.policy.unpadded
+        packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device, unpadded=unpadded)
         sums = accumulate_gradients(
             self.policy,
             packed.microbatches,

@@ -1,8 +1,11 @@
-"""Logprobs of given tokens from logits, in float32, without ever holding float32 logits whole.
+"""Logprobs of given tokens in float32, without ever holding float32 logits whole.
 
 The logits of a microbatch are its largest tensor: tokens × vocabulary. A float32 copy, its log-softmax and the
-softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens; what is
-kept between them is the logits themselves, and the only new tensor of their size is their gradient.
+softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens.
+
+    token_logprobs  from logits: they are kept, and the only new tensor of their size is their gradient
+    head_logprobs   from the hidden states in front of the output head: the gradient of the logits is never whole, and
+                    above KEEP_LOGITS_BYTES the logits are not either; the backward computes them a second time
 """
 
 from typing import Any
@@ -10,7 +13,12 @@ from typing import Any
 import torch
 
 CHUNK_TOKENS = 1024
-"""Tokens per chunk: 1024 × 152k vocabulary × 4 bytes = 0.6 GB of working memory."""
+"""Tokens per chunk: 1024 × 152k vocabulary × 4 bytes = 0.6 GB, a few times over while it is worked on."""
+
+KEEP_LOGITS_BYTES = 4 * 1024**3
+"""Logits up to this size wait for the backward: 14k tokens of 152k vocabulary in bfloat16. At 16k tokens keeping them
+whole with their gradient would be 10 GB; computing them twice is 2 products of tokens × hidden × vocabulary instead
+of keeping any."""
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -36,13 +44,63 @@ class _TokenLogprobs(torch.autograd.Function):
         grad = torch.empty_like(logits)
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            # torch's own backward, not the formula written out: at probabilities near 1 the gradient is a difference
-            # of nearly equal numbers, and AdamW makes such rounding visible in elements of almost no gradient.
-            with torch.enable_grad():
-                piece = logits[part].detach().requires_grad_()
-                logprobs = _log_softmax(piece, ctx.temperature).gather(1, targets[part, None]).squeeze(1)
-            (grad[part],) = torch.autograd.grad(logprobs, piece, grads[0][part])
+            grad[part] = _logits_gradient(logits[part], targets[part], ctx.temperature, grads[0][part])
         return grad, None, None, None
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        keep_bytes: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(logprobs)
+        keep = len(targets) * len(weight) * hidden.element_size() <= keep_bytes
+        kept = []
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            logits = hidden[part] @ weight.T
+            log_p = _log_softmax(logits, temperature)
+            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            entropy[part] = -(log_p.exp() * log_p).sum(1)
+            if keep:
+                kept.append(logits)
+        ctx.save_for_backward(hidden, weight, targets, *kept)
+        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+        hidden, weight, targets, *kept = ctx.saved_tensors
+        hidden_grad = torch.empty_like(hidden)
+        # Sums over chunks in float32: in 16 bit each addition would round.
+        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for number, start in enumerate(range(0, len(targets), ctx.chunk)):
+            part = slice(start, start + ctx.chunk)
+            logits = kept[number] if kept else hidden[part] @ weight.T
+            grad = _logits_gradient(logits, targets[part], ctx.temperature, grads[0][part])
+            hidden_grad[part] = grad @ weight
+            weight_grad += grad.T @ hidden[part]
+        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None
+
+
+def _logits_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, upstream: torch.Tensor
+) -> torch.Tensor:
+    # torch's own backward, not the formula written out: at probabilities near 1 the gradient is a difference
+    # of nearly equal numbers, and AdamW makes such rounding visible in elements of almost no gradient.
+    with torch.enable_grad():
+        piece = logits.detach().requires_grad_()
+        logprobs = _log_softmax(piece, temperature).gather(1, targets[:, None]).squeeze(1)
+    (grad,) = torch.autograd.grad(logprobs, piece, upstream)
+    return grad
 
 
 def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -69,3 +127,31 @@ def token_logprobs(
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _TokenLogprobs.apply(flat, targets.reshape(-1), temperature, chunk)  # type: ignore[no-untyped-call]
     return logprobs.view(targets.shape), entropy.view(targets.shape)
+
+
+def head_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    *,
+    chunk: int = CHUNK_TOKENS,
+    keep_bytes: int = KEEP_LOGITS_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As token_logprobs of hidden @ weight.T, with less memory.
+
+    Args:
+        hidden: [n, H], what the output head is given.
+        weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
+        targets: [n] int64.
+        temperature: the one the tokens were sampled at.
+        chunk: tokens whose float32 logits are held at once.
+        keep_bytes: up to this size the logits (in the dtype of `hidden`) are kept for the backward.
+
+    Returns:
+        Logprobs [n] float32, with a gradient to `hidden` and `weight`; entropy [n] float32, without.
+    """
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}")
+    logprobs, entropy = _HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, keep_bytes)  # type: ignore[no-untyped-call]
+    return logprobs, entropy

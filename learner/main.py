@@ -14,14 +14,21 @@ from pathlib import Path
 from types import FrameType
 
 from configs.loading import ConfigError, add_arguments, from_arguments, load
+from configs.placement import PlacementError
+from configs.plan import Role, table
 from configs.schema import Config
-from learner.launch.launcher import Launcher, RunFailed
+from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
+from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
+from replay.lifeline import die_with_parent
 from replay.prompts import DataError
 from replay.quickstart_input import InputError, make_if_missing
+
+REFUSALS = (ConfigError, PlacementError, PreflightError, InputError, DataError, FingerprintError, ChannelError)
+"""What is said in one line, with exit code 2."""
 
 
 class Interrupted(Exception):
@@ -33,18 +40,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m learner.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
+    parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
     args = parser.parse_args()
+    if args.parent is not None:
+        die_with_parent(args.parent)
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     try:
         config = prepare(args)
         say(config.arithmetic())
+        view = LiveView(config, "off" if args.dry_run else config.tracking.live)
+        launcher = Launcher(config, args.resume is not None, view)
+        plan = launcher.plan()
         if args.dry_run:
+            roles: tuple[Role, ...] = ("replay", "learner", "rollout")
+            sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
-        check_available(config)
-        return run(config, resume=args.resume is not None)
-    except (ConfigError, PreflightError, InputError, DataError, FingerprintError, ChannelError) as error:
+        check_available(config, runs_servers=config.placement.local_rollouts)
+        return run(launcher)
+    except REFUSALS as error:
         say(f"refused: {error}")
         return 2
 
@@ -69,10 +84,9 @@ def prepare(args: argparse.Namespace) -> Config:
     return config
 
 
-def run(config: Config, *, resume: bool) -> int:
+def run(launcher: Launcher) -> int:
     """Run to the end; everything that was started is ended, whatever happens."""
-    view = LiveView(config, config.tracking.live)
-    launcher = Launcher(config, resume, view)
+    config, view = launcher.config, launcher.view
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, interrupt)
     started = time.monotonic()

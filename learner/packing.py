@@ -1,12 +1,17 @@
-"""From a rank's part of a batch to its microbatches: right-padded tensors, aligned to the predicted token.
+"""From a rank's part of a batch to its microbatches: tensors aligned to the predicted token.
 
 Pure. The number of microbatches and who is in which was fixed by replay for all ranks at once; this only
-lays tokens out. Right padding needs no attention mask: under causal attention a token sees only what stands
-left of it, so padding on the right is seen by padding alone, and padding is never in the loss. It also leaves
-position ids at 0, 1, 2, ... for every row, as in the engine that sampled.
+lays tokens out, in one of two ways:
+
+    padded    one row a trajectory, padded on the right. That needs no attention mask: under causal attention a token
+              sees only what stands left of it, so padding is seen by padding alone, and padding is never in the loss.
+    unpadded  all trajectories in a single row, for attention that is told where each starts (learner/attention.py);
+              the measurements have one column for each token in the loss and no other.
+
+Either way position ids are 0, 1, 2, ... in every trajectory, as in the engine that sampled.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,8 +28,28 @@ class PackingError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """How trajectories lie in the single row of an unpadded microbatch.
+
+    Example: trajectories of 4 and 2 tokens, the answers being [9, 2] and [5], have position_ids [[0, 1, 2, 3, 0, 1]],
+    starts [0, 4, 6], longest 4, kept [1, 2, 4].
+    """
+
+    position_ids: torch.Tensor
+    """[1, total] int64."""
+    starts: torch.Tensor
+    """[trajectories + 1] int32, first position of each, then the total."""
+    longest: int
+    """Tokens of the longest trajectory."""
+    kept: torch.Tensor
+    """[n] int64, positions whose next token is in the loss; column j of the microbatch speaks of position kept[j]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
     """One forward. Column t of every array but input_ids speaks of the token predicted from position t.
+
+    Without padding (`row` is given) B is 1, and instead of T-1 columns there are as many as tokens in the loss.
 
     Example: prompt [7, 8], answer [9, 2] of behaviour logprobs [-0.1, -0.3] give
     input_ids [[7, 8, 9, 2]], mask [[0, 1, 1]], behaviour_logprobs [[0, -0.1, -0.3]].
@@ -40,22 +65,31 @@ class Microbatch:
     """[B, T-1] float32, the trajectory's advantage at its answer tokens, 0 elsewhere."""
     lags: torch.Tensor
     """[B, T-1] float32, version being trained minus version that sampled the token, 0 where the mask is 0."""
+    row: Row | None = None
+    """None if padded."""
 
     @property
     def targets(self) -> torch.Tensor:
         """[B, T-1] the predicted tokens."""
-        return self.input_ids[:, 1:]
+        return self.input_ids[:, 1:] if self.row is None else self.input_ids[:, self.row.kept + 1]
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch on a device."""
         if self.input_ids.device == device:
             return self
+        row = self.row and replace(
+            self.row,
+            position_ids=self.row.position_ids.to(device, non_blocking=True),
+            starts=self.row.starts.to(device, non_blocking=True),
+            kept=self.row.kept.to(device, non_blocking=True),
+        )
         return Microbatch(
             input_ids=self.input_ids.to(device, non_blocking=True),
             mask=self.mask.to(device, non_blocking=True),
             behaviour_logprobs=self.behaviour_logprobs.to(device, non_blocking=True),
             advantages=self.advantages.to(device, non_blocking=True),
             lags=self.lags.to(device, non_blocking=True),
+            row=row,
         )
 
 
@@ -85,6 +119,7 @@ def pack(
     *,
     async_lag: int,
     device: torch.device | None = None,
+    unpadded: bool = False,
 ) -> Packed:
     """Exactly `batch.num_microbatches` microbatches of this rank, in order.
 
@@ -98,6 +133,7 @@ def pack(
             token in the loss.
         async_lag: largest lag a token in the loss may have (invariant 1, the learner's own look at it).
         device: where the tensors go; none leaves them in host memory.
+        unpadded: the layout, see above.
 
     Raises:
         PackingError: arrays disagree in length, an index is out of range, a trajectory has no prompt, a token in
@@ -112,11 +148,12 @@ def pack(
     trained = active & (batch.all_loss_tokens > 0)
     for row in np.flatnonzero(trained[batch.trajectory]):
         rows_of[batch.microbatch[row]].append(int(row))
-    made = [_microbatch(batch, advantages, lags, rows, (token_starts, answer_starts)) for rows in rows_of]
+    lay_out = _unpadded if unpadded else _padded
+    made = [lay_out(batch, advantages, lags, rows, (token_starts, answer_starts)) for rows in rows_of]
     return Packed([m.to(device) if device is not None else m for m in made], global_tokens(batch, active))
 
 
-def _microbatch(
+def _padded(
     batch: Batch,
     advantages: NDArray[np.float32],
     lags: NDArray[np.int32],
@@ -144,6 +181,58 @@ def _microbatch(
         behaviour_logprobs=torch.from_numpy(behaviour),
         advantages=torch.from_numpy(advantage),
         lags=torch.from_numpy(lag),
+    )
+
+
+def _unpadded(
+    batch: Batch,
+    advantages: NDArray[np.float32],
+    lags: NDArray[np.int32],
+    rows: list[int],
+    starts: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> Microbatch:
+    if not rows:
+        return _dummy_row()
+    token_starts, answer_starts = starts
+    lengths = [int(token_starts[row + 1] - token_starts[row]) for row in rows]
+    firsts = np.concatenate([[0], np.cumsum(lengths)])
+    columns, answers, advantage = [], [], []
+    for first, row in zip(firsts[:-1], rows, strict=True):
+        in_loss = np.flatnonzero(batch.loss_mask[answer_starts[row] : answer_starts[row + 1]])
+        columns.append(first + batch.prompt_lengths[row] - 1 + in_loss)
+        answers.append(answer_starts[row] + in_loss)
+        advantage.append(np.full(len(in_loss), advantages[batch.trajectory[row]], np.float32))
+    tokens = np.concatenate([batch.token_ids[token_starts[row] : token_starts[row + 1]] for row in rows])
+    chosen = np.concatenate(answers)
+    return Microbatch(
+        input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
+        mask=torch.ones(1, len(chosen)),
+        behaviour_logprobs=torch.from_numpy(batch.logprobs[chosen].astype(np.float32))[None],
+        advantages=torch.from_numpy(np.concatenate(advantage))[None],
+        lags=torch.from_numpy(lags[chosen].astype(np.float32))[None],
+        row=Row(
+            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+            starts=torch.from_numpy(firsts.astype(np.int32)),
+            longest=max(lengths),
+            kept=torch.from_numpy(np.concatenate(columns).astype(np.int64)),
+        ),
+    )
+
+
+def _dummy_row() -> Microbatch:
+    nothing = torch.zeros(1, 1)
+    return Microbatch(
+        input_ids=torch.full((1, 2), PAD_ID, dtype=torch.int64),
+        mask=nothing,
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        lags=nothing,
+        row=Row(
+            position_ids=torch.arange(2)[None],
+            starts=torch.tensor([0, 2], dtype=torch.int32),
+            longest=2,
+            kept=torch.zeros(1, dtype=torch.int64),
+        ),
     )
 
 

@@ -1,8 +1,9 @@
 """A Hugging Face folder read so that a rank touches only its own rows of each tensor.
 
-The model is built on the meta device, gets memory without values, is sharded, and then every rank copies its rows out
-of the memory-mapped safetensors. So no rank ever holds the whole model, and nothing is broadcast. Names in the
-files are the names of the parameters in the Qwen2, Qwen3 and Llama families; nothing else is accepted.
+The model is built on the meta device and sharded there; then every rank gets memory for its shards alone and copies
+its rows out of the memory-mapped safetensors. So no rank ever holds the whole model, in host or in device memory, and
+nothing is broadcast. Names in the files are the names of the parameters in the Qwen2, Qwen3 and Llama families;
+nothing else is accepted.
 """
 
 import json
@@ -18,6 +19,9 @@ from learner.sharding import Shard
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+COPY_BYTES = 64 * 1024 * 1024
+"""Rows are copied in pieces of at most this size (float32), so that no copy on its way needs more host memory."""
 
 
 class PolicyError(ValueError):
@@ -49,23 +53,44 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def build_empty(config: PretrainedConfig) -> Any:
-    """The transformers model with float32 parameters that have memory but no values yet; ties are tied.
+def build_empty(config: PretrainedConfig, attention: str) -> Any:
+    """The transformers model on the meta device: shapes and names, no memory. `allocate` gives it some.
+
+    torch's own meta device: accelerate's init_empty_weights leads to the same parameters by patching torch.nn.Module
+    for the whole process while it is open, and would be one more package.
 
     Dropout, where a config has any, stays off (evaluation mode): behaviour and trainer logprobs of
     the same weights must be equal.
+
+    Args:
+        config: of a supported family.
+        attention: name of an implementation that transformers knows, see learner.attention.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     model.config.use_cache = False
-    # Untouched pages of a fresh allocation cost nothing; sharding keeps this rank's part of them.
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    # The only state that no file holds; computed anew, because on the meta device it had no values.
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
+
+
+def allocate(model: Any, config: PretrainedConfig, device: torch.device) -> None:
+    """Give a model from `build_empty` memory on the device, without values: of each parameter only what is held here.
+
+    Call it after sharding; before, this would be the whole model.
+
+    Raises:
+        RuntimeError: the model has state that neither the files nor its configuration define.
+    """
+    if config.tie_word_embeddings:
+        del model.lm_head.weight  # or the largest tensor would be allocated once for each of its names
+    model.to_empty(device=device)
+    model.tie_weights()
+    # The only state that no file holds. Computed on the host, so that it is the same bits on every kind of device.
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    unknown = [name for name, _ in model.named_buffers() if not name.startswith("model.rotary_emb.")]
+    if unknown:
+        raise RuntimeError(f"buffer {unknown[0]} of a {config.model_type} model has memory, but nothing defines it")
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -126,5 +151,9 @@ def _copy_rows(shard: Shard, source: Any, path: Path) -> None:
             f"model.path: {path}: {shard.name} has shape {tuple(source.get_shape())}, config.json says {shard.shape}"
         )
     rows = shard.local.shape[0]
-    if rows:
-        shard.local.copy_(source[shard.first_row : shard.first_row + rows])
+    if not rows:
+        return
+    piece = max(1, COPY_BYTES * rows // (shard.local.numel() * shard.local.element_size()))
+    for first in range(0, rows, piece):
+        last = min(first + piece, rows)
+        shard.local[first:last].copy_(source[shard.first_row + first : shard.first_row + last])

@@ -1,4 +1,8 @@
-"""This process's place among the learner's ranks (torchrun's environment) and its process group."""
+"""This process's place among the learner's ranks and its process group, on one node or several.
+
+Everything about the place comes from torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT);
+without it the process is the only rank.
+"""
 
 import os
 from collections.abc import Iterator
@@ -11,6 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import Config
+from replay.channel.interfaces import bind_collectives
+
+
+class RanksError(RuntimeError):
+    """This process cannot take its place; the message says what does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +37,61 @@ class Ranks:
         return self.rank == 0
 
 
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets these in its own processes, and both ends of a group must have the same or its first collective fails.
+NCCL reads them once, at the first group of a process; so they hold for the learner's own group too."""
+
+
 @contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the learner's process group; leave it at the end.
 
     Raises:
-        RuntimeError: torchrun started another number of ranks than the placement says.
+        RanksError: torchrun started another number of ranks than the placement says, or there is no such GPU.
+        InterfaceError: network.host is no address of this machine.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != config.num_learner_ranks:
-        raise RuntimeError(
+        raise RanksError(
             f"torchrun started {world_size} ranks, the placement has {config.num_learner_ranks} learner devices;"
-            f" start with --nproc-per-node {config.num_learner_ranks} or change placement.split"
+            " start as many on all learner nodes together, or change placement"
         )
-    cuda = config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
-    if cuda and not torch.cuda.is_available():
-        raise RuntimeError("placement.device: 'cuda', but torch finds no GPU here; take 'cpu' or 'auto'")
-    if not cuda:
-        torch.set_num_threads(config.learner.num_threads)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
+    device = device_of(config)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
+        for name, default in NCCL_DEFAULTS.items():
+            os.environ.setdefault(name, default)
+    else:
+        torch.set_num_threads(config.learner.num_threads)
+    bind_collectives(os.environ, config.network.host)
     for name, default in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, default)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=config.learner.batch_deadline_s))
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=config.learner.batch_deadline_s),
+        device_id=device if device.type == "cuda" else None,
+    )
     yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
     # Only after a good run: with a peer inside a collective this would wait for it.
     dist.destroy_process_group()
+
+
+def device_of(config: Config) -> torch.device:
+    """The device of this rank: GPU number LOCAL_RANK among the visible ones, or the CPU.
+
+    Raises:
+        RanksError: the placement asks for a GPU that this process does not see.
+    """
+    placement, visible = config.placement.device, torch.cuda.device_count()
+    if placement == "cpu" or (placement == "auto" and not visible):
+        return torch.device("cpu")
+    if not visible:
+        raise RanksError("placement.device: 'cuda', but torch finds no GPU here; take 'cpu' or 'auto'")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= visible:
+        raise RanksError(
+            f"learner rank {local_rank} of this node has no GPU: {visible} are visible"
+            f" (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')});"
+            " start fewer ranks here or change placement"
+        )
+    return torch.device("cuda", local_rank)

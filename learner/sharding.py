@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weight_bus.digest import slice_digest
+from weight_bus.digest import Part, slice_digests
+from weight_bus.staging import Pieces
 
 GATHER_BYTES = 64 * 1024 * 1024
 """Parameters are gathered in spans of at most this many bytes (whole tensors, in the wire dtype); a larger one alone.
-Peak memory of a gather: twice the span, once as received and once put together."""
+Peak memory of a gather: the span as received, and this rank's part of it once more."""
+CUDA_GATHER_BYTES = 512 * 1024 * 1024
+"""The same on a GPU, where a collective is only as fast as it is large."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,21 +75,33 @@ def gather(
 
     A yielded tensor is a copy that the caller may keep; `group` None yields copies of the local tensors.
     """
-    if group is None:
+    for name, pieces in gather_pieces(shards, dtype, group):
+        yield name, pieces.whole()
+
+
+def gather_pieces(
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, Pieces]]:
+    """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
+
+    Nothing is put together: who needs the tensor copies the parts to where it belongs, the others ignore them. The
+    parts are views, valid until the next tensor is asked for.
+    """
+    if group is None or dist.get_world_size(group) == 1:
         for shard in shards:
-            yield shard.name, shard.local.to(dtype, copy=True)
+            yield shard.name, Pieces(shard.shape, dtype, [shard.local.reshape(-1)])
         return
     for span in spans(shards, dtype.itemsize):
         yield from _gather_span(span, dtype, group)
 
 
 def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
-    """Cut into consecutive spans of at most GATHER_BYTES, each of at least one tensor."""
+    """Cut into consecutive spans of at most GATHER_BYTES, on a GPU CUDA_GATHER_BYTES, each of at least one tensor."""
     span: list[Shard] = []
     size = 0
     for shard in shards:
         num_bytes = shard.numel * itemsize
-        if span and size + num_bytes > GATHER_BYTES:
+        if span and size + num_bytes > (CUDA_GATHER_BYTES if shard.local.is_cuda else GATHER_BYTES):
             yield span
             span, size = [], 0
         span.append(shard)
@@ -95,24 +110,26 @@ def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
         yield span
 
 
-def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, Pieces]]:
     world_size = dist.get_world_size(group)
     # Chunking gives rank 0 at least as many rows of every tensor as any other rank, so its part is the widest.
     width = sum(math.prod(s.shape[1:]) * s.num_rows(0, world_size) for s in span)
-    mine = torch.cat([s.local.reshape(-1) for s in span]).to(dtype)
-    send = torch.empty(width, dtype=dtype, device=mine.device)
-    send[: mine.numel()] = mine
-    received = [torch.empty_like(send) for _ in range(world_size)]
-    dist.all_gather(received, send, group=group)
-    cursors = [0] * world_size
+    send = torch.empty(width, dtype=dtype, device=span[0].local.device)
+    mine = [s.local.reshape(-1) for s in span if s.local.numel()]
+    if mine:
+        sizes = [local.numel() for local in mine]
+        torch._foreach_copy_(list(torch.split(send[: sum(sizes)], sizes)), mine)  # casts on the way
+    received = torch.empty(world_size * width, dtype=dtype, device=send.device)
+    dist.all_gather_into_tensor(received, send, group=group)
+    cursors = [rank * width for rank in range(world_size)]
     for shard in span:
         row_size = math.prod(shard.shape[1:])
         parts = []
         for rank in range(world_size):
             size = shard.num_rows(rank, world_size) * row_size
-            parts.append(received[rank][cursors[rank] : cursors[rank] + size])
+            parts.append(received[cursors[rank] : cursors[rank] + size])
             cursors[rank] += size
-        yield shard.name, torch.cat(parts).view(shard.shape)
+        yield shard.name, Pieces(shard.shape, dtype, parts)
 
 
 def digests(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None) -> dict[str, int]:
@@ -121,7 +138,7 @@ def digests(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGrou
     The sum is modulo 2^64, and a collective's overflow is nobody's promise: the two halves travel as int64
     of 32 bits each, which cannot overflow below 2^31 ranks.
     """
-    sums = [slice_digest(s.local.to(dtype), s.shape, (s.first_row, *(0,) * (len(s.shape) - 1))) for s in shards]
+    sums = slice_digests(Part(s.local, s.shape, (s.first_row, *(0,) * (len(s.shape) - 1)), dtype) for s in shards)
     if group is not None and shards:
         halves = torch.tensor([part for d in sums for part in (d >> 32, d & 0xFFFFFFFF)], dtype=torch.int64)
         halves = halves.to(shards[0].local.device)

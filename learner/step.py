@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from learner.logprobs import token_logprobs
 from learner.losses import SUMS, Loss, LossInputs
 from learner.optimizer import Optimizer
 from learner.packing import Microbatch
 from learner.policy import Policy
 
 _SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
-_MAXIMA = ("prob_diff_max", "logprob_diff_max")
+_MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,8 @@ class StepSums:
         `actor/ppo_kl` is k1 of KL(behaviour ‖ current); `training/ess` is (Σw)²/(n Σw²) of w = current/behaviour, 1
         when the two agree; the rollout differences are absolute, of probabilities and of logprobs, behaviour against
         trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over tokens of lag 0 only
-        and absent without any, is the pure mismatch of the two implementations.
+        and absent without any, is the pure mismatch of the two implementations. `perf/max_memory_allocated_gb` is
+        the most device memory (GiB) that any rank had allocated since the backward of the step before; absent on a CPU.
         """
         v, n = self.values, self.global_tokens
         if n == 0:
@@ -65,6 +65,8 @@ class StepSums:
         }
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
+        if v["peak_bytes"]:
+            result["perf/max_memory_allocated_gb"] = v["peak_bytes"] / 1024**3
         return result
 
 
@@ -87,7 +89,7 @@ class UpdateResult:
 def accumulate_gradients(
     policy: Policy, microbatches: Sequence[Microbatch], loss_fn: Loss, *, temperature: float, global_tokens: int
 ) -> StepSums:
-    """Forward and backward over all microbatches; gradients are summed over ranks with the last one. A collective.
+    """Forward and backward over all microbatches; after the last one gradients are summed over ranks. A collective.
 
     With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
 
@@ -105,14 +107,15 @@ def accumulate_gradients(
     if global_tokens == 0:
         return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
     sums = torch.zeros(len(_SUMS) - 1, dtype=torch.float64, device=policy.device)
-    maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=policy.device)
+    maxima = torch.zeros(len(_MAXIMA) - 1, dtype=torch.float64, device=policy.device)
     for number, microbatch in enumerate(microbatches, start=1):
-        policy.sync_gradients(number == len(microbatches))
+        policy.sync_gradients(last=number == len(microbatches))
         add, high = _backward(policy, microbatch.to(policy.device), loss_fn, temperature, global_tokens)
         sums += add
         maxima = torch.maximum(maxima, high)
     norm = torch.nn.utils.get_total_norm(policy.local_gradients())
-    values = _over_ranks(policy, torch.cat([sums, norm.double().square().reshape(1), maxima]))
+    peak = torch.tensor([take_peak_bytes(policy.device)], dtype=torch.float64, device=policy.device)
+    values = _over_ranks(policy, torch.cat([sums, norm.double().square().reshape(1), maxima, peak]))
     if values["tokens"] != global_tokens:
         raise ValueError(
             f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
@@ -123,12 +126,9 @@ def accumulate_gradients(
 def _backward(
     policy: Policy, microbatch: Microbatch, loss_fn: Loss, temperature: float, global_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = policy.forward(microbatch.input_ids)
-    # The last column predicts nothing; a filler target there spares a copy of all logits without it.
-    targets = torch.nn.functional.pad(microbatch.targets, (0, 1))
-    logprobs, entropy = token_logprobs(logits, targets, temperature)
+    logprobs, entropy = policy.token_logprobs(microbatch, temperature)
     inputs = LossInputs(
-        logprobs=logprobs[:, :-1],
+        logprobs=logprobs,
         behaviour_logprobs=microbatch.behaviour_logprobs,
         advantages=microbatch.advantages,
         lags=microbatch.lags,
@@ -137,7 +137,7 @@ def _backward(
     output = loss_fn(inputs)
     loss = output.loss.sum()
     (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
-    return _measure(inputs, output.sums, loss.detach(), entropy[:, :-1])
+    return _measure(inputs, output.sums, loss.detach(), entropy)
 
 
 @torch.no_grad()
@@ -162,6 +162,15 @@ def _measure(
     nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
     highs = [torch.cat([nothing, diff]).max() for diff in (prob_diff, logprob_diff)]
     return torch.stack([every[name].double() for name in _SUMS[:-1]]), torch.stack(highs).double()
+
+
+def take_peak_bytes(device: torch.device) -> int:
+    """Most memory that was allocated on the device since the last call, in bytes; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:

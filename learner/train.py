@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -23,11 +23,12 @@ from learner.checkpoint import CheckpointError
 from learner.learner import Learner
 from learner.packing import PackingError
 from learner.policy import PolicyError
-from learner.ranks import join_ranks
+from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
 from learner.tripwires import SilentlyWrong
 from replay.agreement import run_fingerprint
 from replay.channel import ChannelError
+from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
 from weight_bus.errors import WeightBusError
@@ -35,10 +36,13 @@ from weight_bus.errors import WeightBusError
 log = logging.getLogger(__name__)
 
 
-def train(config: Config, address: str, *, resume: bool) -> None:
+MakeLearner = Callable[[Config, Ranks, BatchReader], Learner]
+
+
+def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearner = Learner) -> None:
     """Train from the initial model, or from the newest complete checkpoint, to learner.total_steps."""
     with join_ranks(config) as ranks, open_reader(config, address, ranks.rank) as batches:
-        learner = Learner(config, ranks, batches)
+        learner = make_learner(config, ranks, batches)
         version = learner.start(resume=resume)
         learner.publish(version)
 
@@ -90,7 +94,7 @@ def main() -> NoReturn:
         train(config, args.replay, resume=args.resume)
     except (ConfigError, FingerprintError, PolicyError, CheckpointError, MetricsError, ChannelError, RunEnded) as error:
         stop(rank, error)
-    except (SilentlyWrong, PackingError, WeightBusError, dist.DistError) as error:
+    except (SilentlyWrong, PackingError, WeightBusError, RanksError, InterfaceError, dist.DistError) as error:
         stop(rank, error)
     except Exception as error:  # the edge of the process: whatever it is, the log names it and the run ends
         log.exception("learner rank %s stops: %s: %s", rank, type(error).__name__, error)

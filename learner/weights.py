@@ -10,6 +10,8 @@ from typing import Any
 from configs.schema import Config
 from learner.policy import Policy
 from learner.ranks import Ranks
+from learner.sharding import DTYPES, gather_pieces
+from replay.channel import load_keys
 from weight_bus.digest import combined
 from weight_bus.jobs import PublishReport
 from weight_bus.publisher import Publisher
@@ -26,7 +28,12 @@ class WeightPublisher:
         self._publisher: Publisher | None = None
         if ranks.is_first:
             self._publisher = Publisher(
-                config.weight_bus, host=config.network.host, run_id=run_id, incarnation=incarnation
+                config.weight_bus,
+                host=config.network.host,
+                run_id=run_id,
+                incarnation=incarnation,
+                keys=load_keys(config.network.keys),
+                insecure=config.network.insecure,
             )
 
     @property
@@ -44,10 +51,11 @@ class WeightPublisher:
         Raises:
             NonFiniteWeights: a tensor is not finite; nothing was sent.
         """
-        tensors = self.policy.named_full_tensors(self.config.rollout.dtype)
+        dtype = DTYPES[self.config.rollout.dtype]
+        tensors = gather_pieces(self.policy.shards(), dtype, self.policy.group)
         if self._publisher is None:
             for _ in tensors:
-                pass
+                pass  # in the collectives, but nothing is put together here
             return
         self._publisher.start_publish(version, tensors, digests, evaluate=evaluate)
 
@@ -61,6 +69,8 @@ class WeightPublisher:
             return {}
         for name, reason in report.failed.items():
             log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
+        for reason in report.held.values():
+            log.info("weight bus: version %d: %s", report.version, reason)
         taken = ("members", "num_bytes")
         counters = {k: v for k, v in self._publisher.stats().items() if "/" not in k and k not in taken}
         return {

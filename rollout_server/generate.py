@@ -1,17 +1,24 @@
 """From a lease to a group: encode the prompt, sample the answers, score them. No sockets."""
 
 import asyncio
+import math
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from rollout_server.engines.base import Completion, Engine, Sampling
+from replay.lease_desk import stream_seed
+from rollout_server.engines.base import Completion, Engine, EngineError, Sampling
 from rollout_server.rewards import RewardOutcome, RewardPool
 from rollout_server.tasks import PromptTooLong, Task, TaskError
+
+PART = "#"
+"""Separates the lease's request id from the answer's number where each answer is a request of its own."""
 
 
 class LeaseFailed(RuntimeError):
@@ -52,9 +59,7 @@ class Generator:
         """
         started = time.monotonic()
         prompt_ids = self.encode(lease.prompt)
-        completions = await self.engine.generate(
-            prompt_ids, self.sampling(lease.seed), self.config.rollout.group_size, request_id=request_id
-        )
+        completions = await self._sample(prompt_ids, lease.seed, request_id)
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         seconds = time.monotonic() - started
@@ -63,6 +68,48 @@ class Generator:
             if outcome.error is not None:
                 raise LeaseFailed("reward_error", outcome.error)
         return _group_message(lease, prompt_ids, completions, texts=texts, outcomes=outcomes, seconds=seconds)
+
+    async def _sample(self, prompt_ids: list[int], seed: int, request_id: str) -> list[Completion]:
+        """The answers of a group: one request, or one for each answer where lengths are forced."""
+        rollout, n = self.config.rollout, self.config.rollout.group_size
+        if not rollout.forced_length_median:
+            return await self.engine.generate(prompt_ids, self.sampling(seed), n, request_id=request_id)
+        parts = [
+            self.engine.generate(prompt_ids, self._forced(seed, index), 1, request_id=f"{request_id}{PART}{index}")
+            for index in range(n)
+        ]
+        try:
+            return [completions[0] for completions in await asyncio.gather(*parts)]
+        except EngineError:
+            self.abort(request_id)  # nobody waits for the others any more
+            raise
+
+    def _forced(self, seed: int, index: int) -> Sampling:
+        """Sampling of one answer of a forced length: no token stops it, and its random stream is its own."""
+        rollout = self.config.rollout
+        length = forced_length(
+            seed,
+            index,
+            median=rollout.forced_length_median,
+            sigma=rollout.forced_length_sigma,
+            limit=rollout.max_new_tokens,
+        )
+        return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
+
+    def abort(self, request_id: str) -> None:
+        """End a lease's request, or its parts, at the next decode step; unknown ones are ignored."""
+        if not self.config.rollout.forced_length_median:
+            self.engine.abort(request_id)
+            return
+        for index in range(self.config.rollout.group_size):
+            self.engine.abort(f"{request_id}{PART}{index}")
+
+    def running_tokens(self) -> Mapping[str, int]:
+        """Tokens generated so far by the lease's request id, parts added up."""
+        counts: Counter[str] = Counter()
+        for name, tokens in self.engine.running_tokens().items():
+            counts[name.partition(PART)[0]] += tokens
+        return counts
 
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
@@ -119,6 +166,15 @@ class Generator:
         ids = self._evaluation_ids[key]
         completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
         return completions[0]
+
+
+def forced_length(seed: int, index: int, *, median: int, sigma: float, limit: int) -> int:
+    """Length in tokens of answer `index` of the lease with this seed: lognormal, in [1, limit].
+
+    Example: median 512, sigma 0.7 and limit 2048 give lengths of mean 638; 2.4 % of them are cut at 2048.
+    """
+    drawn = float(np.random.default_rng([seed, index]).lognormal(math.log(median), sigma))
+    return max(1, min(limit, round(drawn)))
 
 
 def _group_message(

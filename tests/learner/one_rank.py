@@ -12,6 +12,8 @@ from configs import Config
 from learner.optimizer import Optimizer, build_optimizer
 from learner.policy import Policy, build_policy
 
+CPU = torch.device("cpu")
+
 
 @contextmanager
 def process_group(store: Path, rank: int = 0, world_size: int = 1) -> Iterator[DeviceMesh]:
@@ -23,7 +25,7 @@ def process_group(store: Path, rank: int = 0, world_size: int = 1) -> Iterator[D
         dist.destroy_process_group()
 
 
-def built(config: Config, mesh: DeviceMesh | None) -> tuple[Policy, Optimizer]:
+def built(config: Config, mesh: DeviceMesh | None, device: torch.device = CPU) -> tuple[Policy, Optimizer]:
     """A policy with a fresh optimizer."""
-    policy = build_policy(config, mesh, torch.device("cpu"))
+    policy = build_policy(config, mesh, device)
     return policy, build_optimizer(config.learner, policy)

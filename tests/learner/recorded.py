@@ -85,7 +85,7 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
         epsilon=algorithm.advantage_epsilon,
     )
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-    packed = pack(batch, advantages, active, async_lag=config.replay.async_lag)
+    packed = pack(batch, advantages, active, async_lag=config.replay.async_lag, unpadded=policy.unpadded)
     sums = accumulate_gradients(
         policy,
         packed.microbatches,

@@ -1,9 +1,9 @@
-"""Chunked logprobs against the dense log-softmax, values and gradients."""
+"""Chunked logprobs against the dense log-softmax, values, gradients and what is kept between them."""
 
 import pytest
 import torch
 
-from learner.logprobs import token_logprobs
+from learner.logprobs import head_logprobs, token_logprobs
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,3 +51,44 @@ def test_float32_logits_are_never_held_whole() -> None:
 def test_shapes_must_fit() -> None:
     with pytest.raises(ValueError, match=r"logits \(2, 3, 5\) do not fit targets \(2, 2\)"):
         token_logprobs(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64), 1.0)
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_from_hidden_states_agrees_with_dense(
+    keep_bytes: int, chunk: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(21, 16).to(dtype), torch.randn(50, 16).to(dtype)
+    targets, upstream = torch.randint(0, 50, (21,)), torch.randn(21)
+    ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    found, entropy = head_logprobs(*ours, targets, 0.7, chunk=chunk, keep_bytes=keep_bytes)
+    expected, expected_entropy = dense(theirs[0] @ theirs[1].T, targets, 0.7)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
+    found.backward(upstream)
+    expected.backward(upstream)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and other.grad is not None and mine.grad.dtype == dtype
+        torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_large_logits_do_not_wait_for_the_backward() -> None:
+    hidden, weight = torch.randn(4096, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+    kept: dict[int, int] = {}
+    for keep_bytes in (0, 1 << 30):
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+        ):
+            head_logprobs(hidden, weight, torch.zeros(4096, dtype=torch.int64), 1.0, chunk=256, keep_bytes=keep_bytes)
+        kept[keep_bytes] = sum(sizes)
+    inputs = hidden.numel() + weight.numel() + 4096
+    assert kept == {0: inputs, 1 << 30: inputs + 4096 * 64}
+
+
+def test_hidden_states_must_fit_their_targets() -> None:
+    with pytest.raises(ValueError, match=r"hidden states \(2, 3\) do not fit targets \(3,\)"):
+        head_logprobs(torch.zeros(2, 3), torch.zeros(5, 3), torch.zeros(3, dtype=torch.int64), 1.0)

@@ -29,10 +29,17 @@ ONE = [
 STEP = 5
 
 
-def packed(batch: Batch, advantages: list[float], active: list[bool] | None = None, async_lag: int = 2) -> Packed:
+def packed(
+    batch: Batch,
+    advantages: list[float],
+    active: list[bool] | None = None,
+    *,
+    async_lag: int = 2,
+    unpadded: bool = False,
+) -> Packed:
     values = np.array(advantages, np.float32)
     marks = np.array(active) if active is not None else np.ones(len(values), np.bool_)
-    return pack(batch, values, marks, async_lag=async_lag)
+    return pack(batch, values, marks, async_lag=async_lag, unpadded=unpadded)
 
 
 def test_columns_speak_of_the_predicted_token() -> None:
@@ -45,6 +52,44 @@ def test_columns_speak_of_the_predicted_token() -> None:
     assert microbatch.lags.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
     assert microbatch.input_ids.dtype == torch.int64
     assert {t.dtype for t in (microbatch.mask, microbatch.lags, microbatch.advantages)} == {torch.float32}
+
+
+def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_loss() -> None:
+    (microbatch,) = packed(batch_of(ONE, STEP), [1.5, -0.5], unpadded=True).microbatches
+    assert microbatch.input_ids.tolist() == [[7, 8, 9, 5, 2, 6, 4]]
+    row = microbatch.row
+    assert row is not None and row.longest == 5
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert row.starts.tolist() == [0, 5, 7] and row.starts.dtype == torch.int32
+    assert row.kept.tolist() == [1, 3, 5]
+    assert microbatch.targets.tolist() == [[9, 2, 4]]
+    assert microbatch.mask.tolist() == [[1, 1, 1]]
+    assert microbatch.behaviour_logprobs.tolist() == [[-0.5, -0.25, -1.0]]
+    assert microbatch.advantages.tolist() == [[1.5, 1.5, -0.5]]
+    assert microbatch.lags.tolist() == [[1, 0, 0]]
+
+
+def test_without_padding_an_empty_microbatch_is_a_dummy_too() -> None:
+    result = packed(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [False, True], unpadded=True)
+    assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
+    assert [m.mask.tolist() for m in result.microbatches] == [[[0]], [[1]], [[0]]]
+    assert [m.row.starts.tolist() for m in result.microbatches if m.row] == [[0, 2]] * 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
+def test_both_layouts_say_the_same_of_the_same_tokens(seed: int, ranks: int, microbatches: int) -> None:
+    trajectories = random_step(9, seed=seed)
+    values = [float(i) for i in range(len(trajectories))]
+    for rank in range(ranks):
+        batch = batch_of(trajectories, 9, rank=rank, world_size=ranks, num_microbatches=microbatches)
+        both = [packed(batch, values, unpadded=unpadded).microbatches for unpadded in (False, True)]
+        for padded, unpadded in zip(*both, strict=True):
+            measured = [
+                torch.stack([m.targets, m.behaviour_logprobs, m.advantages, m.lags])[:, m.mask > 0]
+                for m in (padded, unpadded)
+            ]
+            assert torch.equal(*measured)
 
 
 def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero() -> None:

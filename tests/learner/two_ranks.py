@@ -10,20 +10,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from one_rank import built, process_group
+from one_rank import CPU, built, process_group
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import save_file
 from tiny_models import make_config
+from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner import sharding
 from learner.checkpoint import Checkpointer, CheckpointError, load
 from learner.export import write_hf_folder
+from learner.losses import build_loss
 from learner.optimizer import Optimizer
-from learner.policy import Policy
+from learner.packing import pack
+from learner.policy import Policy, build_policy
 from learner.sharding import Shard, digests, gather, row_range
+from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
@@ -91,6 +96,49 @@ def layout_of(policy: Policy) -> dict[str, Any]:
         seen[f"dtypes_{dtype}"] = sorted({str(t.dtype) for t in full.values()})
     seen["names"] = list(full)
     return seen
+
+
+def unpadded(folder: Path, model: str, mesh: DeviceMesh) -> list[dict[str, float]]:
+    """The same steps without padding; the weights go to <model>_unpadded.safetensors."""
+    config = configured(folder, model, learner=CONDITIONED | {"attention": "varlen"})
+    policy, optimizer = built(config, mesh)
+    seen = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+    full = dict(policy.named_full_tensors("float32"))
+    if policy.rank == 0:
+        save_file(full, folder / f"{model}_unpadded.safetensors")
+    return seen
+
+
+def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
+    """Gradients of several microbatches, summed over ranks once a step and after each microbatch."""
+    found, early = [], []
+    for whole_gradient_bytes in (1 << 31, 0):
+        policy = build_policy(config, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
+        batch = batch_of(random_step(1), 1, rank=policy.rank, world_size=2, num_microbatches=NUM_MICROBATCHES)
+        advantages = np.linspace(-1, 1, len(batch.all_rewards), dtype=np.float32)
+        packed = pack(batch, advantages, advantages != 0, async_lag=2, unpadded=policy.unpadded)
+        first = packed.microbatches[0].to(device)
+        policy.sync_gradients(last=False)
+        policy.token_logprobs(first, 1.0)[0].sum().backward()
+        early.append(next(policy.named_parameters())[1].grad is not None)
+        if not early[-1]:  # leave no whole gradients behind
+            policy.sync_gradients(last=True)
+            policy.token_logprobs(first, 1.0)[0].sum().backward()
+        sums = accumulate_gradients(
+            policy,
+            packed.microbatches,
+            build_loss(config.algorithm),
+            temperature=1.0,
+            global_tokens=packed.global_tokens,
+        )
+        found.append((sums.metrics(), torch.cat([gradient.flatten() for gradient in policy.local_gradients()])))
+    (once, gradients), (often, others) = found
+    return {
+        "early": early,
+        "metrics_equal": once == often,
+        "difference": float((gradients - others).abs().max()),
+        "largest": float(gradients.abs().max()),
+    }
 
 
 def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
@@ -161,6 +209,10 @@ def main() -> None:
                 save_file(full, folder / f"{model}.safetensors")
             seen[model]["end"] = layout_of(policy)
             seen[model]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
+            seen[model]["unpadded"] = unpadded(folder, model, mesh)
+            for mode in ("sdpa", "varlen"):
+                changed = configured(folder, model, learner=CONDITIONED | {"attention": mode, "recompute": True})
+                seen[model][f"sharded_{mode}"] = sharded_gradients(changed, mesh, CPU)
         seen["export_fails"] = export_fails(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()

@@ -105,6 +105,8 @@ class SGLangEngine:
         """Requests that each pinned version has served."""
         self._seconds: dict[str, float] = {}
         self._tokens = 0
+        self._counts = {"aborted_tokens": 0.0, "interrupted_parts": 0.0}
+        """Tokens of answers that were called off, and parts that went on as others after an update."""
         self._busy_s, self._busy_since = 0.0, 0.0
         self._progress_at = time.monotonic()
         self._gaps = TokenGaps() if config.rollout.forced_length_median else None
@@ -144,7 +146,10 @@ class SGLangEngine:
         self._answers.update(answers)
         try:
             async with asyncio.TaskGroup() as group:
+                death = group.create_task(self._sglang.death())
                 tasks = [group.create_task(self._answer(answer)) for answer in answers]
+                await asyncio.wait(tasks)
+                death.cancel()
         except ExceptionGroup as failed:
             raise _first(failed) from failed
         finally:
@@ -170,7 +175,9 @@ class SGLangEngine:
                 async with self._idle:
                     self._idle.notify_all()
                 if not (reason == "abort" and part.interrupted):
+                    self._counts["aborted_tokens"] += len(answer.token_ids) if reason == "abort" else 0
                     return answer.completion(reason)
+                self._counts["interrupted_parts"] += 1
                 if len(answer.token_ids) >= limit:
                     return answer.completion("length")
 
@@ -366,7 +373,7 @@ class SGLangEngine:
             generated_tokens=self._tokens + in_flight,
             busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
             memory_bytes=memory[1] - memory[0],
-            detail={**self._seconds, **(self._gaps.detail() if self._gaps is not None else {})},
+            detail={**self._counts, **self._seconds, **(self._gaps.detail() if self._gaps is not None else {})},
         )
 
     async def close(self) -> None:

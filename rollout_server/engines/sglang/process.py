@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_DEADLINE_S = 60.0
+DEATH_LOOK_S = 1.0
 
 
 def _ignore_sigquit(_number: int, _frame: object) -> None:
@@ -69,6 +70,7 @@ class SGLangProcess:
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
         self._failure = ""
+        self._loads = 0
         before = {child.pid for child in multiprocessing.active_children()}
         try:
             self._engine = sglang.Engine(**arguments)
@@ -99,6 +101,12 @@ class SGLangProcess:
         if self._failure:
             raise EngineError(f"SGLang is dead: {self._failure} [closed]")
 
+    async def death(self) -> None:
+        """Raises EngineError when SGLang has died, and else never ends."""
+        while True:
+            self.check_alive()
+            await asyncio.sleep(DEATH_LOOK_S)
+
     def fail(self, reason: str) -> EngineError:
         """Take the engine for dead; the error to raise."""
         self._failure = self._failure or reason
@@ -128,7 +136,7 @@ class SGLangProcess:
             return_logprob=True,
             logprob_start_len=-1,
             stream=True,
-            extra_key=request_extra_key(part.version),
+            extra_key=request_extra_key(part.version, self._loads),
         )
         try:
             async for output in self._manager.generate_request(request, None):
@@ -159,6 +167,7 @@ class SGLangProcess:
         Raises:
             EngineError: SGLang refuses, or does not answer; then it is taken for dead.
         """
+        self._loads += version is not None
         request = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self._no_tensors,
             load_format=LOADER,

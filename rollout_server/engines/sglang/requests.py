@@ -61,9 +61,12 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tok
     return versions
 
 
-def request_extra_key(version: int) -> str:
-    """Namespace of the prefix cache: a request reuses only what was computed under the version it starts at."""
-    return f"w{version}"
+def request_extra_key(version: int, loads: int) -> str:
+    """Namespace of the prefix cache: a request reuses only what was computed under the weights that it starts with.
+
+    A version alone does not name them: after a learner's restart, the versions past its checkpoint are made again.
+    """
+    return f"w{version}.{loads}"
 
 
 def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:

@@ -1,0 +1,253 @@
+"""The learner on a GPU: torch's kernel for unpadded rows, bfloat16 FSDP2, memory, and two ranks over NCCL."""
+
+import gc
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
+
+from one_rank import built
+from recorded import batch_of, random_step, train_on
+from tiny_models import make_config, save_model
+
+from configs import Config
+from learner import attention
+from learner.advantages import grpo
+from learner.logprobs import head_logprobs
+from learner.losses import build_loss
+from learner.packing import pack
+from learner.policy import Policy, build_policy
+from learner.step import accumulate_gradients, take_peak_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
+]
+HERE = Path(__file__).parent
+GPU = torch.device("cuda", 0)
+LARGER = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
+DEADLINE_S = 150
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    """A group of one rank over NCCL."""
+    torch.cuda.set_device(GPU)
+    store = tmp_path_factory.mktemp("group") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=GPU)
+    try:
+        yield init_device_mesh("cuda", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("qwen3"), **LARGER)
+
+
+def configured(folder: Path, mode: str, dtype: str, **learner: Any) -> Config:
+    return make_config(
+        folder,
+        replay={"async_lag": 2},
+        placement={"device": "cuda"},
+        learner={"attention": mode, "compute_dtype": dtype, "adam_epsilon": 1e-6, **learner},
+    )
+
+
+def logprobs_and_gradients(config: Config, policy: Policy) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """Logprobs of all tokens in the loss in order, the whole gradient as one vector, and the measurements."""
+    batch = batch_of(random_step(1, vocab=1000), 1, num_microbatches=2)
+    advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=True, epsilon=1e-6)
+    packed = pack(batch, advantages, advantages != 0, async_lag=2, device=policy.device, unpadded=policy.unpadded)
+    found = []
+    with torch.no_grad():
+        for microbatch in packed.microbatches:
+            found.append(policy.token_logprobs(microbatch, 1.0)[0][microbatch.mask > 0])
+    sums = accumulate_gradients(
+        policy,
+        packed.microbatches,
+        build_loss(config.algorithm),
+        temperature=1.0,
+        global_tokens=packed.global_tokens,
+    )
+    return torch.cat(found), torch.cat([g.flatten() for g in policy.local_gradients()]), sums.metrics()
+
+
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (16, 8, 128), (4, 1, 16)])
+def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, size: int) -> None:
+    torch.manual_seed(0)
+    lengths = [1, 300, 17, 64, 129]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=GPU)
+    total = sum(lengths)
+    shapes = [(1, heads, total, size), (1, kv_heads, total, size), (1, kv_heads, total, size)]
+    drawn = [torch.randn(shape, device=GPU) for shape in shapes]
+    upstream = torch.randn(1, total, heads, size, device=GPU)
+    outcomes = []
+    for dtype, attend in ((torch.float32, attention._loop), (torch.bfloat16, attention._varlen)):
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
+        arguments = attention.arguments(starts, max(lengths))
+        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **arguments)
+        out.backward(upstream.to(dtype))
+        outcomes.append([out.detach().float(), *(t.grad.float() for t in inputs if t.grad is not None)])
+    for expected, found in zip(*outcomes, strict=True):
+        assert cosine(found.flatten(), expected.flatten()) > 0.9999
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+def test_bfloat16_without_padding_is_near_float32_with_padding(folder: Path, mesh: DeviceMesh) -> None:
+    exact = configured(folder, "sdpa", "float32")
+    expected, gradient, measured = logprobs_and_gradients(exact, build_policy(exact, mesh, GPU))
+    for mode in ("auto", "sdpa"):
+        config = configured(folder, mode, "bfloat16")
+        policy = build_policy(config, mesh, GPU)
+        assert policy.unpadded is (mode == "auto")
+        assert policy.model.config._attn_implementation == (attention.VARLEN if mode == "auto" else attention.PADDED)
+        found, other, metrics = logprobs_and_gradients(config, policy)
+        assert float((found - expected).abs().mean()) < 0.03, mode
+        assert cosine(other, gradient) > 0.995, mode
+        assert metrics["actor/entropy"] == pytest.approx(measured["actor/entropy"], rel=1e-2), mode
+        assert metrics["training/loss_tokens"] == measured["training/loss_tokens"]
+
+
+def test_float32_without_padding_is_float32_with_padding_and_that_of_a_cpu(folder: Path, mesh: DeviceMesh) -> None:
+    outcomes = []
+    for mode, over, device in (("sdpa", None, torch.device("cpu")), ("sdpa", mesh, GPU), ("varlen", mesh, GPU)):
+        config = configured(folder, mode, "float32")
+        found, gradient, _ = logprobs_and_gradients(config, build_policy(config, over, device))
+        outcomes.append((found.cpu(), gradient.cpu()))
+    for found, gradient in outcomes[1:]:
+        torch.testing.assert_close(found, outcomes[0][0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(gradient, outcomes[0][1], rtol=1e-3, atol=1e-5)
+
+
+def test_recomputing_changes_memory_and_not_the_gradient(folder: Path, mesh: DeviceMesh) -> None:
+    outcomes = []
+    for recompute in (False, True):
+        config = configured(folder, "auto", "bfloat16", recompute=recompute)
+        policy = build_policy(config, mesh, GPU)
+        _, gradient, _ = logprobs_and_gradients(config, policy)
+        outcomes.append((gradient, [name for name, _ in policy.named_parameters()]))
+    assert cosine(outcomes[0][0], outcomes[1][0]) > 0.9999
+    assert outcomes[0][1] == outcomes[1][1]
+
+
+def test_steps_lower_the_loss_and_report_memory(folder: Path, mesh: DeviceMesh) -> None:
+    config = configured(folder, "auto", "bfloat16", max_grad_norm=10.0)
+    policy, optimizer = built(config, mesh, GPU)
+    digests = [policy.parameter_digest()]
+    for step in range(1, 4):
+        batch = batch_of(random_step(step, vocab=1000), step, num_microbatches=3)
+        sums, result = train_on(batch, policy, optimizer, config)
+        assert result.applied, result.reason
+        assert 0 < sums.metrics()["perf/max_memory_allocated_gb"] < 10
+        digests.append(policy.parameter_digest())
+    assert len(set(digests)) == len(digests) and optimizer.num_steps == 3
+    assert {p.dtype for _, p in policy.named_parameters()} == {torch.float32}
+
+
+def test_loading_takes_the_memory_of_the_weights_and_no_more(tmp_path: Path, mesh: DeviceMesh) -> None:
+    save_model(tmp_path, **{**LARGER, "hidden_size": 1024, "vocab_size": 50_000})
+    config = configured(tmp_path, "auto", "bfloat16")
+    gc.collect()  # what earlier tests left must not be freed in between
+    take_peak_bytes(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    policy = build_policy(config, mesh, GPU)
+    grown = take_peak_bytes(GPU) - before
+    whole = sum(shard.numel * 4 for shard in policy.shards())
+    assert whole <= grown <= 1.05 * whole + 64 * 1024**2
+    digest = policy.parameter_digest()
+    assert digest == build_policy(configured(tmp_path, "sdpa", "float32"), None, torch.device("cpu")).parameter_digest()
+
+
+def test_the_output_head_needs_neither_whole_logits_nor_their_gradient() -> None:
+    tokens, vocab = 8192, 151_936
+    hidden = torch.randn(tokens, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device=GPU)
+    logits_bytes = tokens * vocab * 2
+    take_peak_bytes(GPU)
+    before = torch.cuda.memory_allocated(GPU)
+    head_logprobs(hidden, weight, targets, 1.0, keep_bytes=0)[0].sum().backward()
+    chunk_bytes = 1024 * vocab * 4
+    assert take_peak_bytes(GPU) - before < 8 * chunk_bytes < 2.01 * logits_bytes
+
+
+# ---- two GPUs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks saw, started as torchrun starts them."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA devices, torch finds {torch.cuda.device_count()}")
+    folder = tmp_path_factory.mktemp("two_gpus")
+    save_model(folder / "model", "qwen3", tied=True, vocab_size=65, intermediate_size=191)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path[1:]])}
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "learner_cuda_rank.py"), str(folder)],
+            env={**os.environ, **shared, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank, process in enumerate(ranks):
+        assert process.returncode == 0, f"rank {rank}:\n{errors[rank][-4000:]}"
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_two_ranks_train_digest_and_resume_over_nccl(seen: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(seen):
+        assert found["device"] == f"cuda:{rank}" and found["unpadded"]
+        assert found["digests_equal_float32"] and found["digests_equal_bfloat16"]
+        assert found["resumed"] == [found["saved"], 3, 3]
+    assert seen[0]["steps"] == seen[1]["steps"] and seen[0]["saved"] == seen[1]["saved"]
+
+
+def test_gradients_summed_after_each_microbatch_over_nccl(seen: list[dict[str, Any]]) -> None:
+    for found in seen:
+        assert found["sharded"]["early"] == [False, True]
+        assert found["sharded"]["difference"] <= 2e-2 * found["sharded"]["largest"]  # the backward rounds to bfloat16
+
+
+def test_numbers_of_a_step_are_finite(seen: list[dict[str, Any]]) -> None:
+    values = [value for step in seen[0]["steps"] for value in step.values()]
+    assert np.isfinite(values).all()

@@ -1,0 +1,226 @@
+"""Trajectories in one row without padding: the same logits, gradients and updates as with padding."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_rank import built, process_group
+from recorded import batch_of, random_step, train_on
+from reference import train
+from tiny_models import SIZES, make_config, save_model
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import Qwen3Config
+
+from configs import Config
+from learner import attention
+from learner.losses import build_loss
+from learner.packing import pack
+from learner.policy import Policy, build_policy
+from learner.step import StepSums, accumulate_gradients
+
+CPU = torch.device("cpu")
+STEPS = [random_step(step) for step in range(1, 6)]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
+    with process_group(tmp_path_factory.mktemp("group") / "store") as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("qwen3"))
+
+
+def configured(folder: Path, mode: str, **learner: Any) -> Config:
+    conditioned = {"adam_epsilon": 1e-6, "attention": mode}
+    return make_config(folder, replay={"async_lag": 2}, learner=conditioned | learner)
+
+
+def accumulated(policy: Policy, config: Config, num_microbatches: int) -> tuple[StepSums, dict[str, torch.Tensor]]:
+    """Measurements of one batch, and the gradients that it left."""
+    batch = batch_of(STEPS[0], 1, num_microbatches=num_microbatches)
+    advantages = np.linspace(-1, 1, len(STEPS[0]), dtype=np.float32)
+    packed = pack(batch, advantages, advantages != 0, async_lag=2, unpadded=policy.unpadded)
+    sums = accumulate_gradients(
+        policy,
+        packed.microbatches,
+        build_loss(config.algorithm),
+        temperature=0.9,
+        global_tokens=packed.global_tokens,
+    )
+    names = [shard.name for shard in policy.shards()]
+    return sums, {n: g.clone() for n, g in zip(names, policy.local_gradients(), strict=True)}
+
+
+def row_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """(token ids [1, total], padded token ids, arguments of the forward) of trajectories of these lengths."""
+    generator = torch.Generator().manual_seed(0)
+    padded = torch.randint(1, 64, (len(lengths), max(lengths)), generator=generator)
+    ids = torch.cat([padded[i, :length] for i, length in enumerate(lengths)])[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    return ids, padded, {"position_ids": positions, **attention.arguments(starts, max(lengths))}
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", False)])
+def test_logits_equal_those_with_padding(tmp_path: Path, family: str, tied: bool) -> None:
+    save_model(tmp_path, family, tied=tied)
+    lengths = [5, 1, 13, 8]
+    ids, padded, arguments = row_of(lengths)
+    with torch.no_grad():
+        expected = build_policy(configured(tmp_path, "sdpa"), None, CPU).forward(padded)
+        found = build_policy(configured(tmp_path, "varlen"), None, CPU).forward(ids, **arguments)
+    valid = torch.cat([expected[i, :length] for i, length in enumerate(lengths)])
+    torch.testing.assert_close(found[0], valid, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 20])  # of 20, some hold no trajectory at all
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", False)])
+def test_gradients_and_measurements_equal_those_with_padding(
+    tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, num_microbatches: int
+) -> None:
+    save_model(tmp_path, family, tied=tied)
+    outcomes = []
+    for mode in ("sdpa", "varlen"):
+        config = configured(tmp_path, mode)
+        outcomes.append(accumulated(built(config, mesh)[0], config, num_microbatches))
+    (expected, gradients), (found, others) = outcomes
+    assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-5, abs=1e-6)
+    assert gradients.keys() == others.keys()
+    for name in gradients:
+        torch.testing.assert_close(others[name], gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_five_steps_agree_with_the_reference(folder: Path, mesh: DeviceMesh) -> None:
+    config = configured(folder, "varlen")
+    policy, optimizer = built(config, mesh)
+    assert policy.unpadded
+    for step, trajectories in enumerate(STEPS, start=1):
+        _, result = train_on(batch_of(trajectories, step, num_microbatches=2), policy, optimizer, config)
+        assert result.applied
+    expected = train(folder, STEPS, config)
+    found = dict(policy.named_full_tensors("float32"))
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
+
+
+def test_microbatches_of_the_other_layout_are_refused(folder: Path) -> None:
+    policy = build_policy(configured(folder, "sdpa"), None, CPU)
+    packed = pack(batch_of(STEPS[0], 1), np.ones(16, np.float32), np.ones(16, np.bool_), async_lag=2, unpadded=True)
+    with pytest.raises(ValueError, match="must be packed with unpadded=False"):
+        policy.token_logprobs(packed.microbatches[0], 1.0)
+
+
+# ---- what is chosen -------------------------------------------------------------------------------------
+
+
+def test_a_cpu_pads_unless_told_otherwise(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Qwen3Config(**SIZES)
+    modes = {mode: attention.choose(configured(folder, mode).learner, model, CPU) for mode in ("auto", "sdpa")}
+    assert modes == {"auto": attention.PADDED, "sdpa": attention.PADDED} and not caplog.messages
+    assert attention.choose(configured(folder, "varlen").learner, model, CPU) == attention.LOOP
+    assert "the kernel needs CUDA, the learner runs on cpu" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "capability", "reason"),
+    [
+        ("bfloat16", 128, (9, 0), ""),
+        ("float32", 128, (9, 0), "it is 'float32'"),
+        ("bfloat16", 20, (9, 0), "the model has 20"),
+        ("bfloat16", 320, (9, 0), "the model has 320"),
+        ("bfloat16", 128, (7, 5), "compute capability 8.0"),
+    ],
+)
+def test_what_the_kernel_takes(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, head_dim: int, capability: tuple[int, int], reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    found = attention.reason_against_varlen(torch.device("cuda", 0), dtype, head_dim)
+    assert reason in found if reason else not found
+
+
+# ---- torch's kernel, stood in for by signatures it had ----------------------------------------------------
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, grouped: bool) -> torch.Tensor:
+    """[total, heads, D], causal within each trajectory."""
+    assert starts.dtype == torch.int32 and {t.dim() for t in (q, k, v)} == {3}
+    assert grouped or q.shape[1] == k.shape[1], "key heads must be repeated"
+    out = torch.empty_like(q)
+    for begin, end in itertools.pairwise(starts.tolist()):
+        part = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
+        attended = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
+        out[begin:end] = attended[0].transpose(0, 1)
+    return out
+
+
+def flagged(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, is_causal: bool = False) -> Any:
+    assert is_causal
+    return attend(q, k, v, cu_q, False)
+
+
+def windowed(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, window_size: tuple[int, int] = (-1, -1)
+) -> Any:
+    assert window_size == (-1, 0)
+    return attend(q, k, v, cu_q, False)
+
+
+def grouped(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Any:
+    assert window_size == (-1, 0) and max_q == max_k == 13
+    return attend(q, k, v, cu_q, enable_gqa)
+
+
+@pytest.mark.parametrize("kernel", [flagged, windowed, grouped])
+def test_every_signature_of_the_kernel_is_called_right(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any]
+) -> None:
+    ids, _, arguments = row_of([5, 1, 13, 8])
+    expected = build_policy(configured(folder, "varlen"), None, CPU).forward(ids, **arguments)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
+    attention._kernel.cache_clear()
+    try:
+        policy = build_policy(configured(folder, "auto"), None, CPU)
+        assert policy.model.config._attn_implementation == attention.VARLEN and policy.unpadded
+        found = policy.forward(ids, **arguments)
+    finally:
+        attention._kernel.cache_clear()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# ---- recomputation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sdpa", "varlen"])
+def test_recomputing_changes_the_number_of_forwards_and_nothing_else(folder: Path, mesh: DeviceMesh, mode: str) -> None:
+    outcomes = []
+    for recompute in (False, True):
+        config = configured(folder, mode, recompute=recompute)
+        policy, _ = built(config, mesh)
+        calls: list[int] = []
+        policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        sums, gradients = accumulated(policy, config, 3)
+        outcomes.append((sums, gradients, len(calls), policy.layout("float32")))
+    (plain, gradients, calls, layout), (again, others, more, same) = outcomes
+    assert (calls, more) == (3, 6) and layout == same
+    assert plain == again and all(torch.equal(gradients[name], others[name]) for name in gradients)

@@ -1,0 +1,112 @@
+"""A rank's place: device, environment and process group, and refusals that say what does not fit."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_models import make_config
+
+from learner import ranks
+from learner.ranks import RanksError, device_of, join_ranks
+from replay.channel.interfaces import InterfaceError
+
+SET_BY_JOINING = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_NVLS_ENABLE",
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever joining sets is gone after the test."""
+    for name in SET_BY_JOINING:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def config(**placement: Any) -> Any:
+    return make_config(Path("unused"), placement={"device": "cpu", "split": "1:1"} | placement)
+
+
+def test_alone_without_torchrun() -> None:
+    with join_ranks(config()) as place:
+        assert (place.rank, place.world_size, place.device, place.is_first) == (0, 1, torch.device("cpu"), True)
+        assert place.mesh.size() == 1 and dist.get_backend() == "gloo"
+    assert not dist.is_initialized()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        pytest.raises(RanksError, match="torchrun started 3 ranks, the placement has 2"),
+        join_ranks(config(split="1:2")),
+    ):
+        pass
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    elsewhere = make_config(Path("unused"), network={"host": "192.0.2.77", "insecure": True})
+    with pytest.raises(InterfaceError, match=r"192\.0\.2\.77"), join_ranks(elsewhere):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "local_rank", "expected"),
+    [
+        ("auto", 0, "0", torch.device("cpu")),
+        ("auto", 2, "1", torch.device("cuda", 1)),
+        ("cuda", 1, "0", torch.device("cuda", 0)),
+        ("cpu", 2, "0", torch.device("cpu")),
+    ],
+)
+def test_the_device(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: int, local_rank: str, expected: torch.device
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert device_of(config(device=device)) == expected
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(RanksError, match="torch finds no GPU here"):
+        device_of(config(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
+    with pytest.raises(RanksError, match=r"learner rank 1 of this node has no GPU: 1 are visible .*=6\)"):
+        device_of(config(device="cuda"))
+
+
+def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Second node of two with one GPU each: global rank 1, local rank 0. What torch is told, without a GPU."""
+    told: dict[str, Any] = {}
+
+    def init(backend: str, **keywords: Any) -> None:
+        told.update(
+            keywords, backend=backend, cumem=os.environ["NCCL_CUMEM_ENABLE"], nvls=os.environ["NCCL_NVLS_ENABLE"]
+        )
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(ranks, "init_device_mesh", lambda kind, shape: (kind, shape))
+    for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "NCCL_NVLS_ENABLE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with join_ranks(config(device="cuda", split="1:2")) as place:
+        assert (place.rank, place.world_size, place.device) == (1, 2, torch.device("cuda", 0))
+        assert place.mesh == ("cuda", (2,))
+    assert told["backend"] == "nccl" and told["device_id"] == told["current"] == torch.device("cuda", 0)
+    assert (told["cumem"], told["nvls"]) == ("0", "1"), "defaults give way to what is set"
