@@ -32,7 +32,7 @@ class Rollout(Section):
     """Dtype of the engine's weights and of the weight bus's wire."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the embedded torch engine."""
-    sglang: dict[str, Any] = {}
+    sglang: dict[str, Any] = Field(default={})
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
     engine_deadline_s: float = Field(default=120.0, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""

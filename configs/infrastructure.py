@@ -47,7 +47,7 @@ class Network(Section):
     """Allow a non-loopback bind without keys."""
     keys: str | None = None
     """Folder of CURVE keys (scripts/make_keys.py); with it every socket of the run is encrypted and authenticated."""
-    env: dict[str, str] = {}
+    env: dict[str, str] = Field(default={})
     """Environment of every process on every node, for example `{NCCL_SOCKET_IFNAME: eth0, NCCL_IB_HCA: mlx5}`."""
 
 
@@ -64,6 +64,8 @@ class Placement(Section):
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
+    share_gpus: bool = False
+    """A GPU may be given to both sides (one GPU for everything); needs weight_bus.backend gloo."""
     rendezvous_port: int = Field(default=29400, ge=1, le=65535)
     """Port of the first learner node where learner ranks of several nodes meet (torchrun)."""
 

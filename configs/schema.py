@@ -5,8 +5,6 @@ would be silently wrong is refused with the key, the value and a way out.
 """
 
 import ipaddress
-import re
-from collections.abc import Iterator
 
 from pydantic import Field, model_validator
 
@@ -15,6 +13,7 @@ from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, Evaluation, Learner, Limits
+from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
 
@@ -62,12 +61,12 @@ class Config(Section):
     @property
     def num_learner_ranks(self) -> int:
         """Data-parallel ranks of the learner over all nodes."""
-        return self._sides()[1]
+        return sum(len(share.learner) for share in self.shares)
 
     @property
     def num_rollout_devices(self) -> int:
         """Devices given to rollout servers over all nodes."""
-        return self._sides()[0]
+        return sum(len(share.rollout) for share in self.shares)
 
     @property
     def num_rollout_servers(self) -> int:
@@ -106,41 +105,18 @@ class Config(Section):
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
         )
 
-    def _sides(self) -> tuple[int, int]:
-        placement = self.placement
-        if placement.rollout is not None and placement.learner is not None:
-            return len(list(node_devices(placement.rollout))), len(list(node_devices(placement.learner)))
-        assert placement.split is not None
-        left, right = placement.split.split(":")
-        return int(left), int(right)
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Devices by node, the first learner node first."""
+        return shares(self.placement)
 
     @model_validator(mode="after")
     def _placement_is_possible(self) -> "Config":
-        placement = self.placement
-        if (placement.rollout is None) != (placement.learner is None):
-            missing = "rollout" if placement.rollout is None else "learner"
-            raise ValueError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
-        if placement.rollout is None and (placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split)):
+        check(self.placement)
+        if self.placement.share_gpus and self.weight_bus.backend == "nccl":
             raise ValueError(
-                f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
-                " learner devices"
-            )
-        if placement.rollout is not None and placement.learner is not None:
-            shared = set(node_devices(placement.rollout)) & set(node_devices(placement.learner))
-            if shared:
-                node, device = sorted(shared)[0]
-                raise ValueError(
-                    f"placement: {node}:{device} is given to both sides; rollout and learner devices must be disjoint"
-                )
-        rollout, ranks = self._sides()
-        if ranks < 1 or (rollout < 1 and placement.local_rollouts):
-            raise ValueError(
-                f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
-                " (rollout servers started by hand: placement.local_rollouts=false)"
-            )
-        if rollout % placement.tensor_parallel:
-            raise ValueError(
-                f"placement.tensor_parallel: {rollout} rollout devices are not divisible by {placement.tensor_parallel}"
+                "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
+                " one GPU; take weight_bus.backend=gloo"
             )
         return self
 
@@ -195,10 +171,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _network_is_safe(self) -> "Config":
-        if not is_loopback(self.network.host) and not self.network.insecure:
+        network = self.network
+        if not is_loopback(network.host) and network.keys is None and not network.insecure:
             raise ValueError(
-                f"network.host: {self.network.host!r} leaves the loopback interface and no keys are configured;"
-                " bind 127.0.0.1, or set network.insecure=true on a network that you trust"
+                f"network.host: {network.host!r} leaves the loopback interface and no keys are configured;"
+                " bind 127.0.0.1, make keys (python -m scripts.make_keys --out keys) and set network.keys=keys, or set"
+                " network.insecure=true on a network that you trust"
             )
         return self
 
@@ -211,20 +189,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def node_devices(spec: str) -> Iterator[tuple[str, int]]:
-    """Yield (node, device) of a placement such as `node0:6-7; node1:0,2`.
-
-    Raises:
-        ValueError: the spec does not parse; the message shows the part that does not.
-    """
-    for part in filter(None, (p.strip() for p in spec.split(";"))):
-        match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
-        if match is None:
-            raise ValueError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
-        for piece in match[2].split(","):
-            first, _, last = piece.partition("-")
-            if last and int(last) < int(first):
-                raise ValueError(f"placement: {piece!r} in {part!r} counts backwards")
-            yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))

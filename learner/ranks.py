@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import Config
 from replay.channel.interfaces import bind_collectives
+from weight_bus.transports import set_nccl_defaults
 
 
 class RanksError(RuntimeError):
@@ -37,11 +38,6 @@ class Ranks:
         return self.rank == 0
 
 
-NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""SGLang sets these in its own processes, and both ends of a group must have the same or its first collective fails.
-NCCL reads them once, at the first group of a process; so they hold for the learner's own group too."""
-
-
 @contextmanager
 def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the learner's process group; leave it at the end.
@@ -59,8 +55,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     device = device_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        for name, default in NCCL_DEFAULTS.items():
-            os.environ.setdefault(name, default)
+        set_nccl_defaults(config.weight_bus)  # read once, at the first group of a process: this one
     else:
         torch.set_num_threads(config.learner.num_threads)
     bind_collectives(os.environ, config.network.host)

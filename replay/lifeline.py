@@ -16,6 +16,8 @@ PARENT = "SLIPSTREAM_PARENT_PID"
 """Environment variable in which torchrun tells its ranks who their parent is."""
 CANNOT_START = 78
 """Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
+RUN_FAILED = 3
+"""Exit code of a rollout server that was told that the run has failed: starting it again is no use either."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

@@ -17,7 +17,7 @@ import uvloop
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from replay.agreement import run_fingerprint
-from replay.channel import AsyncRouter, ChannelError, Limits
+from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
 from replay.fingerprint import FingerprintError
 from replay.lifeline import die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
@@ -35,8 +35,11 @@ async def run(config: Config, run_id: str) -> int:
     evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
     fingerprint = run_fingerprint(config)
     service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint)
-    limits = Limits(config.network.max_message_bytes)
-    router = AsyncRouter(config.network.host, config.network.replay_port, run_id, TO_REPLAY, limits)
+    network = config.network
+    limits, keys = Limits(network.max_message_bytes), load_keys(network.keys)
+    router = AsyncRouter(
+        network.host, network.replay_port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):

@@ -15,12 +15,12 @@ import uvloop
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from replay.agreement import run_fingerprint
-from replay.channel import AsyncDealer, ChannelError, Limits
+from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError
-from replay.lifeline import CANNOT_START, die_with_parent, set_up_logging
+from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
 from replay.quickstart_input import InputError, make_if_missing
-from rollout_server.engines import EngineError, build_engine
+from rollout_server.engines import EngineError, EngineStartFailed, build_engine
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 async def run(config: Config, address: str, name: str) -> int:
     """Serve one run; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
+    limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = build_engine(config)
-    dealer = AsyncDealer(
-        address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, Limits(config.network.max_message_bytes)
-    )
+    dealer = AsyncDealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with RewardPool(config.reward) as rewards:
             generator = Generator(config, engine, Task(config), rewards)
@@ -50,7 +49,7 @@ async def run(config: Config, address: str, name: str) -> int:
             for sig in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(sig, serving.cancel)
             try:
-                return 0 if await serving else 1
+                return 0 if await serving else RUN_FAILED
             except asyncio.CancelledError:
                 await leave(server, "stopped by signal")
                 return 0
@@ -77,10 +76,10 @@ def main() -> int:
         make_if_missing(config, args.config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name))
-    except (ConfigError, InputError, FingerprintError, EngineError, TaskError, RewardError) as error:
+    except (ConfigError, InputError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
-    except ChannelError as error:
+    except (ChannelError, EngineStartFailed) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
         return _stop(args.server_name, _first(group))

@@ -124,7 +124,7 @@ class RolloutServer:
 
     def _cancel(self, key: LeaseKey) -> None:
         if key in self.working:
-            self.engine.abort(_request_id(key))
+            self.generator.abort(_request_id(key))
 
     def _acked(self, ack: m.Ack) -> None:
         self.unacked.pop((ack.pass_, ack.index, ack.attempt), None)
@@ -198,7 +198,7 @@ class RolloutServer:
             await self.dealer.send(
                 m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges)
             )
-            running = self.engine.running_tokens()
+            running = self.generator.running_tokens()
             if self.working:
                 await self.dealer.send(
                     m.Renew(leases=[[*key, running.get(_request_id(key), 0)] for key in self.working])
@@ -225,6 +225,7 @@ class RolloutServer:
             "running": float(health.running),
             "waiting": float(health.waiting),
             "memory_gb": health.memory_bytes / 1e9,
+            **{name: value for name, value in health.detail.items() if name.startswith("pause_ms_")},
             **self.follower.gauges,
         }
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
+from replay.channel import load_keys
 from rollout_server.engines.base import Engine, PauseMode
 from weight_bus.errors import BusClosed
 from weight_bus.subscriber import Subscriber
@@ -61,6 +62,7 @@ class WeightFollower:
             config=self.config.weight_bus,
             host=self.config.network.host,
             run_id=run_id,
+            keys=load_keys(self.config.network.keys),
         )
         self._subscriber = subscriber
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="weight-follower", daemon=True)
@@ -88,7 +90,20 @@ class WeightFollower:
     # ---- called by the subscriber, in its thread -------------------------------------------------------
 
     def _load(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Mapping[str, int]:
+        self._announce_wait()
         return self._await(self._apply(version, named_tensors))
+
+    def _announce_wait(self) -> None:
+        """Tell the publisher when the engine will apply this version late, so that it is not taken for slow."""
+        held = self.engine.holds()
+        if held is not None:
+            self._hold(self.config.evaluation.deadline_s, f"evaluates v{held}")
+        elif self.config.on_new_weights == "drain" and self.engine.running_tokens():
+            self._hold(self.config.replay.lease_s, "drains running requests")
+
+    def _hold(self, limit_s: float, reason: str) -> None:
+        if self._subscriber is not None:
+            self._subscriber.hold(limit_s, reason)
 
     def _activate(self, version: int, evaluate: bool) -> None:
         self._await(self._go_live(version, evaluate))

@@ -3,16 +3,19 @@
 #
 #   scripts/install.sh                      into the environment of $PYTHON (python3 where it is not set), extra dev
 #   scripts/install.sh --venv .venv         into a virtual environment, made where it is missing
-#   scripts/install.sh --venv .venv dev,sglang
+#   scripts/install.sh --venv .venv dev,sglang        SGLang on a machine with GPUs
+#   scripts/install.sh --venv .venv dev,sglang-cpu    SGLang on a machine without: the list sglang-cpu-requirements.txt
 #   scripts/install.sh none                 without any extra
 #
 # A torch in range that can be imported is kept exactly as it is, CPU and CUDA builds alike; only where there is none,
 # torch is installed. Package indexes are pip's own business: its configuration and environment go through untouched.
-# Running it again is quick when nothing has changed.
+# Running it again is quick when nothing has changed and no extra is new.
 set -euo pipefail
 
 TORCH_DEFAULT=2.13.0
+SGLANG_CPU=sglang-cpu
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+PINS="$ROOT/scripts/$SGLANG_CPU-requirements.txt"
 STEP="reading the arguments"
 WORK=""
 
@@ -31,7 +34,7 @@ venv="" extras="dev"
 while [ $# -gt 0 ]; do
     case "$1" in
         --venv) [ $# -ge 2 ] || die "--venv needs a folder"; venv="$2"; shift 2 ;;
-        -h | --help) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         -*) die "unknown option $1; there are --venv DIR and --help" ;;
         *) extras="$1"; shift ;;
     esac
@@ -60,15 +63,29 @@ import importlib.metadata as metadata
 names = {(found.metadata["Name"] or "").lower() for found in metadata.distributions()}
 print("\n".join(sorted(name for name in names if name.startswith("nvidia-"))))
 PY
+# What a CUDA or HIP build of torch is built for; nothing for a CPU build.
+cat >"$WORK/torch_device.py" <<'PY'
+import torch
+print(torch.version.cuda or torch.version.hip or "")
+PY
+# `stamp.py check` succeeds when these extras are installed and nothing that they depend on has changed since;
+# `stamp.py write` remembers them, beside those that were installed before.
 cat >"$WORK/stamp.py" <<'PY'
-import hashlib, importlib.metadata as metadata, pathlib, sys
+import hashlib, importlib.metadata as metadata, pathlib, sys, sysconfig
+what, root, pins, extras = sys.argv[1:]
 try:
     torch = metadata.version("torch")
 except metadata.PackageNotFoundError:
     torch = "none"
-root, extras = sys.argv[1:]
-parts = [root, extras, sys.version, torch, (pathlib.Path(root) / "pyproject.toml").read_text()]
-print(hashlib.sha256("\0".join(parts).encode()).hexdigest())
+texts = [(pathlib.Path(root) / "pyproject.toml").read_text(), pathlib.Path(pins).read_text()]
+base = hashlib.sha256("\0".join([root, sys.version, torch, *texts]).encode()).hexdigest()
+file = pathlib.Path(sysconfig.get_path("purelib")) / "slipstream-install.stamp"
+lines = file.read_text().splitlines() if file.exists() else []
+there = set(lines[1:]) if lines[:1] == [base] else set()
+asked = {"none", *extras.split(",")}
+if what == "check":
+    sys.exit(not asked <= there)
+file.write_text("\n".join([base, *sorted(there | asked)]) + "\n")
 PY
 
 STEP="looking for Python"
@@ -78,13 +95,24 @@ command -v "$python" >/dev/null || die "'$python' is not there; set PYTHON to a 
     || die "$("$python" --version) is too old; set PYTHON to a Python of 3.11 or later"
 
 STEP="looking up the extras '$extras'"
-"$python" - "$ROOT/pyproject.toml" "$extras" <<'PY' 2>"$WORK/why" || die "$(cat "$WORK/why")"
+# sglang-cpu is no extra of pyproject.toml: pip would bring SGLang's own dependencies, CUDA and all
+extras="${extras// /}"
+cat >"$WORK/extras.py" <<'PY'
 import sys, tomllib
-known = tomllib.load(open(sys.argv[1], "rb"))["project"]["optional-dependencies"]
-unknown = {extra.strip() for extra in sys.argv[2].split(",")} - {"none", *known}
+path, extras, sglang_cpu = sys.argv[1:]
+known = [*tomllib.load(open(path, "rb"))["project"]["optional-dependencies"], sglang_cpu]
+asked = extras.split(",")
+unknown = set(asked) - {"none", *known}
 if unknown:
     sys.exit(f"unknown {sorted(unknown)}; there are {', '.join(known)}, and none by itself for no extra")
+if {"sglang", sglang_cpu} <= set(asked):
+    sys.exit(f"sglang is for machines with GPUs and {sglang_cpu} for those without; take one")
+print(",".join(extra for extra in asked if extra not in ("none", sglang_cpu)))
 PY
+if ! pip_extras="$("$python" "$WORK/extras.py" "$ROOT/pyproject.toml" "$extras" "$SGLANG_CPU" 2>"$WORK/why")"; then
+    die "$(cat "$WORK/why")"
+fi
+case ",$extras," in *",$SGLANG_CPU,"*) on_cpu=yes ;; *) on_cpu= ;; esac
 
 if [ -n "$venv" ] && [ ! -x "$venv/bin/python" ]; then
     STEP="making the virtual environment $venv"
@@ -101,8 +129,7 @@ if [ -n "$venv" ]; then python="$venv/bin/python"; fi
 python="$("$python" -c 'import sys; print(sys.executable)')"
 
 STEP="reading the stamp of the last installation"
-stamp="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/slipstream-install.stamp"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$("$python" "$WORK/stamp.py" "$ROOT" "$extras")" ]; then
+if "$python" "$WORK/stamp.py" check "$ROOT" "$PINS" "$extras"; then
     say "up to date: $python, extras '$extras'"
     exit 0
 fi
@@ -119,14 +146,27 @@ if [ -z "$torch" ]; then
 else
     say "torch $torch is there and is kept"
 fi
+constraints=(-c "$WORK/constraints.txt")
+echo "torch==$torch" >"$WORK/constraints.txt"
+if [ -n "$on_cpu" ]; then
+    STEP="looking what torch $torch is built for"
+    device="$("$python" "$WORK/torch_device.py")" || die "torch $torch does not say"
+    [ -z "$device" ] || die "$SGLANG_CPU needs a CPU build of torch, and torch $torch of $python is built for $device; \
+on a machine with GPUs take the extra sglang, on another one an environment with a CPU build"
+    constraints+=(-c "$PINS")
+fi
 "$python" "$WORK/nvidia.py" >"$WORK/nvidia.before"
 
 STEP="installing slipstream-rl with extras '$extras'"
 say "$STEP"
-echo "torch==$torch" >"$WORK/constraints.txt"
 target="$ROOT"
-if [ "$extras" != none ]; then target="$ROOT[$extras]"; fi
-run "$python" -m pip install -c "$WORK/constraints.txt" -e "$target"
+if [ -n "$pip_extras" ]; then target="$ROOT[$pip_extras]"; fi
+run "$python" -m pip install "${constraints[@]}" -e "$target"
+if [ -n "$on_cpu" ]; then
+    STEP="installing SGLang without a GPU"
+    say "$STEP"
+    run "$python" -m pip install --no-deps -r "$PINS"
+fi
 
 STEP="checking what was installed"
 if ! after="$("$python" "$WORK/torch_version.py" 2>"$WORK/why")"; then die "$(cat "$WORK/why")"; fi
@@ -141,5 +181,9 @@ esac
 # from another folder: the checkout itself must not be what makes the imports work
 (cd "$WORK" && "$python" -c 'import configs, replay.channel, weight_bus, rollout_server, learner') \
     || die "the packages cannot be imported"
-"$python" "$WORK/stamp.py" "$ROOT" "$extras" >"$stamp"
+if [ -n "$on_cpu" ]; then
+    (cd "$WORK" && "$python" -c 'from rollout_server.engines.sglang_path import prepare_cpu; prepare_cpu(); import sglang') \
+        || die "SGLang cannot be imported"
+fi
+"$python" "$WORK/stamp.py" write "$ROOT" "$PINS" "$extras"
 say "done: $python, torch $torch, extras '$extras'"

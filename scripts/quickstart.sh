@@ -3,16 +3,23 @@
 # trains it through replay, a rollout server and two learner ranks, and prints one line of JSON.
 #
 #   bash scripts/quickstart.sh [--seed N] [--set a.b=c ...]
+#
+# With --set rollout.engine=sglang it also installs SGLang.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 seed=0
+engine=torch
 overrides=()
 while (($#)); do
   case "$1" in
     --seed) seed="$2"; shift 2 ;;
-    --set) overrides+=(--set "$2"); shift 2 ;;
-    -h | --help) sed -n '2,5p' "$0"; exit 0 ;;
+    --set)
+      if [[ "$2" == rollout.engine=* ]]; then engine="${2#*=}"; fi
+      overrides+=(--set "$2")
+      shift 2
+      ;;
+    -h | --help) sed -n '2,7p' "$0"; exit 0 ;;
     *) echo "quickstart.sh: unknown argument '$1' (there are --seed N and --set a.b=c)" >&2; exit 2 ;;
   esac
 done
@@ -22,6 +29,10 @@ if [[ -n "${SLIPSTREAM_PYTHON:-}" ]]; then
 else
   bash scripts/install.sh --venv .venv none
   python=.venv/bin/python
+  if [[ "$engine" == sglang ]]; then
+    device=$("$python" -c 'import torch; print(torch.version.cuda or torch.version.hip or "")')
+    bash scripts/install.sh --venv .venv "$([[ -z "$device" ]] && echo sglang-cpu || echo sglang)"
+  fi
 fi
 export OMP_NUM_THREADS=1
 

@@ -11,6 +11,10 @@ export OMP_NUM_THREADS=1
 if [ -z "${SLIPSTREAM_PYTHON:-}" ]; then
     bash scripts/install.sh --venv .venv dev
     SLIPSTREAM_PYTHON="$PWD/.venv/bin/python"
+    # SGLang's tests on a CPU need a CPU build of torch; they say so and skip where there is another one
+    if [ -z "$("$SLIPSTREAM_PYTHON" -c 'import torch; print(torch.version.cuda or torch.version.hip or "")')" ]; then
+        bash scripts/install.sh --venv .venv dev,sglang-cpu
+    fi
 fi
 export SLIPSTREAM_PYTHON
 

@@ -24,6 +24,7 @@ from weight_bus.messages import (
     EpochReady,
     Goodbye,
     Heartbeat,
+    Holding,
     Join,
     ReceiveFailed,
     Removed,
@@ -31,9 +32,12 @@ from weight_bus.messages import (
     Welcome,
 )
 from weight_bus.round import Rounds
-from weight_bus.transports.base import Transport
+from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
+
+MAX_HOLD_S = 24 * 3600.0
+"""No engine may ask for more."""
 
 
 class Bus:
@@ -46,6 +50,7 @@ class Bus:
         self._router = router
         self._board = board
         self._incarnation = incarnation
+        self._facts = transport.facts()
         self._next_beat = 0.0
         self._rounds = Rounds(
             config, router=router, board=board, transport=transport, incarnation=incarnation, control=self
@@ -188,6 +193,8 @@ class Bus:
                 self._on_staged(message, now)
             case Applied():
                 self._on_applied(message, now)
+            case Holding():
+                self._on_holding(message, now)
             case ReceiveFailed():
                 self._on_receive_failed(message, now)
             case Goodbye():
@@ -202,6 +209,12 @@ class Bus:
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
             self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False), run_id)
+            return
+        apart = differing(self._facts, join.facts)
+        if apart:
+            reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
+            log.warning("weight bus: refused: %s", reason)
+            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False))
             return
         known = board.membership.find(join.session) is not None
         admission = board.membership.join(join, identity, now, version=version, digest=digest)
@@ -256,6 +269,16 @@ class Bus:
             board.counters["quarantines"] += 1
             reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
             self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
+
+    def _on_holding(self, holding: Holding, now: float) -> None:
+        if not 0 < holding.limit_s <= MAX_HOLD_S:
+            log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", holding.version, holding.limit_s)
+            return
+        member = self._board.membership.holding(holding, now)
+        if member is not None:
+            text = "weight bus: v%d waits for %s, at most %.0f s: %s"
+            log.info(text, holding.version, member, holding.limit_s, holding.reason)
+            self._emit("held", member, holding.reason)
 
     def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
         member = self._board.membership.receiving(failed.session, failed.epoch, failed.version)

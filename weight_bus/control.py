@@ -7,7 +7,20 @@ import threading
 
 import zmq
 
-from replay.channel import ChannelError, Envelope, Limits, Message, WireError, bind, configure, decode, encode
+from replay.channel import (
+    ChannelError,
+    Envelope,
+    Gate,
+    HandshakeWatch,
+    Keys,
+    Limits,
+    Message,
+    WireError,
+    bind,
+    configure,
+    decode,
+    encode,
+)
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
 log = logging.getLogger(__name__)
@@ -53,19 +66,22 @@ class WakeUp:
 class Router:
     """The publisher's end, used by the bus thread only (except `wake`)."""
 
-    def __init__(self, host: str, port: int, run_id: str) -> None:
+    def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = itertools.count(1)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, Limits())
-        # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._gate: Gate | None = None
         try:
-            self.address = bind(self._socket, host, port)
+            configure(self._socket, Limits(), keys)
+            # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if keys is not None:
+                self._gate = Gate(self._context, self._socket, keys)
+            self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
-            self._socket.close()
+            self.close()
             raise
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -102,8 +118,15 @@ class Router:
                 arrived.append((name, error))
         return arrived
 
+    @property
+    def refused(self) -> dict[str, int]:
+        """Handshakes that the keys refused, by reason; empty without keys."""
+        return dict(self._gate.refused) if self._gate is not None else {}
+
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=1000)
         self._context.term()
         self.wake.close()
@@ -112,20 +135,23 @@ class Router:
 class Dealer:
     """A subscriber's end, used by the thread that receives (except `wake`)."""
 
-    def __init__(self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True) -> None:
+    def __init__(
+        self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True, keys: Keys | None = None
+    ) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = itertools.count(1)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, Limits())
+        configure(self._socket, Limits(), keys)
         # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
         self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self.close()
             reason = f"cannot connect to the weight bus at {address!r}: {error.strerror}; expected tcp://host:port"
             raise ChannelError(reason, "closed") from error
         self._poller = zmq.Poller()
@@ -133,7 +159,7 @@ class Dealer:
         self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, message: Message) -> bool:
-        """Queue a message; False when the queue is full, or unconnected and so without one."""
+        """Queue a message; False when the queue is full, or unconnected and so without one (or refused: see `poll`)."""
         try:
             self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -141,11 +167,16 @@ class Dealer:
         return True
 
     def poll(self, timeout_s: float) -> Message | WireError | None:
-        """The next message within `timeout_s`, None after that time or a wake-up."""
+        """The next message within `timeout_s`, None after that time or a wake-up.
+
+        Raises:
+            ChannelError: the publisher refuses this subscriber (keys).
+        """
         events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
         if self.wake.fileno() in events:
             self.wake.clear()
         if not self._socket.poll(0):
+            self._handshake.check()
             return None
         try:
             envelope = decode(self._socket.recv_multipart(), TO_SUBSCRIBER)
@@ -157,6 +188,7 @@ class Dealer:
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
+        self._handshake.close()
         self._socket.close(linger=1000)
         self._context.term()
         self.wake.close()
@@ -168,9 +200,9 @@ class Pulse:
     A subscriber that is blocked in a broadcast or in its engine still lives; one that is stopped does not beat.
     """
 
-    def __init__(self, address: str, identity: str, run_id: str, period_s: float) -> None:
+    def __init__(self, address: str, identity: str, run_id: str, period_s: float, keys: Keys | None = None) -> None:
         # beats that nobody heard must not reach a later publisher
-        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False)
+        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False, keys=keys)
         self._period_s = period_s
         self._stop = threading.Event()
         self.session = ""

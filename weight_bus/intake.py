@@ -1,4 +1,4 @@
-"""A subscriber's data plane: from a Begin to verified bytes in host memory, before the engine is touched."""
+"""A subscriber's data plane: from a Begin to verified bytes on the transport's device, before the engine is touched."""
 
 from weight_bus.messages import Abort, Begin, Commit, manifest_of
 from weight_bus.staging import Staging
@@ -13,9 +13,14 @@ class Intake:
         self._run_id = run_id
         self._formed = 0
         """Epoch of the present group, 0 for none."""
-        self.staging = Staging()
+        self.staging = Staging(transport.device)
         self.staged: Begin | None = None
         """What is staged and verified."""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the transport must have in common with the publisher's."""
+        return self._transport.facts()
 
     def take(self, begin: Begin) -> list[str]:
         """Receive every bucket; builds the group where the epoch is new. Blocks for broadcasts only.
@@ -37,6 +42,7 @@ class Intake:
             self._formed = begin.epoch
         for index, bucket in enumerate(self.staging.buckets):
             self._transport.broadcast(bucket, index)
+        self._transport.finish()
         corrupt = self.staging.corrupt()
         if not corrupt:
             self.staged = begin

@@ -18,7 +18,7 @@ class Event:
     """Something worth counting or seeing happened on the bus."""
 
     kind: str
-    """join, epoch, sent, corrupt, quarantined, healed, live, removed, failed, superseded or left."""
+    """join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left."""
     version: int
     epoch: int
     name: str = ""
@@ -38,8 +38,10 @@ class PublishReport:
     """Subscribers whose engine verifiably holds this version."""
     failed: dict[str, str]
     """Subscribers that do not, or not yet, and why."""
+    held: dict[str, str]
+    """Subscribers that finish an evaluation of an older version first, and why. Nobody waits for them."""
     seconds: dict[str, float]
-    """By phase: pack (on the caller's thread), queue, epoch, send, apply, total."""
+    """By phase: gather (and pack, on the caller's thread), queue, epoch, send, apply, total."""
     epoch: int
     num_bytes: int
     """On the wire, to each subscriber."""
@@ -113,16 +115,19 @@ class Board:
             return job.report
         members = self.membership.members.values()
         served = [m.name for m in members if m.version == job.version]
-        failed = {name: reason for name, reason in job.failed.items() if name not in served}
+        holders = self.membership.held()
+        held = {m.name: f"{m} holds an older version since {now - m.since:.1f} s: {m.hold}" for m in holders}
+        failed = {name: reason for name, reason in job.failed.items() if name not in served and name not in held}
         for member in self.membership.unsettled(job.version):
             failed[member.name] = laggard(member, job, now, self.membership)
-        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["pack"]}
+        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["gather"]}
         if job.sent_at:
             seconds["apply"] = now - job.sent_at
         return PublishReport(
             version=job.version,
             served=served,
             failed=failed,
+            held=held,
             seconds=seconds,
             epoch=self.membership.epoch,
             num_bytes=job.manifest.num_bytes,

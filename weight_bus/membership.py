@@ -5,6 +5,9 @@
        └───── release ─────┴─────────────────┴──────────────────┘                     └─▶ QUARANTINED     │
        └───────────────────────────── a newer version, or a refill (invite) ◀─────────────────┴───────────┘
 
+APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine that finishes an evaluation of an older version first.
+Nobody waits for it meanwhile, and it is slow only after the time that it has asked for.
+
 A member leaves the table by `remove`; what it says afterwards belongs to no session and is ignored.
 """
 
@@ -14,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from weight_bus.messages import Applied, Join, Staged
+from weight_bus.messages import Applied, Holding, Join, Staged
 
 MAX_FENCED = 1024
 
@@ -27,6 +30,7 @@ class State(Enum):
     READY = "ready for the epoch"
     RECEIVING = "receiving"
     APPLYING = "applying"
+    HOLDING = "holding an older version before it applies"
     LIVE = "live"
     QUARANTINED = "quarantined"
 
@@ -62,6 +66,8 @@ class Member:
     """Failed updates since the last verified one."""
     retry_at: float = -math.inf
     """Not sent anything before this time."""
+    hold: str = ""
+    """Why it is HOLDING."""
 
     def __str__(self) -> str:
         return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"
@@ -147,8 +153,13 @@ class Membership:
         return [m for m in idle if m.faults == fewest]
 
     def unsettled(self, version: int) -> list[Member]:
-        """Members that do not serve `version` yet."""
-        return [m for m in self.members.values() if m.state is not State.LIVE or m.version != version]
+        """Members that do not serve `version` yet and are waited for."""
+        waited_for = [m for m in self.members.values() if m.state is not State.HOLDING]
+        return [m for m in waited_for if m.state is not State.LIVE or m.version != version]
+
+    def held(self) -> list[Member]:
+        """Members that hold an older version, with leave."""
+        return [m for m in self.members.values() if m.state is State.HOLDING]
 
     def invite(self, members: Iterable[Member], now: float, deadline: float) -> int:
         """IDLE → INVITED in the next epoch, whose number it returns. The formed group ends here."""
@@ -200,11 +211,12 @@ class Membership:
         return member
 
     def applied(self, applied: Applied, now: float) -> Member | None:
-        """APPLYING → LIVE when the engine's digest is the expected one, else → QUARANTINED. None for late ones."""
-        member = self.find(applied.session)
-        if member is None or member.state is not State.APPLYING:
-            return None
-        if (applied.epoch, applied.version) != (member.epoch, member.target):
+        """APPLYING or HOLDING → LIVE when the engine's digest is the expected one, else → QUARANTINED.
+
+        None for late messages.
+        """
+        member = self._engaged(applied)
+        if member is None:
             return None
         if not applied.differences and applied.digest == member.expected:
             self._move(member, State.LIVE, now)
@@ -214,6 +226,14 @@ class Membership:
         else:
             self._move(member, State.QUARANTINED, now)
             self.fault(member)
+        return member
+
+    def holding(self, holding: Holding, now: float) -> Member | None:
+        """APPLYING, or HOLDING already → HOLDING, slow only after `limit_s` from now. None for late messages."""
+        member = self._engaged(holding)
+        if member is not None:
+            self._move(member, State.HOLDING, now, now + holding.limit_s)
+            member.hold = holding.reason
         return member
 
     def release(self, member: Member, now: float) -> None:
@@ -257,6 +277,13 @@ class Membership:
     def in_group(self, members: Iterable[Member]) -> bool:
         """Whether exactly these members form the present group."""
         return bool(self.group) and self.group == tuple(member.session for member in members)
+
+    def _engaged(self, message: Applied | Holding) -> Member | None:
+        """The member whose engine has been told to apply exactly this."""
+        member = self.find(message.session)
+        if member is None or member.state not in (State.APPLYING, State.HOLDING):
+            return None
+        return member if (message.epoch, message.version) == (member.epoch, member.target) else None
 
     def _drop(self, member: Member) -> None:
         del self.members[member.name]

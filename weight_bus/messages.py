@@ -5,7 +5,7 @@
 | join   | Welcome                  | Join                                                        |
 | epoch  | Epoch                    | EpochReady                                                  |
 | send   | Begin, then the buckets  | Staged (whole and verified, or corrupt) or ReceiveFailed    |
-| apply  | Commit or Abort          | Applied (what the engine holds)                             |
+| apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
 | always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
 
 A `session` names one membership, from a Join to its end. Whoever reads a message of another session or an
@@ -32,6 +32,8 @@ class Join(Message):
     host: str
     version: int = -1
     digest: str = ""
+    facts: dict[str, str] = field(default_factory=dict)
+    """What its transport must have in common with the publisher's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,18 @@ class Applied(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holding(Message):
+    """The engine keeps an older version, for an evaluation, before it applies `version`: it is not slow, and nobody
+    waits for it, for `limit_s` from now."""
+
+    session: str
+    epoch: int
+    version: int
+    limit_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Removed(Message):
     """This session has ended. With `rejoin` the subscriber may join anew."""
 
@@ -202,5 +216,5 @@ def manifest_of(begin: Begin) -> Manifest:
     return manifest
 
 
-TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Goodbye)
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
 TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)

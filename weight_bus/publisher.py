@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from configs.infrastructure import WeightBus
+from replay.channel import Keys
 from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.errors import WeightBusError
 from weight_bus.jobs import Board, Event, Job, PublishReport
 from weight_bus.membership import Membership
-from weight_bus.staging import Packer
+from weight_bus.staging import Packer, Pieces
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Publisher:
         run_id: subscribers of another run are refused.
         incarnation: the learner's start within the run; part of every group's name.
         transport_factory: makes the data plane; none takes the configured one.
+        keys: of the learner's node; without, `host` must be a loopback address unless `insecure` allows more.
 
     Raises:
         WeightBusError: the backend is not available here.
@@ -49,14 +51,16 @@ class Publisher:
         run_id: str,
         incarnation: int,
         transport_factory: TransportFactory | None = None,
+        keys: Keys | None = None,
+        insecure: bool = False,
     ) -> None:
         self._config = config
-        self._packer = Packer(config.bucket_bytes)
         transport = (transport_factory or make_transport)(config, host)
+        self._packer = Packer(config.bucket_bytes, transport.device)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
-        self._router = Router(host, config.port, run_id)
+        self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
         self._last: Job | None = None
         self._closed = False
         self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
@@ -87,7 +91,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
         digests: Mapping[str, int],
         *,
         evaluate: bool = False,
@@ -99,7 +103,7 @@ class Publisher:
     def start_publish(
         self,
         version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
         digests: Mapping[str, int],
         *,
         evaluate: bool = False,
@@ -135,7 +139,7 @@ class Publisher:
             evaluate=evaluate,
             posted_at=now,
             deadline=now + self._config.deadline_s,
-            seconds={"pack": now - started},
+            seconds={"gather": now - started},
         )
         with self._board.changed:
             self._raise_failure()

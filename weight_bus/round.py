@@ -20,7 +20,9 @@ from weight_bus.transports.base import Formation, Transport, group_prefix
 
 log = logging.getLogger(__name__)
 
-WORKER_SLACK_S = 5.0
+WORKER_SLACK_S = 15.0
+FORMING = 4
+"""Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
 
 
 class Control(Protocol):
@@ -59,6 +61,7 @@ class Rounds:
         self._endpoint = transport.serve()
         self._bucket = -1
         """Bucket on the wire, -1 between rounds."""
+        self._last_bucket = -1
         self._failed: frozenset[str] = frozenset()
         """Sessions of the last round if it failed."""
 
@@ -89,7 +92,8 @@ class Rounds:
             if self._bucket >= 0:
                 return f"receiving bucket {self._bucket + 1} of {len(job.buckets)} of v{member.target}"
             return f"verifying what it received of v{member.target}"
-        return f"{member.state.value} v{member.target}" if member.state is State.APPLYING else member.state.value
+        engaged = member.state in (State.APPLYING, State.HOLDING)
+        return f"{member.state.value} v{member.target}" if engaged else member.state.value
 
     def close(self) -> None:
         """End the data plane; a broadcast in flight ends by its own timeout."""
@@ -172,14 +176,20 @@ class Rounds:
     def _transmit(self, job: Job, formation: Formation | None) -> None:
         if formation is not None:
             self._transport.form(formation)
+        self._last_bucket = len(job.buckets) - 1
         for index, bucket in enumerate(job.buckets):
             if self._board.closing:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
             self._bucket = index
             self._transport.broadcast(bucket, index)
+        self._transport.finish(self._follow)
+
+    def _follow(self, index: int) -> None:
+        """Buckets that are only launched arrive one by one afterwards."""
+        self._bucket = min(index + 1, self._last_bucket)
 
     def _await(self, future: "Future[None]", job: Job) -> TransportError | None:
-        limit = (len(job.buckets) + 1) * self._config.collective_timeout_s + WORKER_SLACK_S
+        limit = (len(job.buckets) + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
         if not self._control.pump(future.done, time.monotonic() + limit):
             raise WeightBusError(
                 f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
@@ -208,4 +218,8 @@ class Rounds:
                 job.failed[member.name] = str(error)
                 if len(receivers) == 1:
                     self._control.charge(member, str(error))
-        self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)
+        try:
+            self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)
+        except TimeoutError as late:
+            reason = f"v{job.version}: the transport did not leave its broken group in {WORKER_SLACK_S:.0f} s [silent]"
+            raise WeightBusError(reason) from late

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from configs.infrastructure import WeightBus
-from replay.channel import Message, WireError
+from replay.channel import Keys, Message, WireError
 from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
-from weight_bus.errors import BusClosed, RemovedFromBus, TransportError
+from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.intake import Intake
 from weight_bus.messages import (
     Abort,
@@ -32,6 +32,7 @@ from weight_bus.messages import (
     Epoch,
     EpochReady,
     Goodbye,
+    Holding,
     Join,
     ReceiveFailed,
     Removed,
@@ -72,6 +73,7 @@ class Subscriber:
         run_id: must be the publisher's.
         incarnation: messages of an earlier one are refused; none takes what the publisher says.
         transport_factory: makes the data plane; none takes the configured one.
+        keys: of this node, where the publisher has keys.
 
     Raises:
         WeightBusError: the backend is not available here.
@@ -88,6 +90,7 @@ class Subscriber:
         run_id: str,
         incarnation: int | None = None,
         transport_factory: TransportFactory | None = None,
+        keys: Keys | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -98,11 +101,13 @@ class Subscriber:
         self._session = ""
         self._intake = Intake((transport_factory or make_transport)(config, host), run_id)
         identity = f"{name}.{self._instance}"
-        self._dealer = Dealer(address, identity, run_id)
-        self._pulse = Pulse(address, identity, run_id, config.heartbeat_s)
+        self._dealer = Dealer(address, identity, run_id, keys=keys)
+        self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
         self._held: tuple[int, int, str] = (-1, -1, "")
         """(incarnation, version, digest) that the engine verifiably holds."""
+        self._applying: Commit | None = None
+        """What the engine is loading at this moment."""
         self._heard_at = time.monotonic()
         self._joined_at = -math.inf
         self._silent = False
@@ -137,6 +142,33 @@ class Subscriber:
                 log.warning("weight bus: %r refused a message of %s: %s [corrupt]", self.name, self.address, message)
             elif message is not None and self._handle(message, engine):
                 return self._held[1]
+
+    def hold(self, limit_s: float, reason: str) -> None:
+        """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
+
+        The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be said again, for
+        longer. `load` itself waits, applies and returns as ever.
+
+        Args:
+            limit_s: seconds from now, applying included.
+            reason: for logs and reports, such as "evaluation of version 12".
+
+        Raises:
+            WeightBusError: nothing is being applied.
+        """
+        commit = self._applying
+        if commit is None:
+            raise WeightBusError("hold() is for the load callback: nothing is being applied")
+        self._pulse.activity = f"holding before v{commit.version}: {reason}"
+        self._dealer.send(
+            Holding(
+                session=self._session,
+                epoch=commit.epoch,
+                version=commit.version,
+                limit_s=float(limit_s),
+                reason=reason,
+            )
+        )
 
     def stop(self) -> None:
         """Make `receive` raise BusClosed, from any thread."""
@@ -177,6 +209,7 @@ class Subscriber:
             host=socket.gethostname(),
             version=version,
             digest=digest,
+            facts=self._intake.facts,
         )
         if self._dealer.send(join):
             self._joined_at = now
@@ -270,11 +303,14 @@ class Subscriber:
         self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
+        self._applying = commit
         try:
             held = engine.load(commit.version, self._intake.staging.tensors())
         except Exception as error:
             log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
             reason = f"the engine could not load: {type(error).__name__}: {error}"
+        finally:
+            self._applying = None
         differences = self._intake.staging.manifest.differences(held)
         if differences and not reason:
             reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from configs.loading import dump
+from configs.plan import Machine, Plan, Process, assign
 from configs.schema import Config
 from learner.launch import children
 from learner.launch.children import Child
+from learner.launch.machine import this_machine
+from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.report.live_view import LiveView
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, WireError
-from replay.lifeline import CANNOT_START, PARENT
+from replay.channel import ChannelError, Dealer, WireError, load_keys
+from replay.lifeline import PARENT
 
 log = logging.getLogger(__name__)
 
@@ -30,26 +33,6 @@ FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
 
 
-GOOD_ORDER_S = 5.0
-"""A server that ends with exit code 0 has heard that the run is over; the launcher hears it within this time."""
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on; the message is the root-cause line."""
-
-
-@dataclass(slots=True)
-class LocalServer:
-    """A rollout server of this machine and its restarts."""
-
-    child: Child
-    restarts: int = 0
-    start_again_at: float | None = None
-    given_up: bool = False
-    left_at: float | None = None
-    """When it was first seen to have ended with exit code 0."""
-
-
 @dataclass(slots=True)
 class Launcher:
     """One run on this machine."""
@@ -57,15 +40,22 @@ class Launcher:
     config: Config
     resume: bool
     view: LiveView
+    learner_module: str = "learner.train"
+    """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     replay: Child | None = None
     learner: Child | None = None
-    servers: dict[str, LocalServer] = field(default_factory=dict)
+    servers: LocalServers | None = None
+    machine: Machine | None = None
+    """This machine, as the plan needs it; found out where it is not given."""
     address: str = ""
     _metrics_offset: int = 0
     _metrics_inode: int = 0
     _started_at: float = field(default_factory=time.time)
     _status_asked: float = 0.0
     _rank_logs: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.machine = self.machine or this_machine(self.config)
 
     @property
     def run_dir(self) -> Path:
@@ -77,17 +67,23 @@ class Launcher:
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
-        self.replay = self._start("replay", "replay.main", "--run-id", run_id, "--parent", str(os.getpid()))
+        (replay,) = self.plan().of(self.node, "replay")
+        parent = ("--parent", str(os.getpid()))
+        self.replay = self._start(replay, "--run-id", run_id, *parent)
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         ready = children.wait_for_line(self.replay, r"^replay ready at (\S+)$", REPLAY_START_S)
         if ready is None:
             raise RunFailed(f"replay did not start: {self.replay.how_it_ended()}")
         self.address = ready[1]
-        self.learner = self._start_learner()
+        plan = self.plan()
+        self.learner = self._start_learner(*plan.of(self.node, "learner"))
+        by_name = {server.name: server for server in plan.of(self.node, "rollout")}
+        self.servers = LocalServers(
+            self.config.rollout, lambda name: self._start(by_name[name], *parent), self.view.event
+        )
         if self.config.placement.local_rollouts:
-            for i in range(self.config.num_rollout_servers):
-                name = f"rollout-{i}"
-                self.servers[name] = LocalServer(self._start_server(name))
+            for name in by_name:
+                self.servers.add(name)
 
     def watch(self) -> None:
         """Watch until the learner has finished.
@@ -95,15 +91,16 @@ class Launcher:
         Raises:
             RunFailed: replay or the learner died, or no rollout server is left.
         """
-        assert self.learner is not None and self.replay is not None
+        assert self.learner is not None and self.replay is not None and self.servers is not None
         status: dict[str, Any] | None = None
-        with Dealer(self.address, f"launcher.{os.getpid()}", m.FROM_REPLAY) as dealer:
+        keys = load_keys(self.config.network.keys)
+        with Dealer(self.address, f"launcher.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
             while (code := self.learner.exit_code()) is None:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())
                 if self.replay.exit_code() is not None and not self._learner_leaves():
-                    raise RunFailed(self._root_cause("replay", self.replay))
-                self._watch_servers(status)
+                    raise RunFailed(root_cause("replay", self.replay))
+                self.servers.watch(self._run_is_over(status))
                 time.sleep(POLL_S)
             status = self._ask_status(dealer, status)
             self.view.update(status, self._new_rows())
@@ -122,7 +119,7 @@ class Launcher:
 
     def all_children(self) -> list[Child]:
         """Every process that this launcher has started and not replaced."""
-        servers = [server.child for server in self.servers.values()]
+        servers = self.servers.children if self.servers is not None else []
         return [child for child in (self.learner, *servers, self.replay) if child is not None]
 
     def _learner_leaves(self) -> bool:
@@ -135,37 +132,34 @@ class Launcher:
 
     # ---- starting --------------------------------------------------------------------------------------
 
-    def _start(self, name: str, module: str, *arguments: str) -> Child:
-        command = [sys.executable, "-m", module, "--config", str(self.run_dir / "config.yaml"), *arguments]
-        return children.start(name, command, self._log_of(name), {})
+    @property
+    def node(self) -> str:
+        """What the placement calls this machine: replay and rank 0 are where the launcher is."""
+        return self.config.shares[0].node
 
-    def _start_server(self, name: str) -> Child:
-        arguments = ["--replay", self.address, "--server-name", name, "--parent", str(os.getpid())]
-        return self._start(name, "rollout_server.main", *arguments)
+    def plan(self) -> Plan:
+        """What runs on this node, with the address of replay as soon as it is known. Raises PlacementError."""
+        assert self.machine is not None
+        return assign(
+            self.config,
+            {self.node: self.machine},
+            config_file=str(self.run_dir / "config.yaml"),
+            python=sys.executable,
+            replay=self.address or None,
+            resume=self.resume,
+            only=self.node,
+            learner_module=self.learner_module,
+        )
 
-    def _start_learner(self) -> Child:
-        command = [
-            sys.executable,
-            "-m",
-            "learner.launch.torchrun",
-            "--standalone",
-            f"--nproc-per-node={self.config.num_learner_ranks}",
-            "-m",
-            "learner.train",
-            "--config",
-            str(self.run_dir / "config.yaml"),
-            "--replay",
-            self.address,
-            *(["--resume"] if self.resume else []),
-        ]
+    def _start(self, process: Process, *arguments: str) -> Child:
+        command = [*process.command, *arguments]
+        return children.start(process.name, command, self._log_of(process.name), process.environment)
+
+    def _start_learner(self, process: Process) -> Child:
         logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
-        environment = {
-            "OMP_NUM_THREADS": str(self.config.learner.num_threads),
-            "GLOO_SOCKET_IFNAME": "lo",
-            PARENT: str(os.getpid()),
-        }
-        return children.start("learner", command, self._log_of("learner"), environment)
+        environment = {**process.environment, PARENT: str(os.getpid())}
+        return children.start("learner", process.command, self._log_of("learner"), environment)
 
     def _log_of(self, name: str) -> Path:
         return self.run_dir / "logs" / f"{name}.log"
@@ -174,48 +168,6 @@ class Launcher:
 
     def _run_is_over(self, status: dict[str, Any] | None) -> bool:
         return bool(status and status.get("ended")) or (self.replay is not None and self.replay.exit_code() is not None)
-
-    def _watch_servers(self, status: dict[str, Any] | None) -> None:
-        now = time.monotonic()
-        for name, server in self.servers.items():
-            if server.given_up:
-                continue
-            if server.start_again_at is not None:
-                if now >= server.start_again_at:
-                    server.start_again_at = server.left_at = None
-                    server.child = self._start_server(name)
-                continue
-            if server.child.exit_code() is None:
-                continue
-            if server.child.exit_code() == 0:
-                server.left_at = server.left_at or now
-                server.given_up = self._run_is_over(status)
-                if server.given_up or now - server.left_at < GOOD_ORDER_S:
-                    continue
-            self._server_died(name, server, now)
-
-    def _server_died(self, name: str, server: LocalServer, now: float) -> None:
-        cause = self._root_cause(name, server.child)
-        limit = self.config.rollout.restarts
-        if server.child.exit_code() == CANNOT_START:
-            server.given_up = True
-            if all(other.given_up for other in self.servers.values()):
-                raise RunFailed(cause)
-            self.view.event(f"{cause}; it is not started again, the run goes on with other servers")
-        elif server.restarts < limit:
-            wait = self.config.rollout.restart_backoff_s * 2**server.restarts
-            server.restarts += 1
-            server.start_again_at = now + wait
-            self.view.event(f"{cause}; restart {server.restarts} of {limit} in {wait:g} s")
-        else:
-            server.given_up = True
-            self.view.event(
-                f"{cause}; no restart left (rollout.restarts {limit}): the run goes on with other servers, or waits"
-                f" {self.config.rollout.wait_for_servers_s:g} s for one (rollout.wait_for_servers_s)"
-            )
-
-    def _root_cause(self, name: str, child: Child) -> str:
-        return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"
 
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the rank that stopped first: others fail because it is gone."""
@@ -226,7 +178,7 @@ class Launcher:
         stops = [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset)]
         if stops:
             return f"the learner stopped: {children.without_time(min(stops))}"
-        return self._root_cause("learner", self.learner)
+        return root_cause("learner", self.learner)
 
     def _ask_status(self, dealer: Dealer, status: dict[str, Any] | None) -> dict[str, Any] | None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Checks of what the configuration names, before any process starts: files, tokenizer, data, reward, port, folder."""
+"""Checks of what the configuration names, before any process starts: files, tokenizer, data, reward, keys, port."""
 
 import importlib.util
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from configs.schema import Config
 from learner.launch.reward_source import problem_with_reward
+from replay.channel import KeysError, load_keys
 from replay.fingerprint import model_fingerprint
 from replay.prompts import load_rows
 
@@ -18,11 +19,11 @@ class PreflightError(ValueError):
 
 
 def check_files(config: Config) -> None:
-    """Model folder, data files, reward function, trackers, run folder and port.
+    """Model folder, data files, reward function, trackers, keys, run folder and port.
 
     Raises:
         PreflightError: model folder missing, weights cut short, no such reward function, a tracker is not installed,
-            too few evaluation prompts, run folder not writable, or port taken.
+            too few evaluation prompts, keys that cannot be used, run folder not writable, or port taken.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row.
     """
@@ -54,23 +55,29 @@ def check_files(config: Config) -> None:
         if problem is not None:
             raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
     check_trackers(config)
+    check_keys(config)
     check_run_dir(config)
     check_port(config)
 
 
-def check_available(config: Config) -> None:
-    """Raises PreflightError for what the schema knows and this version cannot run yet, before anything starts."""
-    if config.rollout.engine != "torch":
-        raise PreflightError(f"rollout.engine: {config.rollout.engine!r} is not in this version yet; take 'torch'")
-    if config.weight_bus.backend != "gloo":
+def check_available(config: Config, *, runs_servers: bool) -> None:
+    """What cannot run with what is installed here.
+
+    Args:
+        config: of the run.
+        runs_servers: whether rollout servers run on this machine.
+
+    Raises:
+        PreflightError: the engine is not installed, or the bus cannot work on this device.
+    """
+    if config.weight_bus.backend == "ucc":
+        raise PreflightError("weight_bus.backend: 'ucc' is not in this version yet; take 'nccl' on GPUs or 'gloo'")
+    if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
+        raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
+    if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise PreflightError(
-            f"weight_bus.backend: {config.weight_bus.backend!r} is not in this version yet; take 'gloo'"
-        )
-    if config.placement.rollout is not None:
-        raise PreflightError(
-            "placement.rollout, placement.learner: a placement over nodes is not in this version yet; give"
-            " placement.split for this host, and start rollout servers of other hosts with"
-            " scripts/start_rollout_nodes.sh"
+            "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
+            " take 'torch' for a small model"
         )
 
 
@@ -103,6 +110,21 @@ def check_trackers(config: Config) -> None:
                 f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
                 f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
             )
+
+
+def check_keys(config: Config) -> None:
+    """Raises PreflightError when network.keys is no folder of keys with which this node can serve."""
+    try:
+        keys = load_keys(config.network.keys)
+        if keys is not None:
+            keys.serving_secret()
+    except KeysError as error:
+        raise PreflightError(str(error)) from error
+    if keys is not None and keys.client_public not in keys.clients:
+        raise PreflightError(
+            f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
+            f" {keys.name!r} that this node connects with; copy the whole folder that scripts/make_keys.py made"
+        )
 
 
 def check_run_dir(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""ROUTER and DEALER sockets with bounded queues, bounded messages and named errors.
+"""ROUTER and DEALER sockets with bounded queues, bounded messages, keys and named errors.
 
 Nothing here blocks without a deadline: a receive says what it waits for, and its error says who, how long
 and when the peer was last heard.
@@ -12,17 +12,18 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from configs.schema import is_loopback
+from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
+from replay.channel.gate import Gate
+from replay.channel.handshake import HandshakeWatch
+from replay.channel.keys import Keys
 
 HIGH_WATER_MARK = 4096
-
-
-class ChannelError(RuntimeError):
-    """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
-
-    def __init__(self, message: str, symptom: str) -> None:
-        super().__init__(f"{message} [{symptom}]")
-        self.symptom = symptom
+CURVE_BYTES = 64
+"""At most what encryption adds to a frame."""
+LOOK_S = 0.25
+"""A wait that hears nothing looks this often whether the server has refused the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,14 @@ class Limits:
     max_message_bytes: int = 256 * 1024 * 1024
 
 
-def configure(socket: "zmq.Socket[Any]", limits: Limits) -> None:
-    """Options that every socket of ours has."""
+def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = None) -> None:
+    """Options that every socket of ours has.
+
+    Raises:
+        KeysError: a ROUTER, and the keys are not those of a node that serves.
+    """
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -43,14 +48,23 @@ def configure(socket: "zmq.Socket[Any]", limits: Limits) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    if keys is not None:
+        keys.apply(socket)
 
 
-def bind(socket: "zmq.Socket[Any]", host: str, port: int) -> str:
+def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = False) -> str:
     """Bind and return `tcp://host:port`; port 0 takes a free one.
 
     Raises:
+        KeysError: the host leaves the loopback interface, the socket has no keys, and `insecure` does not allow it.
         ChannelError: the port is taken or the host is not an address of this machine.
     """
+    if not (is_loopback(host) or insecure or socket.getsockopt(zmq.MECHANISM) == zmq.CURVE):
+        raise KeysError(
+            f"network.host: tcp://{host}:{port} leaves the loopback interface and the socket has no keys; make them"
+            " with python -m scripts.make_keys --out keys and set network.keys=keys, or set network.insecure=true on a"
+            " network that you trust"
+        )
     try:
         if port == 0:
             port = socket.bind_to_random_port(f"tcp://{host}")
@@ -67,7 +81,13 @@ class _Peer:
     """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
     def __init__(
-        self, context: "zmq.Context[Any]", address: str, identity: str, accepted: Registry, limits: Limits | None
+        self,
+        context: "zmq.Context[Any]",
+        address: str,
+        identity: str,
+        accepted: Registry,
+        limits: Limits | None,
+        keys: Keys | None,
     ) -> None:
         self.address = address
         self.identity = identity
@@ -78,12 +98,14 @@ class _Peer:
         self._sequence = itertools.count(1)
         self._context = context
         self._socket: Any = context.socket(zmq.DEALER)
-        configure(self._socket, limits or Limits())
+        configure(self._socket, limits or Limits(), keys)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._handshake = HandshakeWatch(context, self._socket, address, identity, keys)
         self._socket.connect(address)
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
+        self._handshake.close()
         self._socket.close(linger=1000)
         self._context.term()
 
@@ -102,20 +124,37 @@ class _Peer:
 class Dealer(_Peer):
     """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
 
-    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
-        super().__init__(zmq.Context(), address, identity, accepted, limits)
+    def __init__(
+        self,
+        address: str,
+        identity: str,
+        accepted: Registry,
+        limits: Limits | None = None,
+        *,
+        keys: Keys | None = None,
+    ) -> None:
+        super().__init__(zmq.Context(), address, identity, accepted, limits, keys)
 
     def send(self, message: Message) -> None:
-        """Queue a message. Raises ChannelError when the queue to the peer is full."""
+        """Queue a message. Raises ChannelError when the queue to the peer is full, or the peer refuses this one."""
         try:
             self._socket.send_multipart(self._encode(message), flags=zmq.NOBLOCK, copy=False)
         except zmq.Again as error:
+            self._handshake.check()
             raise ChannelError(f"{self.identity}: queue to {self.address} is full", "full") from error
 
     def poll(self, timeout_s: float) -> Envelope | None:
-        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
+        """The next message within `timeout_s` seconds, or None.
+
+        Raises:
+            WireError: it is corrupt.
+            ChannelError: the peer refuses this one (keys).
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._socket.poll(_look_ms(deadline)):
+            self._handshake.check()
+            if time.monotonic() >= deadline:
+                return None
         return self._decode(self._socket.recv_multipart())
 
     def __enter__(self) -> "Dealer":
@@ -128,34 +167,78 @@ class Dealer(_Peer):
 class AsyncDealer(_Peer):
     """The asyncio end of a peer (rollout servers)."""
 
-    def __init__(self, address: str, identity: str, accepted: Registry, limits: Limits | None = None) -> None:
-        super().__init__(zmq.asyncio.Context(), address, identity, accepted, limits)
+    def __init__(
+        self,
+        address: str,
+        identity: str,
+        accepted: Registry,
+        limits: Limits | None = None,
+        *,
+        keys: Keys | None = None,
+    ) -> None:
+        super().__init__(zmq.asyncio.Context(), address, identity, accepted, limits, keys)
 
     async def send(self, message: Message) -> None:
-        """Queue a message; waits while the queue to the peer is full."""
-        await self._socket.send_multipart(self._encode(message), copy=False)
+        """Queue a message; waits while the queue to the peer is full. ChannelError when the peer refuses this one."""
+        frames = self._encode(message)
+        while True:
+            try:
+                await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
+                return
+            except zmq.Again:
+                self._handshake.check()
+            await self._socket.poll(int(LOOK_S * 1000), zmq.POLLOUT)
 
     async def receive(self, timeout_s: float) -> Envelope | None:
-        """The next message within `timeout_s` seconds, or None. A corrupt one raises WireError.
+        """The next message within `timeout_s` seconds, or None.
 
         Polls first and then reads without waiting: a receive that is cancelled may lose its message.
+
+        Raises:
+            WireError: it is corrupt.
+            ChannelError: the peer refuses this one (keys).
         """
-        if not await self._socket.poll(int(timeout_s * 1000)):
-            return None
+        deadline = time.monotonic() + timeout_s
+        while not await self._socket.poll(_look_ms(deadline)):
+            self._handshake.check()
+            if time.monotonic() >= deadline:
+                return None
         return self._decode(await self._socket.recv_multipart(flags=zmq.NOBLOCK))
 
 
 class AsyncRouter:
     """The asyncio hub at replay: one socket, peers by identity."""
 
-    def __init__(self, host: str, port: int, run_id: str, accepted: Registry, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        run_id: str,
+        accepted: Registry,
+        limits: Limits | None = None,
+        *,
+        keys: Keys | None = None,
+        insecure: bool = False,
+    ) -> None:
         self.run_id = run_id
         self._accepted = accepted
         self._sequence = itertools.count(1)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        configure(self._socket, limits or Limits())
-        self.address = bind(self._socket, host, port)
+        self._gate: Gate | None = None
+        try:
+            configure(self._socket, limits or Limits(), keys)
+            if keys is not None:
+                self._gate = Gate(self._context, self._socket, keys)
+            self.address = bind(self._socket, host, port, insecure=insecure)
+        except ChannelError:
+            self.close()
+            raise
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Handshakes that the keys refused, by reason; empty without keys."""
+        return dict(self._gate.refused) if self._gate is not None else {}
 
     async def send(self, identity: str, message: Message) -> bool:
         """Queue a message to one peer; False when that peer has no connection or a full queue."""
@@ -193,5 +276,12 @@ class AsyncRouter:
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
+        if self._gate is not None:
+            self._gate.close()
         self._socket.close(linger=1000)
         self._context.term()
+
+
+def _look_ms(deadline: float) -> int:
+    """Milliseconds until the deadline, or until the next look at the handshake."""
+    return max(0, int(1000 * min(LOOK_S, deadline - time.monotonic())))

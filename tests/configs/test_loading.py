@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from configs import Config, ConfigError, load
 from configs.loading import FLAGS, PRESETS, add_arguments, apply_override, dump, from_arguments, leaf_keys
-from configs.schema import is_loopback, node_devices
+from configs.placement import node_devices
+from configs.schema import is_loopback
 from scripts import make_config_docs
 
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))

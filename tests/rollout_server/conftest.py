@@ -1,5 +1,7 @@
 """Fixtures of the rollout server's tests."""
 
+import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,3 +16,19 @@ def models(tmp_path: Path) -> tuple[Path, Any, Any]:
 
     save_folder(tmp_path)
     return tmp_path, load_model(tmp_path), make_model(seed=1)
+
+
+@pytest.fixture(scope="session")
+def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Runs scenarios beside the session's SGLang, which serves a tiny random Qwen3."""
+    import torch
+
+    if torch.version.cuda or torch.version.hip:
+        pytest.skip(f"SGLang on a CPU needs a CPU build of torch, this is {torch.__version__}")
+    if importlib.util.find_spec("sglang") is None:
+        pytest.skip("SGLang is not installed: bash scripts/install.sh --venv .venv dev,sglang-cpu")
+    from sglang_host import Host
+
+    host = Host(tmp_path_factory.mktemp("qwen3"))
+    yield host
+    host.close()

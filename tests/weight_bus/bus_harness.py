@@ -10,6 +10,7 @@ from configs.infrastructure import WeightBus
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
 from weight_bus.transports import Formation, Transport, make_transport
+from weight_bus.transports.base import ignore
 
 CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
 RUN = "bus-test"
@@ -74,6 +75,13 @@ class Faulty:
         self._fault = fault
         self._before = before
 
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def facts(self) -> dict[str, str]:
+        return self._inner.facts()
+
     def serve(self) -> str:
         return self._inner.serve()
 
@@ -86,6 +94,9 @@ class Faulty:
         self._inner.broadcast(bucket, index)
         if not self._before and index == self._bucket:
             self._fault(bucket)
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._inner.finish(arrived)
 
     def leave(self) -> None:
         self._inner.leave()

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from weight_bus.membership import IDLE, Member, Membership, State
-from weight_bus.messages import Applied, Join, Staged
+from weight_bus.messages import Applied, Holding, Join, Staged
 
 SILENT_AFTER_S = 3.0
 MAX_FAULTS = 2
+ENGAGED = (State.APPLYING, State.HOLDING)
 
 
 def made() -> Membership:
@@ -214,6 +215,20 @@ class Machine(RuleBasedStateMachine):
         assert (self.membership.staged(staged, self.now, self.now + 5) is not None) == legal
         self.unchanged_unless(legal, before)
 
+    @rule(index=st.integers(0, 99), back=back, older=back)
+    def hold(self, index: int, back: int, older: int) -> None:
+        join = self.pick(index)
+        if join is None:
+            return
+        epoch, version = self.membership.epoch - back, self.version - older
+        member = self.membership.find(join.session)
+        legal = member is not None and member.state in ENGAGED and (member.epoch, member.target) == (epoch, version)
+        before = copy.deepcopy(self.membership.members)
+        holding = Holding(session=join.session, epoch=epoch, version=version, limit_s=60.0, reason="r")
+        assert (self.membership.holding(holding, self.now) is not None) == legal
+        self.unchanged_unless(legal, before)
+        assert not legal or member not in self.membership.unsettled(self.version)
+
     @rule(index=st.integers(0, 99), back=back, older=back, right=st.booleans())
     def apply(self, index: int, back: int, older: int, right: bool) -> None:
         join = self.pick(index)
@@ -221,7 +236,7 @@ class Machine(RuleBasedStateMachine):
             return
         epoch, version = self.membership.epoch - back, self.version - older
         member = self.membership.find(join.session)
-        legal = member is not None and (member.state, member.epoch, member.target) == (State.APPLYING, epoch, version)
+        legal = member is not None and member.state in ENGAGED and (member.epoch, member.target) == (epoch, version)
         before = copy.deepcopy(self.membership.members)
         digest = f"d{version}" if right else "wrong"
         applied = Applied(session=join.session, epoch=epoch, version=version, digest=digest)
@@ -248,7 +263,7 @@ class Machine(RuleBasedStateMachine):
         for member in self.membership.members.values():
             if member.state is State.LIVE:
                 assert member.version == self.proved[member.session] >= 0
-            if member.state in (State.APPLYING, State.QUARANTINED):
+            if member.state in (*ENGAGED, State.QUARANTINED):
                 assert member.version == -1, "an engine that may hold anything serves nothing"
 
     @invariant()
@@ -262,7 +277,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def every_wait_has_an_end(self) -> None:
         for member in self.membership.members.values():
-            if member.state in (State.INVITED, State.RECEIVING, State.APPLYING):
+            if member.state in (State.INVITED, State.RECEIVING, *ENGAGED):
                 assert member.deadline < math.inf
             assert member.heard_at <= self.now
         assert all(m.state in IDLE for m in self.membership.needing(self.version, self.now))

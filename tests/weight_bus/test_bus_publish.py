@@ -43,7 +43,7 @@ def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher: Publi
     for version in range(1, 5):
         report = publish(publisher, version, evaluate=version == 3)
         assert (sorted(report.served), report.failed) == (["one", "two"], {})
-        assert report.num_bytes > 0 and {"pack", "queue", "epoch", "send", "apply", "total"} <= report.seconds.keys()
+        assert report.num_bytes > 0 and {"gather", "queue", "epoch", "send", "apply", "total"} <= report.seconds.keys()
     assert publisher.epoch == 1, "an unchanged membership uses its group again"
     for rollout in (one, two):
         assert digests(rollout.engine.live) == digests(weights(4))

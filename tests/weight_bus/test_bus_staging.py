@@ -10,7 +10,7 @@ from replay.channel import WireError, decode, encode
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import plan
 from weight_bus.messages import TO_SUBSCRIBER, Begin, describe_manifest, manifest_of
-from weight_bus.staging import Packer, Staging, view_of
+from weight_bus.staging import Packer, Pieces, Staging, view_of
 
 BUCKET_BYTES = 300_000
 
@@ -50,6 +50,34 @@ def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype: torch.
     assert [bucket.numel() for bucket in buckets] == list(layout.bucket_sizes)
     for entry in layout.entries:
         assert torch.equal(view_of(buckets, entry), named[entry.name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_are_cast_and_put_together_in_their_bucket(dtype: torch.dtype) -> None:
+    whole = {name: tensor.float() for name, tensor in weights(1).items()} | {"empty": torch.zeros(0, 3)}
+    pieces = {}
+    for name, tensor in whole.items():
+        parts = [part.reshape(-1) for part in tensor.tensor_split((0, 2, 7))]  # the first has no rows
+        pieces[name] = Pieces(tuple(tensor.shape), dtype, parts)
+        assert torch.equal(pieces[name].whole(), tensor.to(dtype))
+    packer = Packer(BUCKET_BYTES)
+    expected = [
+        bucket.clone() for bucket in Packer(BUCKET_BYTES).pack([(n, t.to(dtype)) for n, t in whole.items()], 0)[1]
+    ]
+    for into in (0, 1, 0):
+        _, buckets = packer.pack(pieces.items(), into)
+        assert all(torch.equal(found, right) for found, right in zip(buckets, expected, strict=True))
+    broken = {**pieces, "norm.weight": Pieces((33,), dtype, pieces["norm.weight"].parts[:-1])}
+    with pytest.raises(ValueError, match="do not make up"):
+        packer.pack(broken.items(), 1)
+
+
+def test_bytes_between_tensors_are_zero_in_every_set() -> None:
+    named = {"a": torch.full((3,), 1.5), "b": torch.full((5,), 2.5)}
+    packer = Packer(BUCKET_BYTES)
+    for into in (0, 1, 0, 1):
+        _, (bucket,) = packer.pack(named.items(), into)
+        assert bucket.count_nonzero() == 2 * 8 and bucket.numel() == 128
 
 
 def test_nothing_is_allocated_after_two_updates() -> None:
@@ -98,6 +126,19 @@ def test_non_finite_values_are_refused_by_name(bad: float, dtype: torch.dtype) -
 def test_the_largest_finite_values_are_not_taken_for_infinite() -> None:
     named = {"w": torch.full((100_000,), torch.finfo(torch.float32).max)}
     Packer(BUCKET_BYTES).pack(named.items(), 0)
+    packer, narrow = Packer(BUCKET_BYTES), {"w": torch.full((1000,), 60_000.0, dtype=torch.float16)}
+    for into in (0, 1):
+        packer.pack(narrow.items(), into)
+
+
+def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes() -> None:
+    named = {"wide": torch.ones(5), "narrow": torch.ones(5, dtype=torch.bfloat16)}
+    packer = Packer(BUCKET_BYTES)
+    packer.pack(named.items(), 0)
+    for name in named:
+        spoilt = {**named, name: named[name].clone().index_fill_(0, torch.tensor([3]), float("nan"))}
+        with pytest.raises(NonFiniteWeights, match=f"'{name}' has 1 non-finite of 5"):
+            packer.pack(spoilt.items(), 1)
 
 
 def test_a_layout_never_changes_within_a_run() -> None:

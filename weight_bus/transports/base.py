@@ -1,12 +1,15 @@
 """What the weight bus asks of its data plane: a group per epoch and a broadcast from rank 0."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from configs.infrastructure import WeightBus
+
+PROTOCOL = "1"
+"""Version of what travels in a group (buckets in order, then the closing collective); a fact of every transport."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +33,19 @@ def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:
     return f"{run_id}/wb/{incarnation}/{epoch}"
 
 
+def ignore(index: int) -> None:
+    """For callers of `finish` who do not follow its progress."""
+
+
 class Transport(Protocol):
-    """One member's end. Used by one thread at a time; every call ends within the collective timeout."""
+    """One member's end. Used by one thread at a time; every call ends within the collective timeout of its buckets."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets must live: the CPU, or the CUDA device that was current when the transport was made."""
+
+    def facts(self) -> dict[str, str]:
+        """What both ends must have alike, by name. Compared when a subscriber joins, before anything collective."""
 
     def serve(self) -> str:
         """Publisher only: open the meeting point (once) and return its endpoint."""
@@ -40,7 +54,16 @@ class Transport(Protocol):
         """Leave the present group and enter this one. Raises TransportError when a member stays away."""
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """Send (rank 0) or fill `bucket`, flat uint8 in host memory. Raises TransportError when a peer is lost."""
+        """Send (rank 0) or fill `bucket`, flat uint8 on `device`; on a GPU it is only launched.
+
+        Raises TransportError when a peer is lost.
+        """
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        """Wait until every bucket launched since the last call has arrived: here, and on rank 0 at all members.
+
+        Calls `arrived` with the number of each. Raises TransportError when a peer is lost.
+        """
 
     def leave(self) -> None:
         """Drop the present group, broken or not."""
@@ -51,3 +74,22 @@ class Transport(Protocol):
 
 TransportFactory = Callable[[WeightBus, str], Transport]
 """(config, host of the interface to bind) -> a transport."""
+
+
+def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    """Which facts differ, with both values, in words; "" when all are alike."""
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return "; ".join(
+        f"{name} is {theirs.get(name, 'not stated')} there and {ours.get(name, 'not stated')} here, {_remedy(name)}"
+        for name in names
+    )
+
+
+def _remedy(name: str) -> str:
+    if name == "backend":
+        return "give both ends the same weight_bus.backend"
+    if name == "nccl":
+        return "install the same PyTorch and NCCL on both"
+    if name == "protocol":
+        return "run the same release of slipstream on both"
+    return f"set {name} alike on all nodes (network.env)"

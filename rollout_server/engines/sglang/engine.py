@@ -11,62 +11,32 @@ that it did not compute itself. What an update does to running requests:
 
 import asyncio
 import itertools
-import json
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import safe_open
 
 from configs.schema import Config
 from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, PauseMode, Sampling
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import (
+    Answer,
     Part,
     check_prompt,
+    finish_reason,
     tokens_of,
     versions_from_boundaries,
     versions_from_spans,
 )
-from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine
+from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine, folder_tensors
 from rollout_server.engines.sglang.token_gaps import TokenGaps
 
 log = logging.getLogger(__name__)
-
-
-class Answer:
-    """One answer in progress: the tokens of its finished parts, and the part that runs."""
-
-    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: bool) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.sampling = sampling
-        self.pinned = pinned
-        self.part: Part | None = None
-        self.aborted = False
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[np.ndarray[Any, Any]] = []
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, as far as they are known here."""
-        return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """What came out."""
-        return Completion(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.concatenate([np.empty(0, np.int32), *self.versions]).astype(np.int32),
-            finish_reason=reason,
-        )
 
 
 class SGLangEngine:
@@ -401,25 +371,6 @@ class SGLangEngine:
                         await self._idle.wait()
             except TimeoutError:
                 continue
-
-
-def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
-    """Ours for SGLang's {"type": "stop" | "length" | "abort", ...}."""
-    kind = (reason or {}).get("type")
-    if kind == "length":
-        return "length"
-    return "stop" if kind == "stop" else "abort"
-
-
-def folder_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of each tensor of a Hugging Face folder, without those that a model does not hold."""
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tied = bool(described.get("tie_word_embeddings"))
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                    yield name, "", tuple(opened.get_slice(name).get_shape())
 
 
 def _first(group: BaseExceptionGroup[Exception]) -> BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +23,35 @@ class Part:
     """(first token, version) of each update that came while the part ran; an upper bound of where it began."""
     interrupted: bool = False
     """Ended for an update; goes on as another part."""
+
+
+class Answer:
+    """One answer in progress: the tokens of its finished parts, and the part that runs."""
+
+    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: bool) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.sampling = sampling
+        self.pinned = pinned
+        self.part: Part | None = None
+        self.aborted = False
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[np.ndarray[Any, Any]] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, as far as they are known here."""
+        return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
+
+    def completion(self, reason: FinishReason) -> Completion:
+        """What came out."""
+        return Completion(
+            token_ids=np.array(self.token_ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            versions=np.concatenate([np.empty(0, np.int32), *self.versions]).astype(np.int32),
+            finish_reason=reason,
+        )
 
 
 def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
@@ -81,6 +110,14 @@ def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     if ids != [int(token) for token in output.get("output_ids") or []]:
         raise EngineError(f"SGLang returned {len(output.get('output_ids') or [])} tokens and {len(ids)} logprobs")
     return ids, [float(pair[0]) for pair in pairs]
+
+
+def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
+    """Ours for SGLang's {"type": "stop" | "length" | "abort", ...}."""
+    kind = (reason or {}).get("type")
+    if kind == "length":
+        return "length"
+    return "stop" if kind == "stop" else "abort"
 
 
 def check_prompt(token_ids: Sequence[int], new_tokens: int, *, max_context: int, vocab_size: int) -> None:

@@ -5,16 +5,18 @@ CUDA memory by its IPC handle, host memory as a file in shared memory. Each sche
 pickled, and nobody but this user can open the folder.
 """
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
+from safetensors import safe_open
 
 from rollout_server.engines.base import EngineError
 
@@ -154,3 +156,14 @@ def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> 
         if name not in wrong and sum(count for count, _ in slices.values()) == size:
             digests[name] = sum(digest for _, digest in slices.values()) & ((1 << 64) - 1)
     return digests
+
+
+def folder_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype, shape) of each tensor of a Hugging Face folder, without those that a model does not hold."""
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tied = bool(described.get("tie_word_embeddings"))
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
+                if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                    yield name, "", tuple(opened.get_slice(name).get_shape())

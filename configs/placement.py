@@ -1,0 +1,132 @@
+"""The GPU split: which device of which node belongs to a rollout server or to a learner rank. Pure, no torch.
+
+`shares` reads `placement.split`, or `placement.rollout` and `placement.learner`; configs/plan.py makes processes of it.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs.infrastructure import Placement
+
+ONLY_NODE = "node0"
+"""What the one host of `placement.split` is called."""
+
+
+class PlacementError(ValueError):
+    """The placement cannot be had; the message names the key, the value and what there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One node's devices. On a CPU the numbers only count processes.
+
+    Example: Share("node0", rollout=(0, 1, 2, 3, 4, 5), learner=(6, 7))
+    """
+
+    node: str
+    rollout: tuple[int, ...]
+    learner: tuple[int, ...]
+
+    def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
+        """Devices of each rollout server, in blocks of `tensor_parallel`."""
+        starts = range(0, len(self.rollout), tensor_parallel)
+        return [self.rollout[start : start + tensor_parallel] for start in starts]
+
+
+def node_devices(spec: str) -> Iterator[tuple[str, int]]:
+    """Yield (node, device) of a placement such as `node0:6-7; node1:0,2`.
+
+    Raises:
+        PlacementError: the spec does not parse; the message shows the part that does not.
+    """
+    for part in filter(None, (p.strip() for p in spec.split(";"))):
+        match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
+        if match is None:
+            raise PlacementError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
+        for piece in match[2].split(","):
+            first, _, last = piece.partition("-")
+            if last and int(last) < int(first):
+                raise PlacementError(f"placement: {piece!r} in {part!r} counts backwards")
+            yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))
+
+
+def shares(placement: Placement) -> tuple[Share, ...]:
+    """Each node's devices: the learner's nodes in the order of `placement.learner`, then the others.
+
+    The first node is the one that replay and the learner's rank 0 run on.
+
+    Raises:
+        PlacementError: the keys do not make a placement; the message names them.
+    """
+    if (placement.rollout is None) != (placement.learner is None):
+        missing = "rollout" if placement.rollout is None else "learner"
+        raise PlacementError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
+    if placement.rollout is None or placement.learner is None:
+        return (_split(placement),)
+    rollout = _by_node("placement.rollout", placement.rollout)
+    learner = _by_node("placement.learner", placement.learner)
+    return tuple(
+        Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
+    )
+
+
+def check(placement: Placement) -> None:
+    """What needs no machine to be known.
+
+    Raises:
+        PlacementError: a side without a device, a device given twice, or an engine that does not fit its node.
+    """
+    parts = shares(placement)
+    rollout, ranks = sum(len(part.rollout) for part in parts), sum(len(part.learner) for part in parts)
+    if ranks < 1 or (rollout < 1 and placement.local_rollouts):
+        raise PlacementError(
+            f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
+            " (rollout servers started by hand: placement.local_rollouts=false)"
+        )
+    for part in parts:
+        both = set(part.rollout) & set(part.learner)
+        if both and not placement.share_gpus:
+            raise PlacementError(
+                f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
+                " disjoint, or set placement.share_gpus=true"
+            )
+        rest = len(part.rollout) % placement.tensor_parallel
+        if rest and placement.rollout is None:
+            raise PlacementError(
+                f"placement.tensor_parallel: {rollout} rollout devices are not divisible by {placement.tensor_parallel}"
+            )
+        if rest:
+            raise PlacementError(
+                f"placement.rollout: {part.node} has {len(part.rollout)} rollout devices, so an engine of"
+                f" placement.tensor_parallel {placement.tensor_parallel} would span nodes; give {part.node} a multiple"
+                f" of {placement.tensor_parallel}"
+            )
+
+
+def most_devices(share: Share) -> int:
+    """Devices that the node needs: the highest index and one."""
+    return max((*share.rollout, *share.learner), default=-1) + 1
+
+
+def _split(placement: Placement) -> Share:
+    if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
+        raise PlacementError(
+            f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
+            " learner devices"
+        )
+    rollout, learner = map(int, placement.split.split(":"))
+    first = max(0, rollout - learner) if placement.share_gpus else rollout
+    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)))
+
+
+def _by_node(key: str, spec: str) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for node, device in node_devices(spec):
+        devices = found.setdefault(node, [])
+        if device in devices:
+            raise PlacementError(f"{key}: {node}:{device} is given twice")
+        devices.append(device)
+    if not found:
+        raise PlacementError(f"{key}: {spec!r} names no device; give node:devices, such as 'node0:0-5'")
+    return found

@@ -1,0 +1,307 @@
+"""From a configuration and its machines to processes: GPUs, ports, environment and command of each. Pure, no torch.
+
+The launcher and the start scripts run what stands here, and `--dry-run` prints it.
+"""
+
+import ipaddress
+import itertools
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from configs.placement import PlacementError, Share, most_devices
+from configs.schema import Config, is_loopback
+
+Role = Literal["replay", "learner", "rollout"]
+
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is known of the machine behind a node's name.
+
+    Example: Machine("10.0.0.1", gpus=8)
+    """
+
+    address: str
+    gpus: int | None = None
+    """None: not known from here."""
+    visible: tuple[str, ...] | None = None
+    """CUDA_VISIBLE_DEVICES that the user has set; the placement's indices count within it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process (for `learner`: one torchrun with a rank for each device)."""
+
+    name: str
+    role: Role
+    node: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    devices: tuple[int, ...] = ()
+    """GPUs of the node, as the placement counts them; empty on a CPU."""
+    ports: dict[str, int] = field(default_factory=dict)
+    """What it listens at; 0 is a free port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every process of a run, node by node."""
+
+    processes: tuple[Process, ...]
+    first_node: str
+    """Where replay and rank 0 run."""
+    machines: dict[str, Machine]
+
+    def nodes(self, role: Role) -> list[str]:
+        """Nodes with such a process, in order of their first one."""
+        return list(dict.fromkeys(process.node for process in self.processes if process.role == role))
+
+    def of(self, node: str, role: Role) -> list[Process]:
+        """This node's processes of one role, in order."""
+        return [process for process in self.processes if process.node == node and process.role == role]
+
+
+def assign(
+    config: Config,
+    machines: Mapping[str, Machine],
+    *,
+    config_file: str,
+    python: str = "python",
+    replay: str | None = None,
+    resume: bool = False,
+    only: str | None = None,
+    learner_module: str = "learner.train",
+) -> Plan:
+    """Devices, ports, environments and commands.
+
+    Args:
+        config: of the run.
+        machines: by node: those of the placement, or with `only` that one and the first learner node.
+        config_file: what every process gets as --config.
+        python: the interpreter, on every node.
+        replay: its address; none makes it of the first learner node and network.replay_port.
+        resume: the learner goes on from its newest checkpoint.
+        only: plan the processes of this node alone.
+        learner_module: what the learner ranks run.
+
+    Raises:
+        PlacementError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
+    """
+    shares = config.shares
+    wanted = [share for share in shares if only in (None, share.node)]
+    if not wanted:
+        raise PlacementError(f"placement: no process of this run belongs to {only!r}; its nodes are {_nodes(shares)}")
+    for share in wanted:
+        if share.node not in machines:
+            raise PlacementError(
+                f"placement: {share.node!r} is not among the hosts ({', '.join(sorted(machines))}); add it to the host"
+                " file or correct placement.rollout, placement.learner"
+            )
+        _fits(config, share, machines[share.node])
+    if len(shares) > 1:
+        _reachable(config, wanted, machines)
+    first = shares[0].node
+    address = replay or f"tcp://{bracketed(machines[first].address)}:{config.network.replay_port}"
+    words = _Words(config, machines, (python, "-m"), config_file, address, [share.node for share in wanted])
+    processes = (*words.replay(first), *words.learners(shares, learner_module, resume), *words.servers(shares))
+    return Plan(processes, first, dict(machines))
+
+
+def uses_gpus(config: Config, machine: Machine) -> bool:
+    """Whether processes of this machine run on GPUs; `auto` is cuda unless the machine is known to have none."""
+    return config.placement.device == "cuda" or (config.placement.device == "auto" and machine.gpus != 0)
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands in an address: IPv6 in brackets."""
+    try:
+        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
+    except ValueError:
+        return host
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Commands and environments."""
+
+    config: Config
+    machines: Mapping[str, Machine]
+    python: tuple[str, str]
+    config_file: str
+    address: str
+    wanted: Sequence[str]
+    """Nodes whose processes are asked for."""
+
+    def replay(self, node: str) -> Iterator[Process]:
+        if node in self.wanted:
+            yield Process(
+                name="replay",
+                role="replay",
+                node=node,
+                command=self._command("replay.main", node),
+                environment=self._environment(node, 1, ()),
+                ports={"replay": self.config.network.replay_port},
+            )
+
+    def learners(self, shares: tuple[Share, ...], module: str, resume: bool) -> Iterator[Process]:
+        ranked = [share for share in shares if share.learner]
+        last = -1
+        for number, share in enumerate(ranked):
+            first, last = last + 1, last + len(share.learner)
+            if share.node not in self.wanted:
+                continue
+            yield Process(
+                name=f"learner ranks {first}-{last}" if last > first else f"learner rank {first}",
+                role="learner",
+                node=share.node,
+                devices=self._devices(share.node, share.learner),
+                command=(
+                    *self.python,
+                    "learner.launch.torchrun",
+                    *self._rendezvous(ranked, number),
+                    f"--nproc-per-node={len(share.learner)}",
+                    *self._command(module, share.node, "--replay", self.address)[1:],
+                    *(["--resume"] if resume else []),
+                ),
+                environment=self._environment(share.node, self.config.learner.num_threads, share.learner),
+                ports=self._learner_ports(number, len(ranked)),
+            )
+
+    def servers(self, shares: tuple[Share, ...]) -> Iterator[Process]:
+        for share in shares:
+            if share.node not in self.wanted:
+                continue
+            for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
+                name = f"rollout-{number}" if len(shares) == 1 else f"rollout-{share.node}-{number}"
+                yield Process(
+                    name=name,
+                    role="rollout",
+                    node=share.node,
+                    devices=self._devices(share.node, devices),
+                    command=self._command(
+                        "rollout_server.main", share.node, "--replay", self.address, "--server-name", name
+                    ),
+                    environment=self._environment(share.node, self.config.rollout.num_threads, devices),
+                )
+
+    def _command(self, module: str, node: str, *arguments: str) -> tuple[str, ...]:
+        host = self.machines[node].address
+        own_host = () if host == self.config.network.host else ("--set", f"network.host={host}")
+        return (*self.python, module, "--config", self.config_file, *own_host, *arguments)
+
+    def _rendezvous(self, ranked: list[Share], number: int) -> tuple[str, ...]:
+        if len(ranked) == 1:
+            # without --local-addr its ranks look up this machine's host name, which need not be resolvable
+            return ("--standalone", f"--local-addr={self.machines[ranked[0].node].address}")
+        return (
+            f"--nnodes={len(ranked)}",
+            f"--node-rank={number}",
+            f"--master-addr={self.machines[ranked[0].node].address}",
+            f"--master-port={self.config.placement.rendezvous_port}",
+        )
+
+    def _learner_ports(self, number: int, nodes: int) -> dict[str, int]:
+        if number:
+            return {}
+        meeting = {"rendezvous": self.config.placement.rendezvous_port} if nodes > 1 else {}
+        return {"weight bus": self.config.weight_bus.port} | meeting
+
+    def _devices(self, node: str, devices: tuple[int, ...]) -> tuple[int, ...]:
+        return devices if uses_gpus(self.config, self.machines[node]) else ()
+
+    def _environment(self, node: str, threads: int, devices: tuple[int, ...]) -> dict[str, str]:
+        machine = self.machines[node]
+        found = {"OMP_NUM_THREADS": str(threads)}
+        if uses_gpus(self.config, machine):
+            found |= NCCL_DEFAULTS
+        found |= self.config.network.env
+        if devices and uses_gpus(self.config, machine):
+            names = [machine.visible[device] if machine.visible else str(device) for device in devices]
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        return found
+
+
+def _fits(config: Config, share: Share, machine: Machine) -> None:
+    if "CUDA_VISIBLE_DEVICES" in config.network.env:
+        raise PlacementError(
+            "network.env: CUDA_VISIBLE_DEVICES is set by the placement, per process; leave it out, or export it in the"
+            " shell to restrict what the placement counts"
+        )
+    if not uses_gpus(config, machine):
+        return
+    there, source = machine.gpus, f"{share.node} has"
+    if machine.visible is not None:
+        there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
+    wanted = most_devices(share)
+    if there is not None and wanted > there:
+        key = (
+            f"placement.split: {config.placement.split!r}"
+            if config.placement.rollout is None
+            else f"placement: {share.node}:{wanted - 1}"
+        )
+        raise PlacementError(
+            f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"
+            " placement.device=cpu"
+        )
+
+
+def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, Machine]) -> None:
+    for share in wanted:
+        if is_loopback(machines[share.node].address):
+            other = next(other.node for other in config.shares if other.node != share.node)
+            raise PlacementError(
+                f"network.host: {machines[share.node].address!r} of {share.node} cannot be reached from {other}; start"
+                " with scripts/start_learner.sh --hosts FILE, which gives every node its own address"
+            )
+    if config.network.replay_port == 0:
+        raise PlacementError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
+    ports = {
+        "network.replay_port": config.network.replay_port,
+        "weight_bus.port": config.weight_bus.port,
+        "placement.rendezvous_port": config.placement.rendezvous_port,
+    }
+    for (key, port), (other, taken) in itertools.combinations(ports.items(), 2):
+        if port and port == taken:
+            raise PlacementError(f"{key}: {port} is {other} as well, on the same node; give each its own")
+
+
+def _nodes(shares: Sequence[Share]) -> str:
+    return ", ".join(share.node for share in shares)
+
+
+# ---- for people ---------------------------------------------------------------------------------------------
+
+
+def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:
+    """What would run where: a line for each process, then the environment and command of each."""
+    chosen = [process for process in plan.processes if process.role in roles]
+    order = {node: number for number, node in enumerate(dict.fromkeys(p.node for p in plan.processes))}
+    chosen.sort(key=lambda process: order[process.node])
+    rows = [("node", "address", "process", "GPUs", "listens at")]
+    for process in chosen:
+        ports = ", ".join(f"{what} {port or '(free port)'}" for what, port in process.ports.items())
+        address = plan.machines[process.node].address
+        rows.append((process.node, address, process.name, ranges(process.devices) or "-", ports or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    for process in chosen:
+        environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in process.environment.items())
+        command = shlex.join(process.command)
+        lines += ["", f"{process.node}: {process.name}", f"  env  {environment}", f"  run  {command}"]
+    return "\n".join(lines)
+
+
+def ranges(numbers: tuple[int, ...]) -> str:
+    """`0-5,7` for 0, 1, 2, 3, 4, 5, 7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

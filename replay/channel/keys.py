@@ -1,0 +1,185 @@
+"""CURVE keys: what a folder of them holds, who may read it, and how a socket gets them.
+
+    keys/server.key               public key of replay and of the weight bus; on every node
+    keys/server.key_secret        their secret key; on the learner's node only
+    keys/clients/NAME.key         public keys of those who may connect; on the learner's node
+    keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
+
+`python -m scripts.make_keys` writes such a folder, and from it the folder of another node. A server admits exactly
+the public keys that its folder lists.
+"""
+
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+from replay.channel.errors import KeysError
+
+SERVER = "server"
+CLIENTS = "clients"
+LEARNER = "learner"
+"""The client key that the learner's own node takes where it holds several."""
+PUBLIC, SECRET = ".key", ".key_secret"
+Z85_CHARACTERS = 40
+ZAP_DOMAIN = b"slipstream"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What one node holds; keys are Z85 text (40 bytes)."""
+
+    folder: Path
+    server_public: bytes
+    name: str
+    """Of this node's client key."""
+    client_public: bytes
+    client_secret: bytes = field(repr=False)
+    server_secret: bytes | None = field(default=None, repr=False)
+    clients: Mapping[bytes, str] = field(default_factory=dict)
+    """Public key to name of everyone who may connect to this node; empty where no server secret is."""
+
+    def apply(self, socket: "zmq.Socket[Any]") -> None:
+        """Make a socket speak CURVE and nothing else: a ROUTER as the server, any other as a client.
+
+        Raises:
+            KeysError: a ROUTER, and this folder has no server secret or admits nobody.
+        """
+        if socket.type != zmq.ROUTER:
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client_public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self.client_secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
+            return
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.serving_secret())
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        # without it, a context in which nobody answers ZAP requests admits every key
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def serving_secret(self) -> bytes:
+        """The server's secret key.
+
+        Raises:
+            KeysError: this folder cannot serve.
+        """
+        secret = self.folder / (SERVER + SECRET)
+        if self.server_secret is None:
+            raise KeysError(
+                f"network.keys: {secret} is missing; replay and the weight bus serve on the node where"
+                " scripts/make_keys.py made the keys: start the learner there, or copy the whole folder"
+            )
+        if not self.clients:
+            raise KeysError(
+                f"network.keys: {self.folder / CLIENTS} lists no *{PUBLIC}, so nobody could connect; copy the whole"
+                " folder that scripts/make_keys.py made"
+            )
+        return self.server_secret
+
+
+@overload
+def load_keys(folder: None) -> None: ...
+@overload
+def load_keys(folder: str | Path) -> Keys: ...
+@overload
+def load_keys(folder: str | Path | None) -> Keys | None: ...
+def load_keys(folder: str | Path | None) -> Keys | None:
+    """The keys of `network.keys`; None for None.
+
+    Raises:
+        KeysError: the folder or a file is missing, does not hold a key, does not belong to its other half, or may be
+            read (secret) or written (any) by other users.
+    """
+    if folder is None:
+        return None
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise KeysError(
+            f"network.keys: no folder {str(folder)!r}; make one with `python -m scripts.make_keys --out keys`, and copy"
+            " to every other node what its --export-node gives"
+        )
+    server_public, _ = _read(folder / (SERVER + PUBLIC))
+    server_secret = None
+    if (folder / (SERVER + SECRET)).exists():
+        public, server_secret = _read_pair(folder / (SERVER + SECRET))
+        if public != server_public:
+            raise KeysError(
+                f"network.keys: {folder / (SERVER + PUBLIC)} and {folder / (SERVER + SECRET)} are not of one pair;"
+                " files of two runs of scripts/make_keys.py were mixed: copy one folder whole"
+            )
+    own = _own_client(folder)
+    client_public, client_secret = _read_pair(own)
+    clients = {}
+    if server_secret is not None:
+        clients = {_read(path)[0]: path.stem for path in sorted((folder / CLIENTS).glob("*" + PUBLIC))}
+    return Keys(
+        folder=folder,
+        server_public=server_public,
+        name=own.stem,
+        client_public=client_public,
+        client_secret=client_secret,
+        server_secret=server_secret,
+        clients=clients,
+    )
+
+
+def _own_client(folder: Path) -> Path:
+    """The secret file that this node connects with: the learner's, or else the only one."""
+    secrets = sorted((folder / CLIENTS).glob("*" + SECRET))
+    learner = folder / CLIENTS / (LEARNER + SECRET)
+    if learner in secrets:
+        return learner
+    if len(secrets) != 1:
+        found = ", ".join(path.name for path in secrets) or "none"
+        raise KeysError(
+            f"network.keys: {folder / CLIENTS} must hold one *{SECRET}, the key of this node (or {learner.name});"
+            f" found {found}. python -m scripts.make_keys --out keys --export-node NAME --to DIR gives a node's folder"
+        )
+    return secrets[0]
+
+
+def _read_pair(path: Path) -> tuple[bytes, bytes]:
+    """(public, secret) of a secret file that is this user's alone."""
+    public, secret = _read(path)
+    if secret is None:
+        raise KeysError(f'network.keys: {path} has no line secret-key = "..."; copy the file again')
+    if zmq.curve_public(secret) != public:
+        raise KeysError(f"network.keys: the two keys in {path} are not of one pair; copy the file again")
+    return public, secret
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    """(public, secret or None) of a key file; the mode is checked before anything is read."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError as error:
+        raise KeysError(
+            f"network.keys: {path} is missing; copy what python -m scripts.make_keys made for this node again"
+        ) from error
+    except OSError as error:
+        raise KeysError(f"network.keys: {path} cannot be read: {error.strerror}") from error
+    is_secret = path.suffix == SECRET
+    if mode & (0o077 if is_secret else 0o022):
+        may = "read" if is_secret else "changed"
+        raise KeysError(f"network.keys: {path} may be {may} by other users (mode {mode:04o}); chmod 600 {path}")
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except OSError as error:
+        raise KeysError(f"network.keys: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise KeysError(f'network.keys: {path} has no line public-key = "..."; copy the file again') from error
+    if not all(_is_key(key) for key in (public, secret) if key is not None):
+        raise KeysError(f"network.keys: {path} does not hold a key of {Z85_CHARACTERS} Z85 characters; copy it again")
+    return public, secret
+
+
+def _is_key(key: bytes) -> bool:
+    try:
+        return len(key) == Z85_CHARACTERS and len(z85.decode(key)) == Z85_CHARACTERS * 4 // 5
+    except (KeyError, struct.error):  # not of the alphabet; five characters above 2^32
+        return False

@@ -1,0 +1,151 @@
+"""Stand-in for triton where it is not installed: `import sglang` without the compiler of kernels that no CPU runs.
+
+About 290 modules of SGLang import triton and decorate their kernels at import. With `torch_native` attention on a CPU
+none of them is ever launched, and triton would be another gigabyte. So here
+
+- kernels can be defined (`jit`, `autotune`, `heuristics`, `Config`, `constexpr`); launching one raises RuntimeError;
+- any other name of the modules below is a class of that name, good for annotations, isinstance and subclasses; calling
+  it raises RuntimeError;
+- `runtime.driver.active` raises RuntimeError, as in triton itself on a machine without a GPU;
+- `backends.backends` is empty, which tells torch.compile that triton serves no device;
+- any other submodule is missing: ModuleNotFoundError, as where an optional part of triton is not there.
+"""
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+__version__ = "0.0.0"
+
+SUBMODULES = (
+    "backends",
+    "backends.compiler",
+    "compiler",
+    "compiler.compiler",
+    "language",
+    "language.extra",
+    "runtime",
+    "runtime.autotuner",
+    "runtime.jit",
+)
+
+
+def refuse(name: str) -> RuntimeError:
+    """The error of whatever would need the real triton."""
+    return RuntimeError(f"{name} was called, and triton is a stand-in here that only lets SGLang be imported on a CPU")
+
+
+class Placeholder(type):
+    """Type of the classes that stand for names of triton: their attributes are such classes too, calls raise."""
+
+    def __getattr__(cls, name: str) -> "Placeholder":
+        return placeholder(f"{cls.__module__}.{cls.__qualname__}", name)
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        raise refuse(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def placeholder(owner: str, name: str) -> Placeholder:
+    """The class that stands for `owner.name`. Raises AttributeError for names that Python itself looks up."""
+    if name.startswith("__"):
+        raise AttributeError(f"{owner} has no attribute {name}")
+    return Placeholder(name, (), {"__module__": owner})
+
+
+class JITFunction:
+    """A kernel: can be defined, copied and asked for its grid; launching it raises RuntimeError."""
+
+    def __init__(self, fn: Callable[..., Any], **options: object) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.__module__ = fn.__module__
+        self.__doc__ = fn.__doc__
+
+    def __getitem__(self, grid: object) -> "JITFunction":
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        raise refuse(f"kernel {self.__module__}.{self.__name__}")
+
+    run = warmup = __call__
+
+
+def jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
+    """`@jit` and `@jit(option=...)`."""
+    return JITFunction if fn is None else JITFunction(fn)
+
+
+def autotune(*args: object, **kwargs: object) -> Callable[[Any], Any]:
+    """A decorator that changes nothing; `heuristics` is the same."""
+    return lambda kernel: kernel
+
+
+heuristics = autotune
+
+
+class Config:
+    """One configuration of `autotune`."""
+
+    def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **rest: Any) -> None:
+        self.kwargs = kwargs
+        self.num_warps = num_warps
+        self.num_stages = num_stages
+
+
+class constexpr:
+    """A constant of a kernel; also an annotation."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Driver:
+    """`runtime.driver`."""
+
+    @property
+    def active(self) -> Any:
+        """No GPU."""
+        raise RuntimeError("0 active drivers: triton is a stand-in here, there is no GPU")
+
+
+def cdiv(x: int, y: int) -> int:
+    """Quotient, rounded up."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of 2 that is not below `n`."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+class _Submodule(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        found = placeholder(self.__name__, name)
+        setattr(self, name, found)
+        return found
+
+
+def _add_submodules() -> None:
+    for path in SUBMODULES:
+        module = _Submodule(f"{__name__}.{path}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+        module.__path__ = []
+        sys.modules[module.__name__] = module
+        owner, _, name = module.__name__.rpartition(".")
+        setattr(sys.modules[owner], name, module)
+
+
+_add_submodules()
+sys.modules[f"{__name__}.backends"].backends = {}  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.compiler.compiler"].triton_key = lambda: __version__  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.language"].constexpr = constexpr  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.runtime"].driver = Driver()  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.runtime.jit"].JITFunction = JITFunction  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Placeholder:
+    found = placeholder(__name__, name)
+    globals()[name] = found
+    return found

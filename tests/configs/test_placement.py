@@ -1,0 +1,190 @@
+"""Placement: which process gets which device, what its command and environment are, and what is refused."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs import Config, ConfigError, load
+from configs.placement import PlacementError, shares
+from configs.plan import Machine, Plan, assign, ranges, table
+
+GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
+TWO_SIDES = [
+    "placement.rollout='node0:0-3; node2:0-7'",
+    "placement.learner='node1:0-7; node0:4-7'",
+    "rollout.groups_per_step=12",
+]
+MACHINES = {f"node{i}": Machine(f"10.0.0.{i}", gpus=8) for i in range(4)}
+
+
+def config_of(*overrides: str) -> Config:
+    return load("quickstart", [*GPU, *overrides])
+
+
+def plan_of(config: Config, machines: dict[str, Machine] | None = None, **more: object) -> Plan:
+    return assign(config, machines or MACHINES, config_file="c.yaml", **more)  # type: ignore[arg-type]
+
+
+def refused(config: Config, machines: dict[str, Machine] | None = None) -> str:
+    with pytest.raises(PlacementError) as caught:
+        plan_of(config, machines)
+    return str(caught.value)
+
+
+def visible(plan: Plan, role: str) -> dict[str, str]:
+    return {p.name: p.environment["CUDA_VISIBLE_DEVICES"] for p in plan.processes if p.role == role}
+
+
+def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner() -> None:
+    plan = plan_of(config_of("placement.split=6:2", "placement.tensor_parallel=2"))
+    assert visible(plan, "rollout") == {"rollout-0": "0,1", "rollout-1": "2,3", "rollout-2": "4,5"}
+    assert visible(plan, "learner") == {"learner ranks 0-1": "6,7"}
+    (learner,) = plan.of("node0", "learner")
+    assert "--standalone" in learner.command and "--nproc-per-node=2" in learner.command
+
+
+def test_one_gpu_can_be_shared() -> None:
+    plan = plan_of(
+        config_of("placement.split=1:1", "placement.share_gpus=true"), {"node0": Machine("127.0.0.1", gpus=1)}
+    )
+    assert visible(plan, "rollout") == {"rollout-0": "0"} and visible(plan, "learner") == {"learner rank 0": "0"}
+    (share,) = shares(config_of("placement.split=4:2", "placement.share_gpus=true").placement)
+    assert (share.rollout, share.learner) == ((0, 1, 2, 3), (2, 3)), "the last of those that there are"
+
+
+def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement() -> None:
+    plan = plan_of(config_of(*TWO_SIDES))
+    assert plan.first_node == "node1" and [p.node for p in plan.processes if p.role == "replay"] == ["node1"]
+    first, second = (p for p in plan.processes if p.role == "learner")
+    assert (first.name, second.name) == ("learner ranks 0-7", "learner ranks 8-11")
+    for rank, process in enumerate((first, second)):
+        meeting = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=10.0.0.1", "--master-port=29400"]
+        assert [word for word in meeting if word not in process.command] == []
+    assert first.ports["rendezvous"] == 29400 and second.ports == {}
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and "--nproc-per-node=4" in second.command
+    for process in plan.processes:
+        host = MACHINES[process.node].address
+        assert f"network.host={host}" in process.command
+        if process.role != "replay":
+            assert process.command[process.command.index("--replay") + 1] == "tcp://10.0.0.1:5757"
+    assert len({p.name for p in plan.processes if p.role == "rollout"}) == 12
+
+
+def test_one_node_of_a_plan_needs_no_other_but_the_first() -> None:
+    config = config_of(*TWO_SIDES)
+    known = {name: MACHINES[name] for name in ("node1", "node2")}
+    alone = plan_of(config, known, only="node2")
+    assert [p.name for p in alone.processes] == [p.name for p in plan_of(config).of("node2", "rollout")]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data: st.DataObject) -> None:
+    tensor_parallel = data.draw(st.sampled_from([1, 2, 4]))
+    rollout, learner = [], []
+    for node in data.draw(st.lists(st.sampled_from(sorted(MACHINES)), min_size=2, unique=True)):
+        devices = data.draw(st.permutations(range(8)))
+        engines = data.draw(st.integers(0, 8 // tensor_parallel - 1)) * tensor_parallel
+        ranks = data.draw(st.integers(0, 8 - engines))
+        for side, chosen in ((rollout, devices[:engines]), (learner, devices[engines : engines + ranks])):
+            if chosen:
+                side.append(f"{node}:{','.join(map(str, chosen))}")
+    if not rollout or not learner:
+        return
+    sides = [f"placement.rollout='{'; '.join(rollout)}'", f"placement.learner='{'; '.join(learner)}'"]
+    ranks = sum(part.count(",") + 1 for part in learner)
+    config = config_of(*sides, f"placement.tensor_parallel={tensor_parallel}", f"rollout.groups_per_step={ranks}")
+    plan = plan_of(config)
+    used = [
+        (process.node, gpu)
+        for process in plan.processes
+        for gpu in process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if gpu
+    ]
+    assert len(used) == len(set(used)) == config.num_rollout_devices + config.num_learner_ranks
+    assert all(len(p.devices) == tensor_parallel for p in plan.processes if p.role == "rollout")
+    assert sum(p.role == "rollout" for p in plan.processes) == config.num_rollout_servers
+
+
+def test_what_the_user_has_made_visible_is_what_is_counted() -> None:
+    config = config_of("placement.split=1:1")
+    plan = plan_of(config, {"node0": Machine("127.0.0.1", gpus=8, visible=("5", "GPU-abc"))})
+    assert visible(plan, "rollout") == {"rollout-0": "5"} and visible(plan, "learner") == {"learner rank 0": "GPU-abc"}
+    said = refused(config, {"node0": Machine("127.0.0.1", gpus=8, visible=("5",))})
+    assert "placement.split: '1:1' needs 2 GPUs" in said and "CUDA_VISIBLE_DEVICES=5 shows 1" in said
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 8), ("auto", 0)])
+def test_on_a_cpu_nothing_is_made_visible(device: str, gpus: int) -> None:
+    config = config_of("placement.split=2:1", f"placement.device={device}")
+    plan = plan_of(config, {"node0": Machine("127.0.0.1", gpus=gpus)})
+    assert all("CUDA_VISIBLE_DEVICES" not in p.environment and p.devices == () for p in plan.processes)
+
+
+def test_the_environment_reaches_every_process() -> None:
+    given_ = "network.env={NCCL_SOCKET_IFNAME: eth0, NCCL_NVLS_ENABLE: '1'}"
+    for process in plan_of(config_of(*TWO_SIDES, given_)).processes:
+        assert process.environment["NCCL_SOCKET_IFNAME"] == "eth0"
+        assert process.environment["NCCL_NVLS_ENABLE"] == "1", "the user's word counts"
+        assert process.environment["NCCL_CUMEM_ENABLE"] == "0"
+        assert process.environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machines", "words"),
+    [
+        (["placement.split=6:4"], MACHINES, ["placement.split", "'6:4'", "needs 10 GPUs", "node0 has 8"]),
+        (TWO_SIDES, {"node0": Machine("10.0.0.1")}, ["'node1'", "not among the hosts", "host file"]),
+        (TWO_SIDES, MACHINES | {"node2": Machine("10.0.0.9", gpus=4)}, ["node2:7", "needs 8 GPUs", "node2 has 4"]),
+        (TWO_SIDES, MACHINES | {"node1": Machine("127.0.0.1")}, ["network.host", "cannot be reached", "--hosts FILE"]),
+        ([*TWO_SIDES, "network.replay_port=0"], MACHINES, ["network.replay_port", "give a port"]),
+        (
+            [*TWO_SIDES, "weight_bus.port=5757"],
+            MACHINES,
+            ["network.replay_port", "weight_bus.port", "give each its own"],
+        ),
+        (
+            ["network.env={CUDA_VISIBLE_DEVICES: '3'}"],
+            MACHINES,
+            ["network.env", "CUDA_VISIBLE_DEVICES", "leave it out"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    overrides: list[str], machines: dict[str, Machine], words: list[str]
+) -> None:
+    said = refused(config_of(*overrides), machines)
+    assert [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["placement.rollout=node0:0", "placement.learner=node0:0,0"], ["placement.learner", "node0:0", "twice"]),
+        (
+            ["placement.rollout=node0:0-2", "placement.learner=node1:0", "placement.tensor_parallel=2"],
+            ["node0 has 3 rollout devices", "would span nodes"],
+        ),
+        (["placement.rollout=node0:0", "placement.learner=node0:0"], ["node0:0", "share_gpus"]),
+        (["placement.share_gpus=true", "weight_bus.backend=nccl"], ["placement.share_gpus", "nccl", "take", "gloo"]),
+        (["placement.rollout=;", "placement.learner=node0:0"], ["placement.rollout", "names no device"]),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused_with_its_keys(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of(*overrides)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+
+
+def test_the_table_says_where_everything_runs() -> None:
+    lines = table(plan_of(config_of(*TWO_SIDES))).splitlines()
+    assert lines[0].split() == ["node", "address", "process", "GPUs", "listens", "at"]
+    (ranks,) = [
+        line for line in lines if line.startswith("node0") and "learner ranks 8-11" in line and ":" not in line[:6]
+    ]
+    assert "4-7" in ranks
+    assert any(line.startswith("  run  python -m rollout_server.main --config c.yaml") for line in lines)
+
+
+def test_ranges() -> None:
+    assert (ranges((0, 1, 2, 5)), ranges((3,)), ranges(())) == ("0-2,5", "3", "")

@@ -1,0 +1,242 @@
+"""The weight bus on GPUs: the digest kernel, packing on the device, and NCCL epochs between processes.
+
+python -m pytest tests/gpu/test_bus_cuda.py -q
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "weight_bus"))
+
+from bus_harness import CONFIG, HOST, RUN, digests, until, weights
+
+from weight_bus import NonFiniteWeights, Publisher, PublishReport
+from weight_bus.digest import Part, combined, reference_digest, slice_digests
+from weight_bus.manifest import plan
+from weight_bus.staging import Packer, Pieces, Staging, view_of
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a CUDA device, and torch finds none"),
+]
+two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 CUDA devices, torch finds {NUM_GPUS}")
+three_gpus = pytest.mark.skipif(NUM_GPUS < 3, reason=f"needs 3 CUDA devices, torch finds {NUM_GPUS}")
+
+HARNESS = Path(__file__).parents[1] / "weight_bus"
+GPU = torch.device("cuda", 0)
+OVER_NCCL = {"backend": "nccl", "collective_timeout_s": 8.0, "deadline_s": 60.0, "bucket_bytes": 4_000_000}
+BUS = CONFIG.model_copy(update=OVER_NCCL)
+ROWS = 8000
+DTYPES = (torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float16, torch.float32, torch.int64)
+SHAPES = [(), (1,), (2047,), (2048,), (32_768,), (32_769,), (3, 5), (7, 1000), (40, 1024), (130, 4096), (2, 3, 4)]
+
+
+# ---- digests --------------------------------------------------------------------------------------------
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Any bits at all, NaN patterns and negative numbers included."""
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, device=GPU).bool()
+    size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=GPU).view(dtype).view(shape)
+
+
+def parts_of(tensor: torch.Tensor) -> list[Part]:
+    """The whole, rows, columns, middles, transposed and strided ones."""
+    found = [Part(tensor)]
+    shape, dims = tuple(tensor.shape), tensor.dim()
+    if dims:
+        found += [Part(tensor[:0], shape), Part(tensor[::2])]
+        found.append(Part(tensor, (shape[0] + 1_000_003, *shape[1:]), (1_000_003, *(0,) * (dims - 1))))
+    if dims > 1:
+        last = shape[-1]
+        wide = (*shape[:-1], last + 9)
+        found += [Part(tensor[1:], shape, (1, *(0,) * (dims - 1))), Part(tensor.transpose(0, -1))]
+        found.append(Part(tensor, wide, (0,) * (dims - 1) + (5,)))
+        found.append(Part(tensor[..., 1:], shape, (0,) * (dims - 1) + (1,)))
+        found.append(Part(tensor[..., last // 4 : last // 2], shape, (0,) * (dims - 1) + (last // 4,)))
+    if dims > 2:
+        found.append(Part(tensor[1:, 1:, 1:], shape, (1,) * dims))  # no arithmetic of rows: the slow path
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernel_finds_what_the_definition_says(dtype: torch.dtype) -> None:
+    parts = [part for shape in SHAPES for part in parts_of(random_bits(shape, dtype))]
+    assert slice_digests(parts) == [reference_digest(part) for part in parts]
+    host = [part._replace(tensor=part.tensor.cpu()) for part in parts]
+    assert slice_digests(parts) == slice_digests(host), "the same on both devices"
+
+
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_inside_the_kernel_is_the_rounding_of_a_cast(rounded: torch.dtype) -> None:
+    spread = torch.randn(600_000, device=GPU) * torch.exp(12 * torch.randn(600_000, device=GPU))
+    every = torch.arange(0, 1 << 20, device=GPU, dtype=torch.int32).mul_(1 << 12).view(torch.float32)
+    halves = every[every.isfinite()][: 1 << 19]  # subnormal numbers and ties among them; NaN has no bits of its own
+    for values in (spread, halves, -halves):
+        (found,) = slice_digests([Part(values.view(-1, 8), (values.numel(), 8), (3, 0), rounded)])
+        assert found == slice_digests([Part(values.to(rounded).view(-1, 8), (values.numel(), 8), (3, 0))])[0]
+
+
+def test_indices_beyond_32_bits() -> None:
+    small = random_bits((3, 4096), torch.bfloat16)
+    part = Part(small, (1 << 22, 1 << 14), ((1 << 22) - 3, 4096))
+    assert slice_digests([part]) == [reference_digest(part)]
+    large = torch.zeros((1 << 31) + 70_000, dtype=torch.uint8, device=GPU)
+    large[-5:] = 7
+    assert slice_digests([Part(large)]) == [reference_digest(Part(large))]
+
+
+# ---- packing and staging --------------------------------------------------------------------------------
+
+
+def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> None:
+    packer, staging = Packer(300_000, GPU), Staging(GPU)
+    held: list[list[int]] = []
+    for version in range(6):
+        named = {name: tensor.to(GPU) for name, tensor in weights(version).items()}
+        masters = {
+            n: Pieces(tuple(t.shape), t.dtype, [p.reshape(-1) for p in t.float().tensor_split(3)])
+            for n, t in named.items()
+        }
+        before = torch.cuda.memory_allocated(GPU)
+        layout, buckets = packer.pack((named if version % 3 else masters).items(), version % 2)
+        assert version < 2 or torch.cuda.memory_allocated(GPU) == before
+        specs = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named.items()]
+        assert layout == plan(specs, 300_000) and all(bucket.device == GPU for bucket in buckets)
+        assert all(torch.equal(view_of(buckets, entry), named[entry.name]) for entry in layout.entries)
+        held.append([bucket.data_ptr() for bucket in buckets])
+        staging.prepare(layout.with_digests(digests(weights(version))))
+        for target, source in zip(staging.buckets, buckets, strict=True):
+            target.copy_(source)
+        assert staging.corrupt() == []
+        staging.buckets[2][77] ^= 1
+        assert len(staging.corrupt()) == 1
+    assert held[0] == held[2] == held[4] and held[1] == held[3] == held[5] and not set(held[0]) & set(held[1])
+
+
+def test_a_value_that_is_not_finite_is_named() -> None:
+    packer = Packer(300_000, GPU)
+    named = {name: tensor.to(GPU) for name, tensor in weights(1).items()}
+    packer.pack(named.items(), 0)
+    named["layers.2.weight"][-1, -1] = float("inf")
+    with pytest.raises(NonFiniteWeights, match=r"'layers\.2\.weight' has 1 non-finite of 128500"):
+        packer.pack(named.items(), 1)
+
+
+# ---- epochs over NCCL -----------------------------------------------------------------------------------
+
+
+class Worker:
+    """A subscriber process on a GPU of its own, and the lines that it has printed."""
+
+    def __init__(self, publisher: Publisher, name: str, gpu: int, *faults: str, **environment: str) -> None:
+        paths = os.pathsep.join([str(HARNESS), str(HARNESS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, str(HARNESS / "bus_worker.py"), publisher.address, name, *faults],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": paths,
+                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "BUS_CONFIG": json.dumps(OVER_NCCL),
+                **environment,
+            },
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+
+@contextmanager
+def worker(
+    publisher: Publisher, name: str, gpu: int, *faults: str, joins: bool = True, **environment: str
+) -> Iterator[Worker]:
+    made = Worker(publisher, name, gpu, *faults, **environment)
+    try:
+        if joins:
+            until(lambda: name in publisher.members(), f"{name} joins", 90.0)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(10.0)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    torch.cuda.set_device(GPU)
+    with Publisher(BUS, host=HOST, run_id=RUN, incarnation=1) as made:
+        yield made
+
+
+def publish(publisher: Publisher, version: int) -> PublishReport:
+    named = {name: tensor.to(GPU) for name, tensor in weights(version, rows=ROWS).items()}
+    return publisher.publish(version, named.items(), digests(named))
+
+
+def line(version: int) -> str:
+    return f"{version} {combined(digests(weights(version, rows=ROWS)))}"
+
+
+@two_gpus
+def test_versions_travel_from_gpu_to_gpu_in_one_epoch(publisher: Publisher) -> None:
+    with worker(publisher, "rollout-0", 1) as receiver:
+        for version in range(1, 6):
+            report = publish(publisher, version)
+            assert (report.served, report.failed) == (["rollout-0"], {}), report
+        assert receiver.lines == [line(version) for version in range(1, 6)] and publisher.epoch == 1
+        publisher.close()
+        until(lambda: receiver.lines[-1] == "closed", "it hears goodbye", 30.0)
+        assert receiver.process.wait(30.0) == 0
+
+
+@two_gpus
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_a_receiver_lost_in_a_transfer_costs_the_timeout_and_its_place_is_taken(
+    publisher: Publisher, action: str
+) -> None:
+    with worker(publisher, "rollout-0", 1, f"{action}@2"):
+        assert publish(publisher, 1).served == ["rollout-0"]
+        report = publish(publisher, 2)
+        assert report.served == [] and "rollout-0" in report.failed
+        until(lambda: not publisher.members(), "it is removed", 30.0)
+    with worker(publisher, "rollout-1", 1) as successor:
+        until(lambda: successor.lines == [line(2)], "the publisher's process lives, another joins and is filled", 90.0)
+        assert publish(publisher, 3).served == ["rollout-1"]
+
+
+@three_gpus
+@pytest.mark.parametrize("action", ["kill", "stop"])
+def test_survivors_hold_whole_versions(publisher: Publisher, action: str) -> None:
+    with worker(publisher, "rollout-0", 1) as survivor, worker(publisher, "rollout-1", 2, f"{action}@2"):
+        assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
+        report = publish(publisher, 2)
+        assert report.served == ["rollout-0"] and report.failed.keys() == {"rollout-1"}
+        assert publish(publisher, 3).served == ["rollout-0"]
+        assert survivor.lines == [line(version) for version in (1, 2, 3)]
+
+
+@two_gpus
+def test_another_environment_of_nccl_is_refused_by_name(publisher: Publisher) -> None:
+    with worker(publisher, "rollout-0", 1, joins=False, NCCL_NVLS_ENABLE="1") as misfit:
+        until(lambda: misfit.lines, "it is refused", 90.0)
+        assert misfit.lines[0].startswith("removed ") and "NCCL_NVLS_ENABLE is 1 there and 0 here" in misfit.lines[0]

@@ -1,0 +1,69 @@
+"""A process of its own for the SGLang of a test session; tests send it scenarios.
+
+Its own, because what SGLang needs on a CPU changes a process (stand-ins on `sys.path`, before transformers comes in);
+one for all tests, because it takes a quarter of a minute to start.
+"""
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.lifeline import die_with_parent
+
+if TYPE_CHECKING:
+    from sglang_served import Served
+
+DEADLINE_S = 170.0
+
+
+class Host:
+    """Runs `async def scenario(served, *arguments)` of a test module beside the engine; what it raises comes back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(os.getpid(), folder)
+        )
+
+    def __call__(self, scenario: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
+        """Run a scenario; the engine is started where none runs."""
+        self._pool.submit(_run, scenario, arguments).result(DEADLINE_S)
+
+    def close(self) -> None:
+        """End the engine and its process."""
+        self._pool.submit(_close).result(DEADLINE_S)
+        self._pool.shutdown()
+
+
+# ---- in the process ---------------------------------------------------------------------------------------
+
+_folder: Path
+
+
+def _prepare(parent: int, folder: Path) -> None:
+    global _folder
+    from rollout_server.engines.sglang_path import prepare_cpu
+
+    die_with_parent(parent)
+    prepare_cpu()
+    _folder = folder
+
+
+@functools.cache
+def _served() -> "Served":
+    from sglang_served import Served  # brings transformers
+
+    return Served(_folder)
+
+
+def _run(scenario: Callable[..., Coroutine[Any, Any, None]], arguments: tuple[object, ...]) -> None:
+    served = _served()
+    served.start()
+    served.run(scenario(served, *arguments))
+
+
+def _close() -> None:
+    _served().close()

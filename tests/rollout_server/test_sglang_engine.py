@@ -1,0 +1,140 @@
+"""The engine at its edges: requests, refusals, half updates, evaluations."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from sglang_host import Host
+from sglang_served import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    TOLERANCE,
+    Served,
+    check_logprobs,
+    digests,
+    random_model,
+    staged,
+)
+from torch_oracle import error, logprobs_of
+
+from configs.schema import Config
+from rollout_server.engines.base import EngineError, Sampling
+
+PROMPT = [(5 * i + 1) % 40 for i in range(24)]
+
+
+async def refused(call: Any, match: str) -> None:
+    with pytest.raises(EngineError, match=match):
+        await call
+
+
+def test_answers_of_version_0_and_their_digests(sglang: Host) -> None:
+    sglang(first_version)
+
+
+async def first_version(served: Served) -> None:
+    await served.update(0, "drain")
+    assert await served.engine.digest() == digests(served.model)  # taken anew, without an update
+    answers = await served.sample(PROMPT, 4)
+    assert len({tuple(answer.token_ids) for answer in answers}) > 1, "all answers are the same"
+    for answer in answers:
+        assert answer.finish_reason == "length"
+        check_logprobs(served.model, PROMPT, answer)
+    (greedy,) = await served.sample(PROMPT, greedy=True)
+    with torch.inference_mode():
+        logits = served.model(torch.tensor([PROMPT + greedy.token_ids.tolist()])).logits[0]
+    assert greedy.token_ids.tolist() == logits[len(PROMPT) - 1 : -1].argmax(-1).tolist()
+    stop = int(greedy.token_ids[3])
+    (stopped,) = await served.sample(PROMPT, greedy=True, stop_token_ids=(stop,))
+    first = greedy.token_ids.tolist().index(stop)
+    assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == greedy.token_ids[: first + 1].tolist()
+
+
+def test_logprobs_are_those_at_the_sampling_temperature(sglang: Host) -> None:
+    sglang(warm)
+
+
+async def warm(served: Served) -> None:
+    (answer,) = await served.sample(PROMPT, temperature=0.6)
+    assert error(answer, logprobs_of(served.model, PROMPT, answer, temperature=0.6)) <= TOLERANCE
+
+
+def test_requests_that_do_not_fit_are_refused(sglang: Host) -> None:
+    sglang(do_not_fit)
+
+
+async def do_not_fit(served: Served) -> None:
+    await refused(served.sample([1] * PROMPT_TOKENS, max_new_tokens=NEW_TOKENS + 1), "exceeds the context of")
+    await refused(served.sample([]), "each must be at least 1")
+    await refused(served.sample([3, 40]), "token id 40 is outside the vocabulary of 40")
+    await refused(served.sample([3], temperature=0.0), "above 0; for argmax set greedy")
+    await refused(served.engine.load(staged(served.model), 99), "while the engine decodes; pause it first")
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("rollout.sglang.max_totl_tokens=9", r"no such argument; did you mean 'rollout\.sglang\.max_total_tokens'"),
+        ("rollout.sglang.model_path=x", r"rollout\.sglang\.model_path: Slipstream decides it; set model\.path"),
+    ],
+)
+def test_arguments_that_the_installed_sglang_does_not_take_are_refused(override: str, match: str, sglang: Host) -> None:
+    sglang(wrong_argument, override, match)
+
+
+async def wrong_argument(served: Served, override: str, match: str) -> None:
+    from rollout_server.engines.sglang.engine import SGLangEngine
+
+    key, _, value = override.partition("=")
+    config: Config = served.config()
+    config.rollout.sglang[key.removeprefix("rollout.sglang.")] = value
+    with pytest.raises(EngineError, match=match):
+        SGLangEngine(config)
+
+
+def test_a_half_updated_engine_does_not_serve_until_it_is_healed(sglang: Host) -> None:
+    sglang(half_updated)
+
+
+async def half_updated(served: Served) -> None:
+    before = served.version
+    model = random_model(201)
+    await served.engine.pause("keep_kv")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    broken = [(n, t.T.contiguous() if n == "model.embed_tokens.weight" else t) for n, t in staged(model)]
+    await refused(served.engine.load(broken, before + 1), "scheduler 0 could not load")
+    await refused(served.engine.resume(), "half updated")
+    missing = [(n, t) for n, t in staged(model) if n != name]
+    await served.engine.load(missing, before + 1)
+    assert digests(model).items() > (await served.engine.digest()).items(), "a tensor that is missing shows"
+    await served.engine.load(staged(model), before + 1)
+    assert await served.engine.digest() == digests(model)
+    await served.engine.resume()
+    served.model, served.version = model, before + 1
+    (answer,) = await served.sample(PROMPT)
+    assert set(answer.versions.tolist()) == {before + 1}
+    check_logprobs(model, PROMPT, answer)
+
+
+def test_an_evaluation_keeps_its_version_until_it_is_over(sglang: Host) -> None:
+    sglang(evaluation)
+
+
+async def evaluation(served: Served) -> None:
+    version, model = served.version, served.model
+    await served.engine.pin(version)
+    request = served.engine.generate
+    sampling = Sampling(max_new_tokens=60, greedy=True)
+    (answer,) = await request(PROMPT, sampling, 1, request_id="first", pinned=version)
+    assert served.engine.holds() == version
+    updating = asyncio.ensure_future(served.update(202, "keep_kv"))
+    (later,) = await request(PROMPT, sampling, 1, request_id="second", pinned=version)
+    assert not updating.done()
+    for one in (answer, later):
+        assert set(one.versions.tolist()) == {version}
+        check_logprobs(model, PROMPT, one)
+    await served.engine.unpin(version)
+    await updating
+    assert served.engine.version == version + 1 and served.engine.holds() is None
+    await refused(request(PROMPT, sampling, 1, request_id="third", pinned=version), f"version {version} is not held")

@@ -1,0 +1,187 @@
+"""Engines that finish an evaluation first, and ends whose data planes do not fit: over real sockets."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from bus_harness import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
+
+from configs.infrastructure import WeightBus
+from weight_bus import Publisher, RemovedFromBus, Subscriber, WeightBusError
+from weight_bus.jobs import Event
+from weight_bus.membership import Membership, State
+from weight_bus.messages import Applied, Holding, Join, Staged
+from weight_bus.transports import Transport, differing, make_transport
+
+QUICK = CONFIG.model_copy(update={"deadline_s": 1.0})
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    with Publisher(QUICK, host=HOST, run_id=RUN, incarnation=1) as made:
+        yield made
+
+
+def publish(publisher: Publisher, version: int):
+    named = weights(version)
+    return publisher.publish(version, named.items(), digests(named))
+
+
+class Evaluating:
+    """An engine whose first load waits for `done`, after it has said for how long."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.done = threading.Event()
+        self.limit_s = limit_s
+        self.subscriber: Subscriber | None = None
+        self.engine = Engine(self._hold)
+
+    def _hold(self, version: int, live: Weights) -> None:
+        if version == 1:
+            until(lambda: self.subscriber is not None, "the subscriber is known")
+            assert self.subscriber is not None
+            self.subscriber.hold(self.limit_s, "evaluation of version 0")
+            self.done.wait(20.0)
+
+    def join(self, publisher: Publisher, name: str) -> Rollout:
+        rollout = Rollout(publisher, name, self.engine, config=QUICK)
+        self.subscriber = rollout.subscriber
+        return rollout
+
+
+def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publisher: Publisher) -> None:
+    events: list[Event] = []
+    publisher.on_event.append(events.append)
+    evaluating = Evaluating(limit_s=30.0)
+    evaluating.join(publisher, "held")
+    quick = Rollout(publisher, "quick", config=QUICK)
+    until(lambda: len(publisher.members()) == 2, "two members")
+    report = publish(publisher, 1)
+    assert (report.served, report.failed) == (["quick"], {}) and report.held.keys() == {"held"}
+    assert "'held' (pid" in report.held["held"] and "evaluation of version 0" in report.held["held"]
+    report = publish(publisher, 2)
+    assert (report.served, report.failed) == (["quick"], {}), "newer versions are not held up either"
+    time.sleep(QUICK.deadline_s + 1.0)
+    assert publisher.members()["held"] == (State.HOLDING.value, -1), "not slow: it has asked for longer"
+    evaluating.done.set()
+    until(lambda: publisher.members()["held"] == ("live", 2), "it applies, and gets what came meanwhile")
+    assert evaluating.engine.activated == [1, 2] and quick.engine.activated == [1, 2]
+    assert publisher.stats()["lost_peers"] == 0
+    assert [event.detail for event in events if event.kind == "held"] == ["evaluation of version 0"]
+
+
+def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher: Publisher) -> None:
+    evaluating = Evaluating(limit_s=1.5)
+    evaluating.join(publisher, "held")
+    until(lambda: len(publisher.members()) == 1, "one member")
+    events: list[Event] = []
+    publisher.on_event.append(events.append)
+    started = time.monotonic()
+    publish(publisher, 1)
+    until(lambda: "held" not in publisher.members(), "it is removed")
+    assert time.monotonic() - started > 1.4
+    (removed,) = [event for event in events if event.kind == "removed"]
+    assert removed.symptom == "slow" and "holding an older version before it applies v1" in removed.detail
+    evaluating.done.set()
+    until(lambda: publisher.members().get("held") == ("live", 1), "it joins anew with what it verified")
+
+
+def test_hold_is_for_the_load_callback_only(publisher: Publisher) -> None:
+    rollout = Rollout(publisher, "one", config=QUICK)
+    with pytest.raises(WeightBusError, match="nothing is being applied"):
+        rollout.subscriber.hold(1.0, "nothing")
+    publish(publisher, 1)
+    until(lambda: rollout.engine.activated == [1], "it is served")
+    with pytest.raises(WeightBusError, match="nothing is being applied"):
+        rollout.subscriber.hold(1.0, "nothing")
+    rollout.halt()
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, 1e9, float("inf"), float("nan")])
+def test_a_hold_without_a_sensible_limit_changes_nothing(publisher: Publisher, limit_s: float) -> None:
+    evaluating = Evaluating(limit_s)
+    evaluating.join(publisher, "held")
+    until(lambda: len(publisher.members()) == 1, "one member")
+    report = publish(publisher, 1)
+    assert report.held == {} and "[slow]" in report.failed["held"]
+    evaluating.done.set()
+
+
+def test_only_an_engine_that_applies_can_hold_and_late_messages_change_nothing() -> None:
+    membership = Membership(silent_after_s=3.0, max_faults=2)
+    join = Join(session="s", name="one", instance="i", pid=1, host="h")
+    member = membership.join(join, "x", 0.0, version=-1, digest="").member
+    assert member is not None
+
+    def holding(epoch: int, version: int = 1, limit_s: float = 60.0) -> Holding:
+        return Holding(session="s", epoch=epoch, version=version, limit_s=limit_s, reason="r")
+
+    assert membership.holding(holding(0), 0.0) is None
+    epoch = membership.invite([member], 0.0, 10.0)
+    membership.ready("s", epoch, 0.0)
+    membership.begin([member], (1, "d1"), 0.0, 10.0)
+    assert membership.holding(holding(epoch), 0.0) is None
+    membership.staged(Staged(session="s", epoch=epoch, version=1), 1.0, 5.0)
+    assert membership.unsettled(1) == [member]
+    assert membership.holding(holding(epoch - 1), 1.0) is None and membership.holding(holding(epoch, 2), 1.0) is None
+    assert membership.holding(holding(epoch), 1.0) is member
+    assert (member.state, member.version, membership.unsettled(1)) == (State.HOLDING, -1, [])
+    assert membership.needing(2, 2.0) == [] and membership.held() == [member]
+    membership.heard("s", 61.0)
+    assert membership.overdue(61.0) == []
+    assert membership.overdue(61.1) == [(member, "slow", 60.1)]
+    assert membership.holding(holding(epoch), 61.0) is member, "it may ask again"
+    membership.applied(Applied(session="s", epoch=epoch, version=1, digest="d1"), 62.0)
+    assert (member.state, member.version) == (State.LIVE, 1)
+
+
+def stating(facts: dict[str, str]) -> Callable[[WeightBus, str], Transport]:
+    """A transport that states other facts."""
+
+    class Stating(Faulty):
+        def facts(self) -> dict[str, str]:
+            return facts
+
+    return lambda config, host: Stating(make_transport(config, host), -1, lambda bucket: None, before=True)
+
+
+def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = {"backend": "gloo", "protocol": "1", "NCCL_CUMEM_ENABLE": "1"}
+    misfit = Rollout(publisher, "misfit", factory=stating(other), config=QUICK)
+    misfit.join(5.0)
+    assert isinstance(misfit.ended, RemovedFromBus)
+    text = str(misfit.ended)
+    assert "'misfit' on " in text and "NCCL_CUMEM_ENABLE is 1 there and not stated here" in text
+    assert "set NCCL_CUMEM_ENABLE alike on all nodes (network.env)" in text and "protocol" not in text
+    assert "cannot be in a group with the publisher" in caplog.text
+    assert publisher.members() == {} and publisher.epoch == 0
+    good = Rollout(publisher, "good", config=QUICK)
+    assert publish(publisher, 1).version == 1
+    until(lambda: good.engine.activated == [1], "others are served")
+
+
+def test_every_differing_fact_is_named_with_both_values_and_a_remedy() -> None:
+    ours = {"backend": "nccl", "nccl": "2.28.9", "protocol": "1", "NCCL_NVLS_ENABLE": "0"}
+    theirs = {"backend": "gloo", "nccl": "2.27.5", "protocol": "2", "NCCL_NVLS_ENABLE": "0", "X": "1"}
+    text = differing(ours, theirs)
+    assert "backend is gloo there and nccl here, give both ends the same weight_bus.backend" in text
+    assert "nccl is 2.27.5 there and 2.28.9 here, install the same PyTorch and NCCL on both" in text
+    assert "protocol is 2 there and 1 here" in text and "X is 1 there and not stated here" in text
+    assert "NVLS" not in text
+    assert differing(ours, dict(ours)) == ""
+
+
+def test_buckets_live_where_the_transport_says() -> None:
+    transport = make_transport(QUICK, HOST)
+    assert transport.device == torch.device("cpu")
+    assert transport.facts() == {"backend": "gloo", "protocol": "1"}
+    transport.close()
+
+
+def test_direct_is_refused_by_name() -> None:
+    with pytest.raises(WeightBusError, match=r"weight_bus\.apply 'direct' is not available.*staged"):
+        make_transport(WeightBus(apply="direct"), HOST)

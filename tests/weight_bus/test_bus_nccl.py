@@ -1,0 +1,177 @@
+"""The NCCL transport without a GPU: launches, deadlines and epochs over a gloo group; options over a fake one."""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from bus_harness import CONFIG, HOST, RUN, Rollout, digests, until, weights
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+from configs.infrastructure import WeightBus
+from weight_bus import Publisher, TransportError
+from weight_bus.transports import Formation, NcclCollective, set_nccl_defaults
+from weight_bus.transports.base import group_prefix
+from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG
+
+SHORT = CONFIG.model_copy(update={"collective_timeout_s": 0.5})
+
+
+class OverGloo(NcclCollective):
+    """The same code, with a gloo group and host memory in place of NCCL and a GPU."""
+
+    def _open(self, config, host):
+        return torch.device("cpu"), None
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        yield
+
+    def _build(self, store, formation):
+        options = ProcessGroupGloo._Options()
+        options._devices = [ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout = timedelta(seconds=2)  # the transport has its own deadline; gloo ends what was left only then
+        return ProcessGroupGloo(store, formation.rank, formation.size, options)
+
+    def facts(self) -> dict[str, str]:
+        return {"backend": "nccl over gloo"}
+
+
+def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
+    return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
+
+
+def together(*calls) -> list[BaseException | None]:
+    """Run each call in a thread of its own; what they raised."""
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            calls[index]()
+        except TransportError as error:
+            raised[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    return raised
+
+
+@pytest.fixture
+def members() -> Iterator[list[OverGloo]]:
+    """Rank 0 and two others, not yet in a group."""
+    made = [OverGloo(SHORT, HOST) for _ in range(3)]
+    yield made
+    for transport in made:
+        transport.close()
+
+
+def formed(members: list[OverGloo], epoch: int) -> None:
+    endpoint = members[0].serve()
+    places = [formation(endpoint, epoch, rank, len(members)) for rank in range(len(members))]
+    calls = [lambda m=m, p=p: m.form(p) for m, p in zip(members, places, strict=True)]
+    assert together(*calls) == [None] * len(members)
+
+
+def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[OverGloo]) -> None:
+    for epoch, size in ((1, 3), (2, 2), (3, 3)):
+        formed(members[:size], epoch)
+        for _ in range(2):
+            buckets = [[torch.full((50_000,), 7 * (r == 0), dtype=torch.uint8) for _ in range(3)] for r in range(size)]
+            order: list[list[int]] = [[] for _ in range(size)]
+
+            def take(rank: int, buckets=buckets, order=order) -> None:
+                for index, bucket in enumerate(buckets[rank]):
+                    members[rank].broadcast(bucket, index)
+                members[rank].finish(order[rank].append)
+
+            assert together(*(lambda rank=rank: take(rank) for rank in range(size))) == [None] * size
+            assert order == [[0, 1, 2]] * size
+            assert all(bool((bucket == 7).all()) for held in buckets for bucket in held)
+
+
+def test_who_does_not_show_up_is_named_before_anything_collective(members: list[OverGloo]) -> None:
+    endpoint = members[0].serve()
+    (raised,) = together(lambda: members[0].form(formation(endpoint, 1, 0, 3)))
+    assert isinstance(raised, TransportError) and raised.symptom == "silent"
+    assert "epoch 1 with 3 members did not form: ranks [1, 2] did not come in 0.5 s" in str(raised)
+    with pytest.raises(TransportError, match="no group"):
+        members[0].broadcast(torch.zeros(1, dtype=torch.uint8), 0)
+    formed(members, 2)
+
+
+def test_rank_0_does_not_finish_before_all_have_everything(members: list[OverGloo]) -> None:
+    formed(members, 1)
+    small = [torch.zeros(8, dtype=torch.uint8) for _ in members]
+
+    def take(rank: int) -> None:
+        members[rank].broadcast(small[rank], 0)
+        if rank != 2:
+            members[rank].finish()
+
+    started = time.monotonic()
+    raised = together(*(lambda rank=rank: take(rank) for rank in range(3)))
+    assert time.monotonic() - started < 5.0
+    assert isinstance(raised[0], TransportError) and raised[0].symptom == "silent"
+    assert "the closing collective did not end in 0.5 s" in str(raised[0])
+    with pytest.raises(TransportError, match="no group"):
+        members[0].finish()
+    formed(members, 2)
+
+
+def test_publishing_over_launched_buckets() -> None:
+    with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=OverGloo) as publisher:
+        rollouts = [Rollout(publisher, name, factory=OverGloo) for name in ("one", "two")]
+        until(lambda: len(publisher.members()) == 2, "two members")
+        for version in (1, 2, 3):
+            named = weights(version)
+            assert sorted(publisher.publish(version, named.items(), digests(named)).served) == ["one", "two"]
+        assert all(digests(rollout.engine.live) == digests(weights(3)) for rollout in rollouts)
+        assert publisher.epoch == 1
+        rollouts[0].halt()
+        named = weights(4)
+        assert publisher.publish(4, named.items(), digests(named)).served == ["two"]
+
+
+class Recorded:
+    """Stands where PyTorch with NCCL has ProcessGroupNCCL; notes what its constructor would have read."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = type("Config", (), {"blocking": None})()
+
+    def __init__(self, store, rank, size, options) -> None:
+        self.arguments = (store, rank, size)
+        self.options = options
+        self.environment = {name: os.environ[name] for name in WATCHDOG}
+
+
+def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Recorded, raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
+    for name in WATCHDOG.keys() - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    set_nccl_defaults(WeightBus(collective_timeout_s=7.2))
+    assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
+    assert {name: os.environ[name] for name in AGREED} == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    others = {name: os.environ[name] for name in WATCHDOG}
+    group = NcclCollective._build(object.__new__(NcclCollective), "store", formation("h:1", 4, 1, 3))
+    assert group.arguments == ("store", 1, 3)
+    assert group.environment == {name: ours for name, (ours, _) in WATCHDOG.items()}
+    assert {name: os.environ[name] for name in WATCHDOG} == others
+    assert others["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and others["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    assert group.options.config.blocking == 0 and group.options._timeout == timedelta(seconds=ABORT_S)
+    assert group.options.group_name == group_prefix("r", 1, 4) and group.options.global_ranks_in_group == [0, 1, 2]

@@ -1,0 +1,116 @@
+"""Digests of slices: the two-dimensional form that the kernel walks, batches, and the kernel in an interpreter."""
+
+import importlib.util
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weight_bus.digest import (
+    BITS_KEY,
+    INDEX_KEY,
+    MASK,
+    MIX_1,
+    MIX_2,
+    Part,
+    Rows,
+    add,
+    reference_digest,
+    rows_of,
+    slice_digest,
+    slice_digests,
+)
+
+HERE = Path(__file__).parent
+DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
+VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mix(bits: int, index: int) -> int:
+    """The definition, one element at a time; bits as a signed number (one byte: unsigned)."""
+    h = (bits * BITS_KEY + (index + 1) * INDEX_KEY) & MASK
+    h = (h ^ (h >> 30)) * MIX_1 & MASK
+    h = (h ^ (h >> 27)) * MIX_2 & MASK
+    return h ^ (h >> 31)
+
+
+def walked(rows: Rows) -> int:
+    """What a kernel that walks these rows finds."""
+    bits = rows.values.contiguous().view(VIEWS[rows.values.element_size()]).tolist()
+    return add([mix(b, rows.base + r * rows.row_step + c) for r, row in enumerate(bits) for c, b in enumerate(row)])
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (math.prod(shape) * size,), generator=generator, dtype=torch.uint8)
+    return raw.view(dtype).view(shape)
+
+
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes, dtype=st.sampled_from(DTYPES), data=st.data())
+def test_slices_of_all_kinds_are_walked_in_two_dimensions(
+    shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    whole = random_tensor(shape, dtype, 1)
+    flip = data.draw(st.booleans()) and len(shape) > 1
+    source = whole.transpose(0, -1).contiguous().transpose(0, -1) if flip else whole
+    cuts = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
+    piece = source[tuple(slice(low, high) for low, high in cuts)]
+    part = Part(piece, shape, [low for low, _ in cuts])
+    numbers = whole.reshape(-1).view(VIEWS[whole.element_size()]).tolist()
+    places = itertools.product(*(range(n) for n in shape))
+    taken = [all(low <= i < high for i, (low, high) in zip(place, cuts, strict=True)) for place in places]
+    expected = add([mix(b, i) for i, (b, inside) in enumerate(zip(numbers, taken, strict=True)) if inside])
+    assert reference_digest(part) == slice_digest(*part[:3]) == expected
+    if piece.numel():
+        rows = rows_of(part)
+        cut = [dim for dim in range(1, len(shape)) if piece.shape[dim] != shape[dim]]
+        assert (rows is None) == (len(cut) > 1)
+        if rows is not None:
+            assert rows.values.shape[1] == 1 or rows.values.stride(1) == 1
+            assert walked(rows) == expected
+
+
+def test_columns_and_rows_share_the_memory_of_their_tensor() -> None:
+    whole = random_tensor((40, 64), torch.bfloat16, 2)
+    for part in (Part(whole), Part(whole[3:9], (40, 64), (3, 0)), Part(whole[:, 16:32], (40, 64), (0, 16))):
+        rows = rows_of(part)
+        assert rows is not None and rows.values.data_ptr() == part.tensor.data_ptr()
+
+
+def test_a_batch_is_its_parts_one_by_one() -> None:
+    whole = random_tensor((9, 5), torch.float32, 3)
+    parts = [Part(whole), Part(whole[:4], (9, 5)), Part(whole[4:], (9, 5), (4, 0)), Part(whole[:0], (9, 5))]
+    sums = slice_digests(parts)
+    assert sums == [slice_digest(*part[:3]) for part in parts]
+    assert add(sums[1:3]) == sums[0] and sums[3] == 0
+    assert slice_digests([]) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rounded_part_is_digested_as_it_is_after_the_cast(dtype: torch.dtype) -> None:
+    master = torch.randn(300, 7, generator=torch.Generator().manual_seed(4))
+    (found,) = slice_digests([Part(master[5:], (300, 7), (5, 0), dtype)])
+    assert found == slice_digest(master[5:].to(dtype), (300, 7), (5, 0))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, which is not installed")
+def test_the_kernel_agrees_with_the_definition_in_tritons_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(HERE / "interpreted_kernel.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("compared ")

@@ -1,0 +1,66 @@
+"""Where the members of a group meet: a TCPStore that the publisher serves, under a prefix for each epoch."""
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing in the stubs
+from torch.distributed.distributed_c10d import PrefixStore
+
+from weight_bus.errors import TransportError
+from weight_bus.transports.base import Formation
+
+
+class Meeting:
+    """The store of one member. It has no authentication of its own, so it binds the interface `host` only."""
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        self._host = host
+        self._timeout = timeout
+        self._endpoint = ""
+        self._store: TCPStore | None = None
+
+    def serve(self) -> str:
+        """Start the store (once); its endpoint."""
+        if self._store is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            with socket.create_server((self._host, 0), family=family) as listener:
+                port = listener.getsockname()[1]
+                self._store = TCPStore(
+                    self._host,
+                    port,
+                    is_master=True,
+                    wait_for_workers=False,
+                    timeout=self._timeout,
+                    master_listen_fd=listener.detach(),
+                )
+            self._endpoint = f"{self._host}:{port}"
+        return self._endpoint
+
+    def at(self, formation: Formation) -> PrefixStore:
+        """The store of a group.
+
+        Raises:
+            TransportError: the endpoint is none.
+            RuntimeError: nobody serves there.
+        """
+        if self._store is None or formation.endpoint != self._endpoint:
+            host, _, port = formation.endpoint.rpartition(":")
+            if not host or not port.isdigit():
+                raise TransportError(f"endpoint {formation.endpoint[:80]!r} is not host:port", "corrupt")
+            self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
+            self._endpoint = formation.endpoint
+        return PrefixStore(formation.prefix, self._store)
+
+    def forget(self) -> None:
+        """Drop the store; a member connects anew."""
+        self._store = None
+
+
+def lost(what: str, error: RuntimeError) -> TransportError:
+    """A failed collective as an error of the bus: closed where a connection ended, else silent."""
+    # gloo and c10d put their source position before, and advice after the reason
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    text = first.rpartition("] ")[2].partition(". This")[0]
+    lowered = text.lower()
+    closed = any(word in lowered for word in ("closed", "reset", "refused", "broken pipe", "remote process exited"))
+    return TransportError(f"{what}: {text}", "closed" if closed else "silent")

@@ -1,0 +1,227 @@
+"""Buckets as broadcasts in an NCCL group of the current epoch, from GPU to GPU.
+
+The group is a bare NCCL backend over a prefix of a TCPStore, registered nowhere, like the gloo one. What keeps a
+lost peer from costing more than a timeout:
+
+- The communicator is non-blocking: even building it ends after TORCH_NCCL_NONBLOCKING_TIMEOUT. It is built by the
+  first collective, after all members have shown up in the store.
+- Collectives are launched on a stream of their own and polled; whoever waits too long aborts the communicator. The
+  next epoch builds another one under another prefix.
+- PyTorch's watchdog is off for these groups (TORCH_NCCL_BLOCKING_WAIT): it would end the process on an error, or
+  raise a flag that lets the watchdog of FSDP's group end it. Nothing else then touches the communicator, which is
+  used by one thread at a time.
+- Rank 0 closes every transfer with a reduction to itself. Its result is there only when every member has all
+  buckets, so a group that is aborted afterwards takes nothing from anybody.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from configs.infrastructure import WeightBus
+from replay.channel.interfaces import InterfaceError, bind_collectives
+from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.transports.base import PROTOCOL, Formation, ignore
+from weight_bus.transports.meeting import Meeting, lost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import ProcessGroupNCCL, Work
+
+log = logging.getLogger(__name__)
+
+AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang sets in its own processes; another value on one side fails its first broadcast ("invalid argument")."""
+WATCHDOG = {
+    "TORCH_NCCL_BLOCKING_WAIT": ("1", "0"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "3"),
+    "TORCH_NCCL_ENABLE_MONITORING": ("0", "1"),
+}
+"""Read by the constructor of a group: the value for groups of the bus, and PyTorch's default for all others."""
+ABORT_S = 10.0
+POLL_S = 0.0005
+CLOSING = -1
+"""Number of the closing reduction among the buckets."""
+
+
+def set_nccl_defaults(config: WeightBus) -> None:
+    """Environment of NCCL where the user has set nothing; to be called before this process's first NCCL call.
+
+    PyTorch's own keys are written with their defaults: later changes then replace a value in place, which another
+    thread that reads its environment survives.
+    """
+    for name, value in AGREED.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(config.collective_timeout_s)))
+    for name, (_, default) in WATCHDOG.items():
+        os.environ.setdefault(name, default)
+
+
+class NcclCollective:
+    """An NCCL group per epoch. Buckets live on the CUDA device that is current in the constructor.
+
+    Raises:
+        WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
+    """
+
+    def __init__(self, config: WeightBus, host: str) -> None:
+        self.device, self._stream = self._open(config, host)
+        self._timeout_s = config.collective_timeout_s
+        self._meeting = Meeting(host, timedelta(seconds=config.collective_timeout_s))
+        self._group: ProcessGroupNCCL | None = None
+        self._launched: list[tuple[int, Work]] = []
+        with self._here():
+            self._mark = torch.zeros(1, dtype=torch.float32, device=self.device)
+
+    def _open(self, config: WeightBus, host: str) -> tuple[torch.device, torch.cuda.Stream]:
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            why = "PyTorch has no NCCL" if torch.cuda.is_available() else "there is no CUDA device in this process"
+            raise WeightBusError(f"weight_bus.backend 'nccl' cannot be used: {why}; take weight_bus.backend: gloo")
+        set_nccl_defaults(config)
+        try:
+            bind_collectives(os.environ, host)
+        except InterfaceError as error:
+            raise WeightBusError(str(error)) from error
+        device = torch.device("cuda", torch.cuda.current_device())
+        return device, torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def facts(self) -> dict[str, str]:
+        """Backend, NCCL's version and what both ends must have set alike."""
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return {
+            "backend": "nccl",
+            "nccl": version,
+            "protocol": PROTOCOL,
+            **{name: os.environ.get(name, "not set") for name in AGREED},
+        }
+
+    def serve(self) -> str:
+        """Start the store on the interface `host` only; NCCL is told its name."""
+        return self._meeting.serve()
+
+    def form(self, formation: Formation) -> None:
+        """Enter the group of an epoch: all members show up in the store, then build the communicator."""
+        self.leave()
+        what = f"epoch {formation.epoch} with {formation.size} members did not form"
+        try:
+            store = self._meeting.at(formation)
+            self._show_up(store, formation, what)
+            with self._here():
+                self._group = self._build(store, formation)
+                self._launch(self._mark, CLOSING)
+            self.finish()
+        except TransportError:
+            self.leave()
+            raise
+        except RuntimeError as error:
+            self.leave()
+            if formation.rank:
+                self._meeting.forget()
+            raise lost(what, error) from error
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        """Launch one bucket from rank 0 to all."""
+        if self._group is None:
+            raise TransportError(f"bucket {index + 1}: no group is formed", "closed")
+        try:
+            with self._here():
+                self._launch(bucket, index)
+        except RuntimeError as error:
+            self.leave()
+            raise lost(f"broadcast of bucket {index + 1} failed", error) from error
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        """Wait for all buckets in order, each for the collective timeout, and close the transfer."""
+        if self._group is None:
+            raise TransportError("no group is formed", "closed")
+        index = CLOSING
+        try:
+            with self._here():
+                # the stubs lack what is inherited from Backend
+                self._launched.append((CLOSING, self._group.reduce(self._mark, 0)))  # type: ignore[attr-defined]
+                for index, work in self._launched:
+                    self._wait(work, index)
+                    if index != CLOSING:
+                        arrived(index)
+            self._launched.clear()
+        except TransportError:
+            self.leave()
+            raise
+        except RuntimeError as error:
+            self.leave()
+            raise lost(f"{_named(index)} failed", error) from error
+
+    def leave(self) -> None:
+        """Abort the communicator: its kernels end, whatever the peers do."""
+        group, self._group = self._group, None
+        self._launched.clear()
+        if group is None:
+            return
+        try:
+            with self._here():
+                group.abort()
+        except RuntimeError as error:
+            log.warning("weight bus: the communicator was not aborted in %.0f s: %s", ABORT_S, error)
+
+    def close(self) -> None:
+        """Drop the group and the store."""
+        self.leave()
+        self._meeting.forget()
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """The right device in whichever thread this is, and a stream that waits for nobody else's kernels."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
+
+    def _build(self, store: PrefixStore, formation: Formation) -> "ProcessGroupNCCL":
+        """A group without a watchdog; its communicator is built by the first collective."""
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL  # only there in a PyTorch with NCCL
+
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timedelta(seconds=ABORT_S)  # bounds abort(); collectives are bounded by whoever polls them
+        options.config.blocking = 0
+        options.group_name = formation.prefix  # type: ignore[assignment]  # GroupName is a str
+        options.global_ranks_in_group = list(range(formation.size))
+        before = {name: os.environ.get(name, default) for name, (_, default) in WATCHDOG.items()}
+        try:
+            os.environ.update({name: value for name, (value, _) in WATCHDOG.items()})
+            return ProcessGroupNCCL(store, formation.rank, formation.size, options)
+        finally:
+            os.environ.update(before)
+
+    def _launch(self, tensor: torch.Tensor, index: int) -> None:
+        assert self._group is not None
+        self._launched.append((index, self._group.broadcast(tensor, 0)))  # type: ignore[attr-defined]  # as above
+
+    def _show_up(self, store: PrefixStore, formation: Formation, what: str) -> None:
+        keys = [f"here/{rank}" for rank in range(formation.size)]
+        store.set(keys[formation.rank], "1")
+        try:
+            store.wait(keys, timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            away = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            if not away:
+                raise
+            reason = f"{what}: ranks {away} did not come in {self._timeout_s:.1f} s"
+            raise TransportError(reason, "silent") from error
+
+    def _wait(self, work: "Work", index: int) -> None:
+        started = time.monotonic()
+        while not work.is_completed():
+            if time.monotonic() - started > self._timeout_s:
+                raise TransportError(f"{_named(index)} did not end in {self._timeout_s:.1f} s", "silent")
+            time.sleep(POLL_S)
+        work.wait()  # has ended: raises what the communicator reported, never waits
+
+
+def _named(index: int) -> str:
+    return "the closing collective" if index == CLOSING else f"broadcast of bucket {index + 1}"
