@@ -245,6 +245,8 @@ class Bus:
             board.membership.release(member, now)
             return
         board.membership.staged(staged, now, now + self._config.deadline_s)
+        for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
+            job.seconds[phase] = max(job.seconds.get(phase, 0.0), seconds)
         if staged.corrupt:
             board.counters["corrupt"] += 1
             self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")

@@ -1,5 +1,7 @@
 """A subscriber's data plane: from a Begin to verified bytes on the transport's device, before the engine is touched."""
 
+import time
+
 from weight_bus.messages import Abort, Begin, Commit, manifest_of
 from weight_bus.staging import Staging
 from weight_bus.transports.base import Formation, Transport, group_prefix
@@ -14,6 +16,8 @@ class Intake:
         self._formed = 0
         """Epoch of the present group, 0 for none."""
         self.staging = Staging(transport.device)
+        self.seconds: dict[str, float] = {}
+        """Of the last version: `wire`, from the first bucket to the last, and `verify`, the digests of what came."""
         self.staged: Begin | None = None
         """What is staged and verified."""
 
@@ -40,10 +44,13 @@ class Intake:
                 Formation(epoch=begin.epoch, rank=begin.rank, size=begin.size, endpoint=begin.endpoint, prefix=prefix)
             )
             self._formed = begin.epoch
+        started = time.monotonic()
         for index, bucket in enumerate(self.staging.buckets):
             self._transport.broadcast(bucket, index)
         self._transport.finish()
+        arrived = time.monotonic()
         corrupt = self.staging.corrupt()
+        self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
         if not corrupt:
             self.staged = begin
         return corrupt

@@ -104,6 +104,10 @@ class Staged(Message):
     epoch: int
     version: int
     corrupt: list[str] = field(default_factory=list)
+    wire_s: float = 0.0
+    """From the first bucket to the last, as this subscriber saw it."""
+    verify_s: float = 0.0
+    """Digests of what came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

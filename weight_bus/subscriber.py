@@ -281,7 +281,16 @@ class Subscriber:
             return
         if corrupt:
             log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, version, corrupt[:5])
-        self._dealer.send(Staged(session=session, epoch=epoch, version=version, corrupt=corrupt[:MAX_NAMED]))
+        seconds = self._intake.seconds
+        staged = Staged(
+            session=session,
+            epoch=epoch,
+            version=version,
+            corrupt=corrupt[:MAX_NAMED],
+            wire_s=seconds["wire"],
+            verify_s=seconds["verify"],
+        )
+        self._dealer.send(staged)
 
     def _expected(self, begin: Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""

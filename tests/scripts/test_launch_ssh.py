@@ -90,8 +90,9 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
         lines.append(process.stdout.readline())
         assert lines[-1], lines
     assert "exit code 3: broken; the run goes on with the servers of other nodes" in lines[-1]
-    wait_for((tmp_path / "order").exists, "the order of node2")
-    assert read_order((tmp_path / "order").read_text()).node == "node2"
+    written = tmp_path / "order"
+    wait_for(lambda: written.exists() and written.read_text().endswith("\n"), "the order of node2")
+    assert read_order(written.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
     assert "SIGINT received: ending node1, node2" in said_by(process)
