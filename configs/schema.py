@@ -95,7 +95,7 @@ class Config(Section):
     def arithmetic(self) -> str:
         """The run's arithmetic in two sentences, printed at start."""
         rollout, ranks = self.rollout, self.num_learner_ranks
-        per_rank = self.trajectories_per_step // ranks
+        per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
             f" a step → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
@@ -121,13 +121,13 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _batch_divides(self) -> "Config":
+    def _batch_is_large_enough(self) -> "Config":
         total, ranks = self.trajectories_per_step, self.num_learner_ranks
-        if total % ranks:
+        if total < ranks:
             raise ValueError(
                 f"rollout.groups_per_step: {self.rollout.groups_per_step} groups × rollout.group_size"
-                f" {self.rollout.group_size} = {total} trajectories a step are not divisible by {ranks} learner ranks;"
-                f" take {(self.rollout.groups_per_step // ranks + 1) * ranks} groups or another placement.split"
+                f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
+                f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.learner.max_tokens_per_microbatch:

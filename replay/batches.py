@@ -28,18 +28,18 @@ def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assig
     """Spread N trajectories over ranks and microbatches.
 
     The longest come first and go to the rank with the fewest tokens that still has room for one of its
-    N / num_ranks. Inside a rank, trajectories of similar length share a microbatch of at most `max_tokens`
+    N / num_ranks (rounded up). Inside a rank, trajectories of similar length share a microbatch of at most `max_tokens`
     padded tokens.
 
     Args:
         lengths: [N] prompt + answer tokens of each trajectory.
-        num_ranks: data-parallel ranks; N is divisible by it.
+        num_ranks: data-parallel ranks, at most N.
         max_tokens: bound of rows × longest row in a microbatch.
     """
     order = np.argsort(-lengths, kind="stable")
     rank = np.zeros(len(lengths), dtype=np.int32)
     microbatch = np.zeros(len(lengths), dtype=np.int32)
-    share = len(lengths) // num_ranks
+    share = -(-len(lengths) // num_ranks)
     loads, counts = [0] * num_ranks, [0] * num_ranks
     # Per rank: index of the open microbatch, its rows, and its longest row (the first, as rows get shorter).
     opened, rows, longest = [-1] * num_ranks, [0] * num_ranks, [0] * num_ranks

@@ -87,7 +87,7 @@ class LocalServers:
     def _died(self, name: str, server: LocalServer, now: float) -> None:
         cause, limit = root_cause(name, server.child), self.config.restarts
         code = server.child.exit_code()
-        if False:
+        if code == RUN_FAILED:
             server.given_up = True
             self.say(f"{name}: the run has failed; its own log says why")
         elif code == CANNOT_START:

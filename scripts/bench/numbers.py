@@ -34,13 +34,13 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
     trained = run.learner["trained"]["seconds"]
     counted = [rows[step] for step in run.plan.measured("full")]
     idle_rows = [rows[step] for step in run.plan.measured("idle")]
-    roll, train, step = map(statistics.median, (idle, trained, full))
+    # Means: with a lag bound of one, steps come in pairs, a long wait and none.
+    roll, train, step = map(statistics.mean, (idle, trained, full))
     tokens = throughput(run, counted, idle_rows, sum(full))
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
         "config": str(case),
         "eta": max(roll, train) / step,
-        "eta_mean": max(statistics.mean(idle), statistics.mean(trained)) / statistics.mean(full),
         "eta_same_length": max(scaled, train) / step,
         "t_rollout": roll,
         "t_rollout_p90": p90(idle),
@@ -49,6 +49,7 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
         "t_step": step,
         "t_step_p90": p90(full),
         "roll_over_train": roll / train,
+        "seconds": {"rollout": idle, "train": trained, "step": full},
         "steps": len(full),
         **tokens,
         **idleness(run, counted, full),
@@ -214,7 +215,7 @@ def with_raw(result: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
 
 def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
     """The result with what the admission barrier costs: the same rollouts at lag 8, with a learner that only takes."""
-    stream = statistics.median(durations(run, "idle"))
+    stream = statistics.mean(durations(run, "idle"))
     return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}
 
 

@@ -173,7 +173,7 @@ def _in_kubernetes(wanted: Wanted) -> int:
         keys["learner"] = keys_for(config.network.keys, "learner", serves=True)
         keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
         config = config_of(wanted.text, [f"network.keys={kubernetes.KEYS}"])
-    plan = _plan(wanted, kubernetes.machines(config))
+    plan = _plan(wanted, kubernetes.machines(config), python="python")
     made = kubernetes.manifests(
         config,
         wanted.role,
@@ -196,7 +196,7 @@ def _in_kubernetes(wanted: Wanted) -> int:
     return 0
 
 
-def _plan(wanted: Wanted, machines: Mapping[str, Machine]) -> Plan:
+def _plan(wanted: Wanted, machines: Mapping[str, Machine], python: str = sys.executable) -> Plan:
     """Every process with the configuration file that its node writes."""
     folder = f"{wanted.config.run_dir}/launch"
     parts = {
@@ -204,7 +204,7 @@ def _plan(wanted: Wanted, machines: Mapping[str, Machine]) -> Plan:
             wanted.config,
             machines,
             config_file=f"{folder}/NODE-{role}.yaml",
-            python=sys.executable,
+            python=python,
             replay=wanted.replay,
             resume=wanted.args.resume is not None,
         )

@@ -59,8 +59,8 @@ def refused(tmp_path, sort6):
         ([], ["async_lag"], ["--set 'async_lag'", "expected section.key=value"]),
         (
             [],
-            ["rollout.groups_per_step=7", "rollout.group_size=3"],
-            ["rollout.groups_per_step", "7", "2 learner ranks", "take"],
+            ["rollout.groups_per_step=1", "rollout.group_size=1"],
+            ["rollout.groups_per_step", "1", "fewer than 2 learner ranks", "take"],
         ),
         (["--split", "1:0"], [], ["placement.split", "'1:0'", "at least 1"]),
         (["--split", "two:two"], [], ["placement.split", "'two:two'", "'R:L', such as '6:2'"]),

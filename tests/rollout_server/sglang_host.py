@@ -45,10 +45,14 @@ _folder: Path
 
 def _prepare(parent: int, folder: Path) -> None:
     global _folder
+    import torch
+
     from rollout_server.engines.sglang_path import prepare_cpu
 
     die_with_parent(parent)
+    os.environ.pop("OMP_NUM_THREADS", None)  # the engine sees to it for its schedulers
     prepare_cpu()
+    torch.set_num_threads(1)
     _folder = folder
 
 

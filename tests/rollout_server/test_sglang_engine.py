@@ -1,6 +1,7 @@
 """The engine at its edges: requests, refusals, half updates, evaluations."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,16 @@ async def first_version(served: Served) -> None:
     (stopped,) = await served.sample(PROMPT, greedy=True, stop_token_ids=(stop,))
     first = greedy.token_ids.tolist().index(stop)
     assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == greedy.token_ids[: first + 1].tolist()
+
+
+def test_its_processes_take_the_threads_that_they_are_given(sglang: Host) -> None:
+    sglang(threads)
+
+
+async def threads(served: Served) -> None:
+    assert served.config().rollout.num_threads == 1
+    for pid in served.engine.pids():
+        assert b"OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def test_logprobs_are_those_at_the_sampling_temperature(sglang: Host) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from sglang_host import Host
@@ -19,7 +20,8 @@ async def killed(served: Served) -> None:
     engine = served.engine
     task = served.start_sample([1, 2, 3], 2, max_new_tokens=90)
     await served.under_way(task)
-    pid = engine.pids()[0]
+    pid = min(engine.pids())  # SGLang starts its scheduler first
+    assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     os.kill(pid, signal.SIGKILL)
     named = rf"SGLang is dead: .*pid {pid}\) ended with -9.* \[closed\]"
     async with asyncio.timeout(10):

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from replay.lifeline import CANNOT_START, RUN_FAILED
 from scripts.launch.following import Followed
 from scripts.launch.keys import write_keys
 from scripts.launch.order import Order, OrderError, read_order, renumbered, understand
+from scripts.launch.server import environment_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -31,7 +32,7 @@ HOSTS = "node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\nnode2 10.0.0.3 ssh=c\n"
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
+def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Start a start script with a shell function in place of ssh: it gets TARGET and COMMAND as $1 and $2."""
     (tmp_path / "hosts").write_text(HOSTS)
 
@@ -43,11 +44,17 @@ def start(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
         for setting in [*TWO, f"run.dir={tmp_path}/runs", *settings]:
             words += ["--set", setting]
         environment = {**ENVIRONMENT, "SLIPSTREAM_SSH": str(fake)}
-        return subprocess.Popen(
+        process = subprocess.Popen(
             words, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        started.append(process)
+        return process
 
-    return popen
+    started: list[subprocess.Popen[str]] = []
+    yield popen
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def said_by(process: "subprocess.Popen[str]", timeout: float = 60) -> str:
@@ -297,3 +304,21 @@ def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str],
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == code, done.stderr
     assert [word for word in words if word not in done.stdout + done.stderr] == []
+
+
+def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nprintf 'GPU 0: a\\nGPU 1: b\\nGPU 2: c\\n'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
+    settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]
+    config = configs.load("quickstart", settings)
+    assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    with pytest.raises(PlacementError, match="rollout server 1 needs GPU 3, this machine has 3"):
+        environment_of(config, 1)
+    with pytest.raises(PlacementError, match="has 2 rollout servers"):
+        environment_of(config, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "5,7"

@@ -51,6 +51,8 @@ class SGLangProcess:
         cuda = on_cuda(config)
         if not cuda:
             prepare_cpu()
+            # the schedulers': without it torch takes all cores there, and spins on those that others use
+            os.environ["OMP_NUM_THREADS"] = str(config.rollout.num_threads)
         logging.getLogger("sglang").setLevel(logging.WARNING)  # at INFO it logs its arguments, keys included
         try:
             import sglang
