@@ -31,9 +31,10 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
     """All numbers of a run but those that are held against the raw broadcast."""
     rows = {row["step"]: row for row in read_rows(Path(run.config.run_dir) / FILE) if "step" in row}
     idle, full = durations(run, "idle"), durations(run, "full")
-    trained = run.learner["trained"]["seconds"]
-    counted = [rows[step] for step in run.plan.measured("full")]
-    idle_rows = [rows[step] for step in run.plan.measured("idle")]
+    counted = [rows[step] for step in run.measured("full")]
+    alone = run.learner["trained"].get("seconds")
+    trained = alone or [row["timing_s/update_actor"] for row in counted]
+    idle_rows = [rows[step] for step in run.measured("idle")]
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
     roll, train, step = map(statistics.mean, (idle, trained, full))
     tokens = throughput(run, counted, idle_rows, sum(full))
@@ -46,6 +47,8 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
         "t_rollout_p90": p90(idle),
         "t_train": train,
         "t_train_p90": p90(trained),
+        "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
+        "cut_short": run.cut_short,
         "t_step": step,
         "t_step_p90": p90(full),
         "roll_over_train": roll / train,
@@ -66,7 +69,7 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
 def durations(run: Finished, phase: Phase) -> list[float]:
     """Seconds from commit to commit, for every step of the phase that counts."""
     at = {int(step): seconds for step, seconds in run.learner["committed_at"].items()}
-    return [at[step] - at[step - 1] for step in run.plan.measured(phase)]
+    return [at[step] - at[step - 1] for step in run.measured(phase)]
 
 
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
@@ -92,7 +95,7 @@ def idleness(run: Finished, counted: Sequence[Row], seconds: Sequence[float]) ->
     """
     waited = [row.get("timing_s/wait_batch", 0.0) + row.get("timing_s/publish_wait", 0.0) for row in counted]
     beats: dict[Phase, list[float]] = {
-        phase: [ratio for step, ratio in run.watcher.idle if step in set(run.plan.measured(phase))]
+        phase: [ratio for step, ratio in run.watcher.idle if step in set(run.measured(phase))]
         for phase in ("idle", "full")
     }
     if not beats["full"]:  # steps shorter than a beat

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.machine import visible_devices
 from learner.launch.servers import RunFailed
-from scripts.bench.plan import RESULT, Plan
+from scripts.bench.plan import RESULT, Phase, Plan
 from scripts.bench.random_model import SHAPES, write_prompts
 from scripts.bench.settings import Case, Options, config_of
 
@@ -35,6 +35,10 @@ class CaseFailed(RuntimeError):
     def __init__(self, message: str, logs: str = "") -> None:
         super().__init__(message)
         self.logs = logs
+
+
+class TimeUp(RunFailed):
+    """The run did not end within --limit-s."""
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ class Watcher:
         if self.death:
             raise RunFailed(self.death)
         if now - self.started > self.limit_s:
-            raise RunFailed(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
+            raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
 
     def _keep(self, status: Mapping[str, Any]) -> None:
         for peer in status.get("peers", []):
@@ -126,6 +130,13 @@ class Finished:
     """What the learner ranks wrote."""
     watcher: Watcher
     seconds: float
+    cut_short: str = ""
+    """Why the run did not end by itself; empty when it did."""
+
+    def measured(self, phase: Phase) -> list[int]:
+        """Steps of a phase that count and were made; of a run that was cut short an even number, for they are pairs."""
+        made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
+        return made[: len(made) // 2 * 2] if self.cut_short else made
 
 
 def run_case(options: Options, case: Case, *, stream: bool = False) -> Finished:
@@ -149,11 +160,25 @@ def run_case(options: Options, case: Case, *, stream: bool = False) -> Finished:
         launcher.watch()
         launcher.leave()
         learner = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+        return Finished(config, plan, learner, watcher, time.monotonic() - watcher.started)
+    except TimeUp as late:
+        cut_short = Finished(config, plan, {}, watcher, options.limit_s, cut_short=str(late))
+        return what_there_is(cut_short, CaseFailed(str(late), log_tails(run_dir)))
     except (RunFailed, PlacementError, OSError, ValueError) as error:
         raise CaseFailed(str(error), log_tails(run_dir)) from error
     finally:
         launcher.stop()
-    return Finished(config, plan, learner, watcher, time.monotonic() - watcher.started)
+
+
+def what_there_is(run: Finished, error: CaseFailed) -> Finished:
+    """What a run had measured when its time was over. Raises the error where that is not enough for the table."""
+    result = Path(run.config.run_dir) / RESULT
+    if not result.is_file():
+        raise error
+    run = replace(run, learner=json.loads(result.read_text(encoding="utf-8")))
+    if len(run.measured("idle")) < 2 or len(run.measured("full")) < 2:
+        raise error
+    return run
 
 
 def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class BenchLearner(Learner):
         self.plan = Plan.read(Path(config.run_dir))
         self.address = address
         self.kept: list[m.Batch] = []
-        self.result: dict[str, Any] = {"committed_at": {}, "trained": {}}
+        self.result: dict[str, Any] = {"committed_at": {}, "trained": {}, "memory": {}, **facts(ranks.device)}
 
     def update(self, batch: m.Batch) -> Update:
         """The update, or nothing in the idle phase. The batches that count towards T_step are kept."""
@@ -62,6 +62,7 @@ class BenchLearner(Learner):
 
     def checkpoint_if_due(self, step: int) -> None:
         """No checkpoint; after the last step come the measurements without rollouts."""
+        self._write()  # so that a run which is cut short has given what it had measured
         if step == self.plan.total_steps and self.plan.train:
             self.wait_for_broadcast()
             self._wait_for_the_engines()
@@ -71,10 +72,15 @@ class BenchLearner(Learner):
     def finish(self, version: int) -> None:
         """Leave as always, and write what was measured."""
         super().finish(version)
-        self.result |= {"memory": self._memory(), **facts(self.ranks.device)}
+        self.result |= {"memory": self._memory()}
+        self._write()
+
+    def _write(self) -> None:
         if self.ranks.is_first:
-            text = json.dumps(self.result)
-            (Path(self.config.run_dir) / RESULT).write_text(text + "\n", encoding="utf-8")
+            path = Path(self.config.run_dir) / RESULT
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(self.result) + "\n", encoding="utf-8")
+            part.replace(path)
 
     # ---- without rollouts -------------------------------------------------------------------------------
 
