@@ -170,6 +170,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_can_receive(self) -> "Config":
+        if self.weight_bus.apply == "direct" and self.rollout.engine != "sglang":
+            raise ValueError(
+                f"weight_bus.apply: 'direct' with rollout.engine {self.rollout.engine!r}, which cannot receive by"
+                " itself; take weight_bus.apply=staged, or rollout.engine=sglang"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _network_is_safe(self) -> "Config":
         network = self.network
         if not is_loopback(network.host) and network.keys is None and not network.insecure:

@@ -2,20 +2,26 @@
 
 The engine lives on the event loop, the subscriber blocks in collectives; each callback here hands a coroutine
 to the loop and waits for it.
+
+With weight_bus.apply `direct` the engine receives by itself. What fails once it has begun to is no quarantine but the
+end of this process: the launcher starts it again.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
-from rollout_server.engines.base import Engine, PauseMode
-from weight_bus.errors import BusClosed
+from rollout_server.engines import DirectUpdates, Engine, EngineError, direct_updates
+from rollout_server.engines.base import PauseMode
+from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
+from weight_bus.manifest import Entry
 from weight_bus.subscriber import Subscriber
+from weight_bus.transports.base import Formation
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +54,12 @@ class WeightFollower:
         self._subscriber: Subscriber | None = None
         self._thread: threading.Thread | None = None
         self._paused_at = 0.0
+        self._proven = False
+        """The engine holds the version that was activated last."""
+        self.paused = False
+        """The engine stands still, for an update that may have failed since."""
+        updates = direct_updates(config, engine)
+        self._direct = DirectEnd(self, updates) if updates is not None else None
 
     def follow(self, address: str, run_id: str) -> None:
         """Subscribe to the publisher at `address`; a new address replaces the old subscription."""
@@ -63,6 +75,7 @@ class WeightFollower:
             host=self.config.network.host,
             run_id=run_id,
             keys=load_keys(self.config.network.keys),
+            direct=self._direct,
         )
         self._subscriber = subscriber
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="weight-follower", daemon=True)
@@ -90,10 +103,10 @@ class WeightFollower:
     # ---- called by the subscriber, in its thread -------------------------------------------------------
 
     def _load(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Mapping[str, int]:
-        self._announce_wait()
-        return self._await(self._apply(version, named_tensors))
+        self.announce_wait()
+        return self.wait_for(self._apply(version, named_tensors))
 
-    def _announce_wait(self) -> None:
+    def announce_wait(self) -> None:
         """Tell the publisher when the engine will apply this version late, so that it is not taken for slow."""
         held = self.engine.holds()
         if held is not None:
@@ -106,29 +119,98 @@ class WeightFollower:
             self._subscriber.hold(limit_s, reason)
 
     def _activate(self, version: int, evaluate: bool) -> None:
-        self._await(self._go_live(version, evaluate))
+        self.wait_for(self._go_live(version, evaluate))
 
     def _quarantine(self, version: int, reason: str) -> None:
         self.gauges["quarantines"] += 1
         log.error("weights of version %d are not live: %s [corrupt]; this engine is quarantined", version, reason)
-        self._await(cast(Coroutine[Any, Any, None], self._on_quarantine(reason)))
+        self._proven = False
+        self.wait_for(cast(Coroutine[Any, Any, None], self._on_quarantine(reason)))
 
-    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine returns that runs on the engine's loop. For the subscriber's thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     # ---- on the event loop -----------------------------------------------------------------------------
 
     async def _apply(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Mapping[str, int]:
-        self._paused_at = time.monotonic()
-        await self.engine.pause(cast(PauseMode, self.config.on_new_weights))
+        await self.pause()
+        self._proven = False
         await self.engine.load(named_tensors, version)
         return await self.engine.digest()
+
+    async def pause(self) -> None:
+        """Stop the engine as on_new_weights says."""
+        self._paused_at = time.monotonic()
+        await self.engine.pause(cast(PauseMode, self.config.on_new_weights))
+        self.paused = True
+
+    async def resume(self) -> None:
+        """An update was called off before it touched the engine: go on, if it was serving."""
+        if self._proven:
+            await self.engine.resume()
+            self.paused = False
+
+    def touch(self) -> None:
+        """The engine is about to receive a part of an update."""
+        self._proven = False
 
     async def _go_live(self, version: int, evaluate: bool) -> None:
         if evaluate:
             await self.engine.pin(version)
         await self.engine.resume()
+        self.paused = False
         if self._paused_at:
             self.gauges["pause_s"] = time.monotonic() - self._paused_at
+        self._proven = True
         self.gauges["weight_updates"] += 1
         await self._on_live(version)
+
+
+class DirectEnd:
+    """Implements the bus's DirectReceiver: the engine's calls from the subscriber's thread, its errors as the bus's."""
+
+    def __init__(self, follower: WeightFollower, updates: DirectUpdates) -> None:
+        self._follower = follower
+        self._updates = updates
+
+    @property
+    def ranks(self) -> int:
+        """See `DirectReceiver.ranks`."""
+        return self._updates.ranks
+
+    def pause(self, version: int) -> None:
+        """See `DirectReceiver.pause`: between two forwards, after an evaluation, or when all is drained."""
+        if not self._follower.paused:  # else requests that wait for the update would be waited for
+            self._follower.announce_wait()
+        try:
+            self._follower.wait_for(self._follower.pause())
+        except EngineError as error:
+            raise TransportError(f"the engine did not pause for v{version}: {error}", "slow") from error
+
+    def resume(self) -> None:
+        """See `DirectReceiver.resume`."""
+        self._follower.wait_for(self._follower.resume())
+
+    def form(self, formation: Formation) -> None:
+        """See `DirectReceiver.form`."""
+        self._spoil(self._updates.form(formation), f"the engine did not enter epoch {formation.epoch}")
+
+    def receive(self, bucket: Sequence[Entry], index: int) -> None:
+        """See `DirectReceiver.receive`."""
+        self._follower.touch()
+        self._spoil(self._updates.receive(bucket, index), f"bucket {index + 1} did not arrive in the engine")
+
+    def prove(self, version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
+        """See `DirectReceiver.prove`."""
+        return self._spoil(self._updates.prove(entries, version), f"v{version} was not proven")
+
+    def leave(self) -> None:
+        """See `DirectReceiver.leave`."""
+        self._spoil(self._updates.leave(), "the engine did not leave its group")
+
+    def _spoil(self, call: Coroutine[Any, Any, T], what: str) -> T:
+        try:
+            return self._follower.wait_for(call)
+        except EngineError as error:
+            raise EngineSpoiled(f"{what}, it must be restarted: {error}") from error

@@ -26,6 +26,7 @@ from weight_bus.messages import (
     Heartbeat,
     Holding,
     Join,
+    Paused,
     ReceiveFailed,
     Removed,
     Staged,
@@ -189,6 +190,8 @@ class Bus:
         match message:
             case EpochReady():
                 self._board.membership.ready(session, message.epoch, now)
+            case Paused():
+                self._board.membership.paused(message, now, now + self._config.deadline_s)
             case Staged():
                 self._on_staged(message, now)
             case Applied():
@@ -283,7 +286,13 @@ class Bus:
             self._emit("held", member, holding.reason)
 
     def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
-        member = self._board.membership.receiving(failed.session, failed.epoch, failed.version)
+        what = (failed.session, failed.epoch, failed.version)
+        member = self._board.membership.receiving(*what)
+        if member is not None and self._config.apply == "direct":
+            self._board.membership.break_group()
+            self.lose(member, f"{failed.reason}; its engine is spoiled and restarts,", "corrupt", rejoin=False)
+            return
+        member = member or self._board.membership.preparing(*what)
         if member is None:
             log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
             return

@@ -4,6 +4,7 @@ WeightBusError
 ├── NonFiniteWeights   an update holds NaN or infinity; nothing of it was sent
 ├── BusClosed          the other end said goodbye, or `stop()` was called
 ├── RemovedFromBus     the publisher will not serve this subscriber again (max_heals, duplicate name)
+├── EngineSpoiled      `direct` only: the engine was touched and holds no whole version; it must be restarted
 └── TransportError     the data plane lost a peer; `symptom` is its class
 """
 
@@ -22,6 +23,10 @@ class BusClosed(WeightBusError):
 
 class RemovedFromBus(WeightBusError):
     """The publisher removed this subscriber for good; the engine must not serve."""
+
+
+class EngineSpoiled(WeightBusError):
+    """An update that went straight into the engine did not arrive whole. The engine must be restarted."""
 
 
 class TransportError(WeightBusError):

@@ -15,6 +15,8 @@ from weight_bus.digest import combined
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64
+WITHOUT_GAPS = 1
+"""Alignment with which a bucket is its tensors end to end, as SGLang takes one (weight_bus.apply: direct)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,13 @@ class Manifest:
         """One digest for the whole version; names the policy together with (incarnation, version)."""
         return combined(self.digests)
 
+    def by_bucket(self) -> list[list[Entry]]:
+        """The tensors of each bucket, in order."""
+        buckets: list[list[Entry]] = [[] for _ in self.bucket_sizes]
+        for entry in self.entries:
+            buckets[entry.bucket].append(entry)
+        return buckets
+
     @property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
@@ -72,8 +81,9 @@ class Manifest:
 class Planner:
     """Lays tensors out one by one, so that an update can be packed while it is still being gathered."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT) -> None:
         self._bucket_bytes = bucket_bytes
+        self._alignment = alignment
         self._entries: list[Entry] = []
         self._sizes: list[int] = []
         self._seen: set[str] = set()
@@ -82,7 +92,8 @@ class Planner:
         """The place of the next tensor.
 
         Raises:
-            ValueError: the name appears twice or the dtype cannot travel.
+            ValueError: the name appears twice, the dtype cannot travel, or without gaps the tensor would begin inside
+                an element.
         """
         if name in self._seen:
             raise ValueError(f"tensor {name!r} appears twice in the update")
@@ -92,9 +103,14 @@ class Planner:
         size = math.prod(shape) * ITEM_SIZES[dtype]
         if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
             self._sizes.append(0)
+        if self._sizes[-1] % ITEM_SIZES[dtype]:
+            raise ValueError(
+                f"tensor {name!r} of {dtype} would begin at byte {self._sizes[-1]} of a bucket without gaps"
+                " (weight_bus.apply 'direct'); give all tensors one dtype, or take weight_bus.apply: staged"
+            )
         entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
         self._entries.append(entry)
-        self._sizes[-1] = aligned(self._sizes[-1] + size)
+        self._sizes[-1] = aligned(self._sizes[-1] + size, self._alignment)
         return entry
 
     def manifest(self) -> Manifest:
@@ -102,20 +118,22 @@ class Planner:
         return Manifest(tuple(self._entries), tuple(self._sizes))
 
 
-def aligned(num_bytes: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple of the alignment."""
+    return -(-num_bytes // alignment) * alignment
 
 
-def plan(tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> Manifest:
+def plan(
+    tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int, alignment: int = ALIGNMENT
+) -> Manifest:
     """Lay tensors (name, dtype, shape) out in buckets of about `bucket_bytes`, in the given order.
 
     A tensor larger than `bucket_bytes` gets a bucket of its own.
 
     Raises:
-        ValueError: a name appears twice or a dtype cannot travel.
+        ValueError: see `Planner.place`.
     """
-    planner = Planner(bucket_bytes)
+    planner = Planner(bucket_bytes, alignment)
     for name, dtype, shape in tensors:
         planner.place(name, dtype, shape)
     return planner.manifest()

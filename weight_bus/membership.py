@@ -8,6 +8,9 @@
 APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine that finishes an evaluation of an older version first.
 Nobody waits for it meanwhile, and it is slow only after the time that it has asked for.
 
+With weight_bus.apply `direct` a Begin leads to PAUSING instead, then the engine stands still (PAUSED), and RECEIVING
+follows when all of the round do. HOLDING then comes before that, and ends in WAITING.
+
 A member leaves the table by `remove`; what it says afterwards belongs to no session and is ignored.
 """
 
@@ -17,9 +20,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from weight_bus.messages import Applied, Holding, Join, Staged
+from weight_bus.messages import Applied, Holding, Join, Paused, Staged
 
 MAX_FENCED = 1024
+MAX_RANKS = 64
+"""Of one member: more would be no engine."""
 
 
 class State(Enum):
@@ -28,6 +33,8 @@ class State(Enum):
     WAITING = "waiting for weights"
     INVITED = "entering the epoch"
     READY = "ready for the epoch"
+    PAUSING = "pausing for"
+    PAUSED = "paused for"
     RECEIVING = "receiving"
     APPLYING = "applying"
     HOLDING = "holding an older version before it applies"
@@ -36,6 +43,8 @@ class State(Enum):
 
 
 IDLE = (State.WAITING, State.LIVE, State.QUARANTINED)
+UNTOUCHED = (State.INVITED, State.READY, State.PAUSING, State.PAUSED, State.HOLDING)
+"""Engaged, with the engine as it was; so is RECEIVING, unless it is the engine that receives."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +59,8 @@ class Member:
     host: str
     since: float
     """When the present state began."""
+    ranks: int = 1
+    """Consecutive ranks in a group."""
     heard_at: float
     state: State = State.WAITING
     deadline: float = math.inf
@@ -108,6 +119,8 @@ class Membership:
             return Admission(
                 refused=f"another instance of {join.name!r} has taken its place, or it was removed for good"
             )
+        if not 1 <= join.ranks <= MAX_RANKS:
+            return Admission(refused=f"{join.name!r} asks for {join.ranks} ranks, not for 1 to {MAX_RANKS} [corrupt]")
         old = self.members.get(join.name)
         if old is not None and old.session == join.session:
             old.heard_at = now
@@ -125,6 +138,7 @@ class Membership:
             host=join.host,
             since=now,
             heard_at=now,
+            ranks=join.ranks,
             faults=self._faults.get(join.instance, 0),
         )
         if version >= 0 and (join.version, join.digest) == (version, digest):
@@ -179,22 +193,43 @@ class Membership:
         self._move(member, State.READY, now)
         return True
 
-    def begin(self, members: Iterable[Member], target: tuple[int, str], now: float, deadline: float) -> None:
-        """READY, or IDLE in the formed group → RECEIVING (version, digest). They are the group from now on."""
+    def begin(
+        self, members: Iterable[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
+    ) -> None:
+        """READY, or IDLE in the formed group → RECEIVING (version, digest). They are the group from now on.
+
+        With `pause` they become PAUSING instead.
+        """
         receivers = list(members)
         for member in receivers:
             assert member.state is State.READY or member.session in self.group, member.state
-            self._move(member, State.RECEIVING, now, deadline)
+            self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
             member.target, member.expected = target
             member.epoch = self.epoch
         self.group = tuple(member.session for member in receivers)
 
     def receiving(self, session: str, epoch: int, version: int) -> Member | None:
         """The member that is RECEIVING exactly this; None for late messages."""
-        member = self.find(session)
-        if member is None or member.state is not State.RECEIVING or (member.epoch, member.target) != (epoch, version):
-            return None
+        return self._in(session, epoch, version, State.RECEIVING)
+
+    def preparing(self, session: str, epoch: int, version: int) -> Member | None:
+        """The member whose engine is to be paused for exactly this, before Go; None for late messages."""
+        return self._in(session, epoch, version, State.PAUSING, State.PAUSED, State.HOLDING)
+
+    def paused(self, paused: Paused, now: float, deadline: float) -> Member | None:
+        """PAUSING → PAUSED; HOLDING → WAITING, for its round went on without it. None for late messages."""
+        member = self._in(paused.session, paused.epoch, paused.version, State.PAUSING, State.HOLDING)
+        if member is not None:
+            holds = member.state is State.HOLDING
+            self._move(member, State.WAITING if holds else State.PAUSED, now, math.inf if holds else deadline)
         return member
+
+    def go(self, members: Iterable[Member], now: float, deadline: float) -> None:
+        """PAUSED → RECEIVING, into the engine: from here on it may hold anything."""
+        for member in members:
+            assert member.state is State.PAUSED, member.state
+            self._move(member, State.RECEIVING, now, deadline)
+            member.version = -1
 
     def staged(self, staged: Staged, now: float, deadline: float) -> Member | None:
         """RECEIVING → APPLYING when whole, → WAITING with a fault when corrupt. None for late messages."""
@@ -215,7 +250,7 @@ class Membership:
 
         None for late messages.
         """
-        member = self._engaged(applied)
+        member = self._in(applied.session, applied.epoch, applied.version, State.APPLYING, State.HOLDING)
         if member is None:
             return None
         if not applied.differences and applied.digest == member.expected:
@@ -229,16 +264,20 @@ class Membership:
         return member
 
     def holding(self, holding: Holding, now: float) -> Member | None:
-        """APPLYING, or HOLDING already → HOLDING, slow only after `limit_s` from now. None for late messages."""
-        member = self._engaged(holding)
+        """APPLYING or PAUSING, or HOLDING already → HOLDING, slow only after `limit_s` from now.
+
+        None for late messages.
+        """
+        states = (State.APPLYING, State.PAUSING, State.HOLDING)
+        member = self._in(holding.session, holding.epoch, holding.version, *states)
         if member is not None:
             self._move(member, State.HOLDING, now, now + holding.limit_s)
             member.hold = holding.reason
         return member
 
     def release(self, member: Member, now: float) -> None:
-        """INVITED, READY or RECEIVING → WAITING: its engine was not touched, it serves what it served."""
-        assert member.state in (State.INVITED, State.READY, State.RECEIVING), member.state
+        """UNTOUCHED or RECEIVING → WAITING: its engine was not touched, it serves what it served."""
+        assert member.state in (*UNTOUCHED, State.RECEIVING), member.state
         self._move(member, State.WAITING, now)
 
     def fault(self, member: Member, retry_at: float = -math.inf) -> None:
@@ -278,12 +317,12 @@ class Membership:
         """Whether exactly these members form the present group."""
         return bool(self.group) and self.group == tuple(member.session for member in members)
 
-    def _engaged(self, message: Applied | Holding) -> Member | None:
-        """The member whose engine has been told to apply exactly this."""
-        member = self.find(message.session)
-        if member is None or member.state not in (State.APPLYING, State.HOLDING):
+    def _in(self, session: str, epoch: int, version: int, *states: State) -> Member | None:
+        """The member of a session that is in one of these states for exactly this version in this epoch."""
+        member = self.find(session)
+        if member is None or member.state not in states or (member.epoch, member.target) != (epoch, version):
             return None
-        return member if (message.epoch, message.version) == (member.epoch, member.target) else None
+        return member
 
     def _drop(self, member: Member) -> None:
         del self.members[member.name]
@@ -297,3 +336,15 @@ class Membership:
 
     def _move(self, member: Member, state: State, now: float, deadline: float = math.inf) -> None:
         member.state, member.since, member.deadline = state, now, deadline
+
+
+def first_ranks(members: Iterable[Member]) -> tuple[list[int], int]:
+    """The first rank of each member, in order after the publisher's 0, and the size of the group.
+
+    Example: members of 2, 1 and 4 ranks get 1, 3 and 4 in a group of 8.
+    """
+    size, firsts = 1, []
+    for member in members:
+        firsts.append(size)
+        size += member.ranks
+    return firsts, size

@@ -4,7 +4,8 @@
 |--------|--------------------------|-------------------------------------------------------------|
 | join   | Welcome                  | Join                                                        |
 | epoch  | Epoch                    | EpochReady                                                  |
-| send   | Begin, then the buckets  | Staged (whole and verified, or corrupt) or ReceiveFailed    |
+| pause  | Begin, `direct` only     | Paused, or Holding and later Paused                         |
+| send   | Begin (`direct`: Go), then the buckets | Staged (whole and verified, or corrupt) or ReceiveFailed |
 | apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
 | always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
 
@@ -15,7 +16,7 @@ older epoch ignores it, which fences peers that come back from the dead.
 from dataclasses import dataclass, field
 
 from replay.channel import Message, WireError, registry
-from weight_bus.manifest import Manifest, plan
+from weight_bus.manifest import ALIGNMENT, Manifest, plan
 
 MAX_UPDATE_BYTES = 1 << 42
 
@@ -34,6 +35,8 @@ class Join(Message):
     digest: str = ""
     facts: dict[str, str] = field(default_factory=dict)
     """What its transport must have in common with the publisher's."""
+    ranks: int = 1
+    """Consecutive ranks that it takes in a group; more than one only where the engine's processes are the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class Begin(Message):
     incarnation: int
     evaluate: bool
     rank: int
+    """The first one of this subscriber."""
     size: int
     endpoint: str
     """Where the transport meets, as the publisher's transport names it."""
@@ -97,8 +101,29 @@ class Begin(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Message):
+    """`direct` only: the engine stands still, untouched, and waits for Go."""
+
+    session: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go(Message):
+    """`direct` only: every engine of the round stands still; build the group where it is new, and receive."""
+
+    session: str
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(Message):
-    """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's."""
+    """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's.
+
+    With `direct` they are in the engine already, and unproven.
+    """
 
     session: str
     epoch: int
@@ -112,7 +137,7 @@ class Staged(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveFailed(Message):
-    """The buckets did not all arrive. The engine has not been touched."""
+    """The buckets did not all arrive. The engine has not been touched; with `direct`, after Go, it is spoiled."""
 
     session: str
     epoch: int
@@ -193,7 +218,7 @@ def describe_manifest(manifest: Manifest) -> tuple[list[str], list[str], list[li
     )
 
 
-def manifest_of(begin: Begin) -> Manifest:
+def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
     """The manifest that a Begin describes.
 
     Raises:
@@ -209,7 +234,7 @@ def manifest_of(begin: Begin) -> Manifest:
             raise WireError(f"Begin of v{begin.version}: tensor {name[:80]!r} has shape {shape}")
     shapes = map(tuple, begin.shapes)
     try:
-        manifest = plan(zip(begin.names, begin.dtypes, shapes, strict=True), begin.bucket_bytes)
+        manifest = plan(zip(begin.names, begin.dtypes, shapes, strict=True), begin.bucket_bytes, alignment)
     except ValueError as error:
         raise WireError(f"Begin of v{begin.version}: {error}") from error
     manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
@@ -220,5 +245,5 @@ def manifest_of(begin: Begin) -> Manifest:
     return manifest
 
 
-TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
-TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Paused, Staged, ReceiveFailed, Applied, Holding, Goodbye)
+TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Go, Commit, Abort, Removed, Goodbye)

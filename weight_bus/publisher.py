@@ -18,6 +18,7 @@ from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.errors import WeightBusError
 from weight_bus.jobs import Board, Event, Job, PublishReport
+from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS
 from weight_bus.membership import Membership
 from weight_bus.staging import Packer, Pieces
 from weight_bus.transports import TransportFactory, make_transport
@@ -56,7 +57,8 @@ class Publisher:
     ) -> None:
         self._config = config
         transport = (transport_factory or make_transport)(config, host)
-        self._packer = Packer(config.bucket_bytes, transport.device)
+        alignment = WITHOUT_GAPS if config.apply == "direct" else ALIGNMENT
+        self._packer = Packer(config.bucket_bytes, transport.device, alignment)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
@@ -121,7 +123,8 @@ class Publisher:
 
         Raises:
             NonFiniteWeights: nothing is sent, subscribers keep the last version.
-            ValueError: the version is not newer, the layout changed, or names and digests differ.
+            ValueError: the version is not newer, the layout changed, or names and digests differ; or a tensor does not
+                fit weight_bus.apply `direct`.
             WeightBusError: the bus thread has failed, with its cause; or the publisher is closed.
         """
         started = time.monotonic()

@@ -14,8 +14,8 @@ from configs.infrastructure import WeightBus
 from weight_bus.control import Router
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.jobs import Board, Event, Job
-from weight_bus.membership import Member, State
-from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
+from weight_bus.membership import Member, State, first_ranks
+from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
 from weight_bus.transports.base import Formation, Transport, group_prefix
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ class Control(Protocol):
     def charge(self, member: Member, reason: str) -> None:
         """Count a failed broadcast against the only receiver it had."""
 
+    def lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
+        """Remove a member, and name it."""
+
 
 class Rounds:
     """Runs rounds on the bus thread; `control` serves the control plane while a round waits."""
@@ -52,6 +55,7 @@ class Rounds:
         control: Control,
     ) -> None:
         self._config = config
+        self._direct = config.apply == "direct"
         self._router = router
         self._board = board
         self._transport = transport
@@ -92,7 +96,7 @@ class Rounds:
             if self._bucket >= 0:
                 return f"receiving bucket {self._bucket + 1} of {len(job.buckets)} of v{member.target}"
             return f"verifying what it received of v{member.target}"
-        engaged = member.state in (State.APPLYING, State.HOLDING)
+        engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
         return f"{member.state.value} v{member.target}" if engaged else member.state.value
 
     def close(self) -> None:
@@ -102,6 +106,8 @@ class Rounds:
 
     def _form(self, job: Job, receivers: list[Member]) -> list[Member]:
         """Invite and return exactly those who answer. A survivor may sit in its own collective timeout meanwhile."""
+        if self._direct:
+            self._leave(job)  # the engines leave the old group, too, when they are invited
         now = time.monotonic()
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
         with self._board.changed:
@@ -134,25 +140,66 @@ class Rounds:
         started = time.monotonic()
         with self._board.changed:
             membership = self._board.membership
-            membership.begin(receivers, (job.version, job.digest), started, started + self._config.deadline_s)
-            epoch, size = membership.epoch, len(receivers) + 1
+            deadline = started + self._config.deadline_s
+            membership.begin(receivers, (job.version, job.digest), started, deadline, pause=self._direct)
+            epoch = membership.epoch
+            ranks, size = first_ranks(receivers)
             self._board.counters["rounds"] += 1
             job.rounds += 1
-            for rank, member in enumerate(receivers, 1):
+            for rank, member in zip(ranks, receivers, strict=True):
                 self._router.send(member.identity, self._begin(job, member, rank=rank, size=size))
         prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
         formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
-        future = self._worker.submit(self._transmit, job, formation if fresh else None)
-        future.add_done_callback(lambda _: self._router.wake.set())
-        error = self._await(future, job)
+        error = self._pause(job, receivers) if self._direct else None
+        if error is None:
+            future = self._worker.submit(self._transmit, job, formation if fresh else None)
+            future.add_done_callback(lambda _: self._router.wake.set())
+            error = self._await(future, job)
+        if error is None and self._direct:
+            # SGLang ends a transfer with no collective: only the subscribers know that everything is there
+            self._settle(job, receivers, State.RECEIVING, self._config.deadline_s)
         self._bucket = -1
         job.sent_at = time.monotonic()
         job.seconds["send"] = job.seconds.get("send", 0.0) + job.sent_at - started
         if error is None:
             self._failed = frozenset()
             self._board.emit(Event(kind="sent", version=job.version, epoch=epoch))
+            if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
+                self._settle(job, receivers, State.APPLYING, self._config.deadline_s)
         else:
             self._abort(job, receivers, error)
+
+    def _pause(self, job: Job, receivers: list[Member]) -> TransportError | None:
+        """Every engine stands still, and is told to receive; or why one does not, with all untouched."""
+        membership = self._board.membership
+        epoch = membership.epoch
+
+        def answered() -> bool:
+            return not any(m.state is State.PAUSING and membership.find(m.session) is m for m in receivers)
+
+        # the pump removes who is silent or too slow; who finishes an evaluation first has said so
+        self._control.pump(answered, time.monotonic() + self._config.deadline_s + self._config.heartbeat_s)
+        with self._board.changed:
+            ready = [m for m in receivers if m.state is State.PAUSED and membership.find(m.session) is m]
+            if ready != receivers:
+                away = [m for m in receivers if m not in ready]
+                why = ", ".join(f"{m.name!r}: {m.hold if m.state is State.HOLDING else m.state.value}" for m in away)
+                return TransportError(f"nothing was sent, not every engine is paused ({why})", "slow")
+            now = time.monotonic()
+            membership.go(receivers, now, now + self._config.deadline_s)
+            for m in receivers:
+                self._router.send(m.identity, Go(session=m.session, epoch=epoch, version=job.version))
+        return None
+
+    def _settle(self, job: Job, receivers: list[Member], busy: State, limit_s: float) -> None:
+        """Wait until no engine of the round is in this state any more."""
+        membership = self._board.membership
+
+        def settled() -> bool:
+            engaged = [m for m in receivers if m.state is busy and m.target == job.version]
+            return not any(membership.find(m.session) is m for m in engaged)
+
+        self._control.pump(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
 
     def _begin(self, job: Job, member: Member, *, rank: int, size: int) -> Begin:
         names, dtypes, shapes, digests = describe_manifest(job.manifest)
@@ -209,8 +256,12 @@ class Rounds:
             log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
             membership.break_group()
             self._failed = frozenset(member.session for member in receivers)
+            touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, job.version)]
             for member in receivers:
-                if membership.receiving(member.session, epoch, job.version) is None:
+                what = (member.session, epoch, job.version)
+                if member in touched or member.state is State.HOLDING:
+                    continue
+                if (membership.receiving(*what) or membership.preparing(*what)) is None:
                     continue
                 abort = Abort(session=member.session, epoch=epoch, version=job.version, reason=str(error))
                 self._router.send(member.identity, abort)
@@ -218,6 +269,18 @@ class Rounds:
                 job.failed[member.name] = str(error)
                 if len(receivers) == 1:
                     self._control.charge(member, str(error))
+        self._leave(job)
+        if touched:
+            self._settle(
+                job, touched, State.RECEIVING, self._config.collective_timeout_s
+            )  # those that the end of the group wakes
+        with self._board.changed:
+            for member in touched:
+                if membership.receiving(member.session, epoch, job.version) is not None:
+                    why = f"{error}; its engine is spoiled and restarts,"
+                    self._control.lose(member, why, error.symptom, rejoin=False)
+
+    def _leave(self, job: Job) -> None:
         try:
             self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)
         except TimeoutError as late:

@@ -11,7 +11,7 @@ import torch
 
 from weight_bus.digest import Part, slice_digests
 from weight_bus.errors import NonFiniteWeights
-from weight_bus.manifest import Entry, Manifest, Planner, aligned
+from weight_bus.manifest import ALIGNMENT, Entry, Manifest, Planner, aligned
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,8 +46,9 @@ class Packer:
     memory of learner rank 0's GPU. There, packing waits for the device once an update, at its end.
     """
 
-    def __init__(self, bucket_bytes: int, device: torch.device = HOST) -> None:
+    def __init__(self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT) -> None:
         self._bucket_bytes = bucket_bytes
+        self._alignment = alignment
         self._device = device
         self._layout: Manifest | None = None
         self._sets: list[list[torch.Tensor]] = [[], []]
@@ -67,7 +68,8 @@ class Packer:
 
         Raises:
             NonFiniteWeights: a tensor holds NaN or infinity.
-            ValueError: a dtype cannot travel, or names, dtypes or shapes differ from the first update's.
+            ValueError: a tensor has no place (`Planner.place`), or names, dtypes or shapes differ from the first
+                update's.
         """
         if self._layout is None:
             layout, buckets = self._fill_first(named_tensors)
@@ -85,7 +87,7 @@ class Packer:
     def _fill_first(
         self, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]
     ) -> tuple[Manifest, list[torch.Tensor]]:
-        planner = Planner(self._bucket_bytes)
+        planner = Planner(self._bucket_bytes, self._alignment)
         buckets: list[torch.Tensor] = []
         for name, tensor in named_tensors:
             entry = planner.place(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))

@@ -13,17 +13,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-
-import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys, Message, WireError
 from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
-from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
-from weight_bus.intake import Intake
+from weight_bus.errors import BusClosed, EngineSpoiled, RemovedFromBus, TransportError, WeightBusError
+from weight_bus.intake import DirectIntake, Intake, Load
 from weight_bus.messages import (
     Abort,
     Applied,
@@ -31,15 +29,17 @@ from weight_bus.messages import (
     Commit,
     Epoch,
     EpochReady,
+    Go,
     Goodbye,
     Holding,
     Join,
+    Paused,
     ReceiveFailed,
     Removed,
     Staged,
     Welcome,
 )
-from weight_bus.transports import TransportFactory, make_transport
+from weight_bus.transports import DirectReceiver, TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ SILENT_BEATS = 3
 MAX_NAMED = 16
 JOIN_AGAIN_BEATS = 10
 
-Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
-"""(version, named tensors) -> digests of what the engine holds afterwards. The tensors are views; copy them."""
 Activate = Callable[[int, bool], None]
 """(version, evaluate): the engine verifiably holds this version and may serve it."""
 Quarantine = Callable[[int, str], None]
@@ -74,9 +72,10 @@ class Subscriber:
         incarnation: messages of an earlier one are refused; none takes what the publisher says.
         transport_factory: makes the data plane; none takes the configured one.
         keys: of this node, where the publisher has keys.
+        direct: the engine's end of the data plane, for weight_bus.apply `direct`.
 
     Raises:
-        WeightBusError: the backend is not available here.
+        WeightBusError: the backend is not available here, or `direct` is missing.
         ChannelError: the address is not one.
     """
 
@@ -91,6 +90,7 @@ class Subscriber:
         incarnation: int | None = None,
         transport_factory: TransportFactory | None = None,
         keys: Keys | None = None,
+        direct: DirectReceiver | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -99,15 +99,21 @@ class Subscriber:
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
-        self._intake = Intake((transport_factory or make_transport)(config, host), run_id)
+        self._intake: Intake | DirectIntake
+        if config.apply == "direct":
+            if direct is None:
+                raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
+            self._intake = DirectIntake(direct, config, run_id)
+        else:
+            self._intake = Intake((transport_factory or make_transport)(config, host), run_id)
         identity = f"{name}.{self._instance}"
         self._dealer = Dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
         self._held: tuple[int, int, str] = (-1, -1, "")
         """(incarnation, version, digest) that the engine verifiably holds."""
-        self._applying: Commit | None = None
-        """What the engine is loading at this moment."""
+        self._engaged: tuple[int, int] | None = None
+        """(epoch, version) that the engine is loading, or is being paused for, at this moment."""
         self._heard_at = time.monotonic()
         self._joined_at = -math.inf
         self._silent = False
@@ -123,9 +129,11 @@ class Subscriber:
         """Block until one version has been received, applied, verified and activated; return it.
 
         Call it again without long pauses: a subscriber that does not answer for an epoch is removed from the
-        bus, and joins anew with its next call. Nothing touches the engine before every byte is verified.
+        bus, and joins anew with its next call. Nothing touches the engine before every byte is verified, unless it
+        receives by itself (`direct`).
 
         Raises:
+            EngineSpoiled: with `direct`, an update did not arrive whole; the engine must be restarted.
             BusClosed: stop() was called or the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up; the engine must not serve.
         """
@@ -147,7 +155,7 @@ class Subscriber:
         """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
 
         The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be said again, for
-        longer. `load` itself waits, applies and returns as ever.
+        longer. `load` itself waits, applies and returns as ever. With `direct`, from inside `DirectReceiver.pause`.
 
         Args:
             limit_s: seconds from now, applying included.
@@ -156,18 +164,12 @@ class Subscriber:
         Raises:
             WeightBusError: nothing is being applied.
         """
-        commit = self._applying
-        if commit is None:
+        if self._engaged is None:
             raise WeightBusError("hold() is for the load callback: nothing is being applied")
-        self._pulse.activity = f"holding before v{commit.version}: {reason}"
+        epoch, version = self._engaged
+        self._pulse.activity = f"holding before v{version}: {reason}"
         self._dealer.send(
-            Holding(
-                session=self._session,
-                epoch=commit.epoch,
-                version=commit.version,
-                limit_s=float(limit_s),
-                reason=reason,
-            )
+            Holding(session=self._session, epoch=epoch, version=version, limit_s=float(limit_s), reason=reason)
         )
 
     def stop(self) -> None:
@@ -210,6 +212,7 @@ class Subscriber:
             version=version,
             digest=digest,
             facts=self._intake.facts,
+            ranks=self._intake.ranks,
         )
         if self._dealer.send(join):
             self._joined_at = now
@@ -236,11 +239,13 @@ class Subscriber:
             case Welcome():
                 self._welcome(message)
             case Epoch():
-                self._intake.forget()
+                self._intake.forget(resume=False)
                 self._epoch = message.epoch
                 self._dealer.send(EpochReady(session=self._session, epoch=message.epoch))
             case Begin():
                 self._begin(message)
+            case Go():
+                self._go(message)
             case Commit():
                 return self._commit(message, engine)
             case Abort():
@@ -270,6 +275,35 @@ class Subscriber:
     def _begin(self, begin: Begin) -> None:
         if not self._expected(begin):
             return
+        if isinstance(self._intake, DirectIntake):
+            self._pause(self._intake, begin)
+        else:
+            self._receive(begin)
+
+    def _pause(self, intake: DirectIntake, begin: Begin) -> None:
+        """The engine must stand still before the first bucket, for each is loaded as it comes."""
+        session, epoch, version = self._session, begin.epoch, begin.version
+        self._pulse.activity = f"pausing for v{version}"
+        self._engaged = (epoch, version)
+        try:
+            intake.prepare(begin)
+        except (TransportError, WireError) as error:
+            log.warning("weight bus: %r: not paused for v%d: %s", self.name, version, error)
+            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            return
+        finally:
+            self._engaged = None
+        self._dealer.send(Paused(session=session, epoch=epoch, version=version))
+
+    def _go(self, go: Go) -> None:
+        begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
+        if begin is None:
+            log.warning("weight bus: %r ignores a start of v%d: it does not wait for that", self.name, go.version)
+            return
+        self._held = (-1, -1, "")
+        self._receive(begin)
+
+    def _receive(self, begin: Begin) -> None:
         session, epoch, version = begin.session, begin.epoch, begin.version
         self._pulse.activity = f"receiving v{version}"
         try:
@@ -279,6 +313,9 @@ class Subscriber:
             self._intake.forget()
             self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
             return
+        except EngineSpoiled as error:
+            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            raise
         if corrupt:
             log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, version, corrupt[:5])
         seconds = self._intake.seconds
@@ -303,7 +340,11 @@ class Subscriber:
         return False
 
     def _commit(self, commit: Commit, engine: _Engine) -> bool:
-        """Apply, then hold what the engine says it holds against the manifest."""
+        """Apply, then hold what the engine says it holds against the manifest.
+
+        Raises:
+            EngineSpoiled: a refill would not help; the publisher has been told.
+        """
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
@@ -312,15 +353,18 @@ class Subscriber:
         self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
-        self._applying = commit
+        spoiled: EngineSpoiled | None = None
+        self._engaged = (commit.epoch, commit.version)
         try:
-            held = engine.load(commit.version, self._intake.staging.tensors())
+            held = self._intake.apply(commit.version, engine.load)
+        except EngineSpoiled as error:
+            spoiled, reason = error, f"the engine is spoiled and restarts: {error}"
         except Exception as error:
             log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
             reason = f"the engine could not load: {type(error).__name__}: {error}"
         finally:
-            self._applying = None
-        differences = self._intake.staging.manifest.differences(held)
+            self._engaged = None
+        differences = self._intake.manifest.differences(held)
         if differences and not reason:
             reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
         if reason:
@@ -338,4 +382,6 @@ class Subscriber:
                 reason=reason,
             )
         )
+        if spoiled is not None:
+            raise spoiled
         return not reason

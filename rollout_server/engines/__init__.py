@@ -1,9 +1,27 @@
 """Engines, chosen once by name."""
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Sampling
+from rollout_server.engines.base import (
+    Completion,
+    DirectUpdates,
+    Engine,
+    EngineError,
+    EngineStartFailed,
+    Health,
+    Sampling,
+)
 
-__all__ = ["Completion", "Engine", "EngineError", "EngineStartFailed", "Health", "Sampling", "build_engine"]
+__all__ = [
+    "Completion",
+    "DirectUpdates",
+    "Engine",
+    "EngineError",
+    "EngineStartFailed",
+    "Health",
+    "Sampling",
+    "build_engine",
+    "direct_updates",
+]
 
 
 def build_engine(config: Config) -> Engine:
@@ -28,4 +46,24 @@ def build_engine(config: Config) -> Engine:
         )
     from rollout_server.engines.sglang.engine import SGLangEngine
 
+    if config.weight_bus.apply == "direct":
+        from rollout_server.engines.sglang.direct import name_interface
+
+        name_interface(config)
     return SGLangEngine(config)
+
+
+def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
+    """The engine's end of the weight bus where it receives by itself (weight_bus.apply: direct); None where not.
+
+    Raises:
+        EngineError: this engine cannot.
+    """
+    if config.weight_bus.apply != "direct":
+        return None
+    from rollout_server.engines.sglang.direct import DirectGroup
+    from rollout_server.engines.sglang.engine import SGLangEngine
+
+    if not isinstance(engine, SGLangEngine):
+        raise EngineError("weight_bus.apply: 'direct' needs rollout.engine: sglang; take weight_bus.apply: staged")
+    return DirectGroup(engine, config.weight_bus.backend)

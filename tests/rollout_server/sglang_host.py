@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ def _prepare(parent: int, folder: Path) -> None:
     die_with_parent(parent)
     os.environ.pop("OMP_NUM_THREADS", None)  # the engine sees to it for its schedulers
     prepare_cpu()
+    # should nobody close the host: its exit would wait for the processes of SGLang, which do not end by themselves
+    Finalize(None, _kill_children, exitpriority=100)
     torch.set_num_threads(1)
     _folder = folder
 
@@ -67,6 +70,11 @@ def _run(scenario: Callable[..., Coroutine[Any, Any, None]], arguments: tuple[ob
     served = _served()
     served.start()
     served.run(scenario(served, *arguments))
+
+
+def _kill_children() -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _close() -> None:

@@ -34,6 +34,8 @@ class Served:
         self.version = 0
         self.cached: list[int] = []
         """Tokens of each prompt that the prefix cache had, request by request."""
+        self.spans: dict[str, list[dict[str, Any]]] | None = None
+        """Where a scenario sets it, the engine is shown no spans, as by SGLang before 0.5.20: they are kept here."""
         self._names = 0
 
     def config(self, *overrides: str) -> Any:
@@ -69,6 +71,8 @@ class Served:
         async def recorded(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
             output: dict[str, Any] = {}
             async for output in generate(*args, **kwargs):
+                if self.spans is not None:
+                    self.spans[output["meta_info"]["id"]] = output["meta_info"].pop("weight_versions", [])
                 yield output
             self.cached.append(int(output["meta_info"].get("cached_tokens") or 0))
 

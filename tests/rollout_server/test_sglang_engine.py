@@ -128,6 +128,24 @@ async def half_updated(served: Served) -> None:
     check_logprobs(model, PROMPT, answer)
 
 
+def test_without_recorded_versions_no_token_is_called_newer_than_it_is(sglang: Host) -> None:
+    sglang(no_spans)
+
+
+async def no_spans(served: Served) -> None:
+    served.spans = {}
+    task = served.start_sample(PROMPT, max_new_tokens=90)
+    await served.under_way(task)
+    await served.update(203, "keep_kv")
+    (answer,) = await task
+    (spans,) = served.spans.values()
+    served.spans = None
+    old, new = spans
+    assert answer.versions[0] == int(old["version"]) and answer.versions[-1] == int(new["version"])
+    first_new = int((answer.versions == served.version - 1).sum())
+    assert old["end"] <= first_new <= old["end"] + 17, (spans, first_new)  # what a stream interval leaves in doubt
+
+
 def test_an_evaluation_keeps_its_version_until_it_is_over(sglang: Host) -> None:
     sglang(evaluation)
 

@@ -180,8 +180,3 @@ def test_buckets_live_where_the_transport_says() -> None:
     assert transport.device == torch.device("cpu")
     assert transport.facts() == {"backend": "gloo", "protocol": "1"}
     transport.close()
-
-
-def test_direct_is_refused_by_name() -> None:
-    with pytest.raises(WeightBusError, match=r"weight_bus\.apply 'direct' is not available.*staged"):
-        make_transport(WeightBus(apply="direct"), HOST)

@@ -1,12 +1,13 @@
 """What the weight bus asks of its data plane: a group per epoch and a broadcast from rank 0."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from configs.infrastructure import WeightBus
+from weight_bus.manifest import Entry
 
 PROTOCOL = "1"
 """Version of what travels in a group (buckets in order, then the closing collective); a fact of every transport."""
@@ -72,6 +73,41 @@ class Transport(Protocol):
         """Drop everything."""
 
 
+class DirectReceiver(Protocol):
+    """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
+
+    Called by the subscriber's thread; every call ends in time by itself. Nothing but `prove` tells what is live.
+    """
+
+    @property
+    def ranks(self) -> int:
+        """Its processes, each of them a rank."""
+
+    def pause(self, version: int) -> None:
+        """Stop decoding, to receive `version`; nothing is touched. May wait long, and announces that by `hold`.
+
+        Raises TransportError when it does not come about; the engine goes on.
+        """
+
+    def resume(self) -> None:
+        """The update was called off before anything was touched: go on, if what is held was proven."""
+
+    def form(self, formation: Formation) -> None:
+        """Enter a group, process i with rank `formation.rank` + i. Raises EngineSpoiled."""
+
+    def receive(self, bucket: Sequence[Entry], index: int) -> None:
+        """Load the next bucket of the group, the bytes of these tensors end to end. Raises EngineSpoiled."""
+
+    def prove(self, version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
+        """All buckets are there: the digests of what is live under these names, as `version` from now on.
+
+        Raises EngineSpoiled.
+        """
+
+    def leave(self) -> None:
+        """Leave the group, if there is one. Raises EngineSpoiled."""
+
+
 TransportFactory = Callable[[WeightBus, str], Transport]
 """(config, host of the interface to bind) -> a transport."""
 
@@ -86,8 +122,8 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _remedy(name: str) -> str:
-    if name == "backend":
-        return "give both ends the same weight_bus.backend"
+    if name in ("backend", "apply"):
+        return f"give both ends the same weight_bus.{name}"
     if name == "nccl":
         return "install the same PyTorch and NCCL on both"
     if name == "protocol":

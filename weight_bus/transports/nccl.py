@@ -65,6 +65,17 @@ def set_nccl_defaults(config: WeightBus) -> None:
         os.environ.setdefault(name, default)
 
 
+def nccl_facts() -> dict[str, str]:
+    """Backend, NCCL's version and what both ends must have set alike, as this process has them."""
+    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {
+        "backend": "nccl",
+        "nccl": version,
+        "protocol": PROTOCOL,
+        **{name: os.environ.get(name, "not set") for name in AGREED},
+    }
+
+
 class NcclCollective:
     """An NCCL group per epoch. Buckets live on the CUDA device that is current in the constructor.
 
@@ -94,14 +105,8 @@ class NcclCollective:
         return device, torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def facts(self) -> dict[str, str]:
-        """Backend, NCCL's version and what both ends must have set alike."""
-        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        return {
-            "backend": "nccl",
-            "nccl": version,
-            "protocol": PROTOCOL,
-            **{name: os.environ.get(name, "not set") for name in AGREED},
-        }
+        """As `nccl_facts`."""
+        return nccl_facts()
 
     def serve(self) -> str:
         """Start the store on the interface `host` only; NCCL is told its name."""
@@ -112,12 +117,7 @@ class NcclCollective:
         self.leave()
         what = f"epoch {formation.epoch} with {formation.size} members did not form"
         try:
-            store = self._meeting.at(formation)
-            self._show_up(store, formation, what)
-            with self._here():
-                self._group = self._build(store, formation)
-                self._launch(self._mark, CLOSING)
-            self.finish()
+            self._enter(self._meeting.at(formation), formation, what)
         except TransportError:
             self.leave()
             raise
@@ -145,8 +145,7 @@ class NcclCollective:
         index = CLOSING
         try:
             with self._here():
-                # the stubs lack what is inherited from Backend
-                self._launched.append((CLOSING, self._group.reduce(self._mark, 0)))  # type: ignore[attr-defined]
+                self._close_transfer()
                 for index, work in self._launched:
                     self._wait(work, index)
                     if index != CLOSING:
@@ -175,6 +174,19 @@ class NcclCollective:
         """Drop the group and the store."""
         self.leave()
         self._meeting.forget()
+
+    def _enter(self, store: PrefixStore, formation: Formation, what: str) -> None:
+        self._show_up(store, formation, what)
+        with self._here():
+            self._group = self._build(store, formation)
+            self._launch(self._mark, CLOSING)
+        self.finish()
+
+    def _close_transfer(self) -> None:
+        """Launch the collective whose result rank 0 has only when every member has every bucket."""
+        assert self._group is not None
+        # the stubs lack what is inherited from Backend
+        self._launched.append((CLOSING, self._group.reduce(self._mark, 0)))  # type: ignore[attr-defined]
 
     @contextmanager
     def _here(self) -> Iterator[None]:

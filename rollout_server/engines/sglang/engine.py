@@ -29,6 +29,7 @@ from rollout_server.engines.sglang.requests import (
     Part,
     check_prompt,
     finish_reason,
+    first_error,
     tokens_of,
     versions_from_boundaries,
     versions_from_spans,
@@ -86,6 +87,11 @@ class SGLangEngine:
         """Policy version of the live weights."""
         return self._version
 
+    @property
+    def sglang(self) -> SGLangProcess:
+        """SGLang itself."""
+        return self._sglang
+
     def pids(self) -> list[int]:
         """Process ids of SGLang's children."""
         return self._sglang.pids()
@@ -121,7 +127,7 @@ class SGLangEngine:
                 await asyncio.wait(tasks)
                 death.cancel()
         except ExceptionGroup as failed:
-            raise _first(failed) from failed
+            raise first_error(failed) from failed
         finally:
             self._answers.difference_update(answers)
             if not self._answers:
@@ -256,6 +262,26 @@ class SGLangEngine:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
         await asyncio.to_thread(self._staging.write_update, named_tensors, version)
+        await self._take_over(version)
+
+    def touch(self, reason: str) -> None:
+        """SGLang is about to receive a part of an update by itself: `resume` and `pin` refuse until it is proven.
+
+        Raises:
+            EngineError: not paused.
+        """
+        if not self._paused:
+            raise EngineError("an update comes while the engine decodes; pause it first")
+        self._half_updated, self._digests = reason, None
+
+    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> Mapping[str, int]:
+        """Digests of live tensors (name, dtype, shape) that SGLang has received by itself, as `version` from now on."""
+        self._staging.name_tensors(tensors)
+        await asyncio.to_thread(self._staging.write_digest)
+        await self._take_over(version)
+        return await self.digest()
+
+    async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
         self._half_updated = ""
         self._version = version
@@ -371,10 +397,3 @@ class SGLangEngine:
                         await self._idle.wait()
             except TimeoutError:
                 continue
-
-
-def _first(group: BaseExceptionGroup[Exception]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

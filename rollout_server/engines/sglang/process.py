@@ -180,6 +180,17 @@ class SGLangProcess:
         if not success:
             raise EngineError(f"SGLang refuses an update: {message}")
 
+    async def ask(self, method: str, request: str, **fields: Any) -> None:
+        """Call a method of the tokenizer manager that answers (success, message), with a request of this class.
+
+        Raises:
+            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
+        """
+        message = getattr(self._requests, request)(**fields)
+        success, reason = await self._within(getattr(self._manager, method)(message, None), method)
+        if not success:
+            raise EngineError(f"SGLang refuses '{method}': {reason}")
+
     async def close(self) -> None:
         """End SGLang's children."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)

@@ -1,0 +1,85 @@
+"""Updates straight into SGLang (weight_bus.apply: direct): its schedulers are members of the publisher's group.
+
+Each bucket is one broadcast, which every scheduler receives on its own device and loads at once, so the live weights
+are a mixture of two versions until the last bucket. The loader's digests decide as ever whether the version is live.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+
+from configs.schema import Config
+from replay.channel.interfaces import InterfaceError, bind_collectives
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.engine import SGLangEngine
+from weight_bus.manifest import Entry
+from weight_bus.transports.base import Formation
+
+
+class DirectGroup:
+    """Implements `DirectUpdates` for a running SGLang; one group at a time."""
+
+    def __init__(self, engine: SGLangEngine, backend: str) -> None:
+        self._engine = engine
+        self._sglang = engine.sglang
+        self._backend = backend
+        self._name = ""
+        """Of the present group."""
+
+    @property
+    def ranks(self) -> int:
+        """See `DirectUpdates.ranks`: one per scheduler."""
+        return self._sglang.num_ranks
+
+    async def form(self, formation: Formation) -> None:
+        """See `DirectUpdates.form`."""
+        await self.leave()
+        host, _, port = formation.endpoint.rpartition(":")
+        if not host or not port.isdigit():
+            raise EngineError(f"endpoint {formation.endpoint[:80]!r} is not host:port")
+        self._name = formation.prefix
+        await self._sglang.ask(
+            "init_weights_update_group",
+            "InitWeightsUpdateGroupReqInput",
+            master_address=host,
+            master_port=int(port),
+            rank_offset=formation.rank,
+            world_size=formation.size,
+            group_name=self._name,
+            backend=self._backend,
+        )
+
+    async def receive(self, bucket: Sequence[Entry], index: int) -> None:
+        """See `DirectUpdates.receive`. Ends after rollout.engine_deadline_s: SGLang's own limit is half an hour."""
+        self._engine.touch(f"bucket {index + 1} of an update was received and not the last")
+        await self._sglang.ask(
+            "update_weights_from_distributed",
+            "UpdateWeightsFromDistributedReqInput",
+            names=[entry.name for entry in bucket],
+            dtypes=[entry.dtype for entry in bucket],
+            shapes=[list(entry.shape) for entry in bucket],
+            group_name=self._name,
+            load_format="flattened_bucket",
+            flush_cache=False,
+        )
+
+    async def prove(self, entries: Sequence[Entry], version: int) -> Mapping[str, int]:
+        """See `DirectUpdates.prove`."""
+        return await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
+
+    async def leave(self) -> None:
+        """See `DirectUpdates.leave`."""
+        name, self._name = self._name, ""
+        if name:
+            await self._sglang.ask("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", group_name=name)
+
+
+def name_interface(config: Config) -> None:
+    """Before SGLang starts: its schedulers' end of the group is on the interface of network.host.
+
+    Raises:
+        EngineError: no interface has that address.
+    """
+    try:
+        bind_collectives(os.environ, config.network.host)
+    except InterfaceError as error:
+        raise EngineError(str(error)) from error

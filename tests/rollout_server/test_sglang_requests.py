@@ -1,0 +1,168 @@
+"""Versions of tokens, with what SGLang records and without; arguments that it is given. No SGLang is needed here."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.loading import load
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.requests import (
+    Part,
+    finish_reason,
+    tokens_of,
+    versions_from_boundaries,
+    versions_from_spans,
+)
+
+TRUE_VERSIONS = st.lists(st.integers(0, 6), min_size=1, max_size=40).map(sorted)
+
+
+def spans_of(versions: list[int]) -> list[dict[str, Any]]:
+    """What SGLang 0.5.20 puts into meta_info["weight_versions"]."""
+    spans, start = [], 0
+    for version, run in itertools.groupby(versions):
+        end = start + len(list(run))
+        spans.append({"version": str(version), "start": start, "end": end})
+        start = end
+    return spans
+
+
+# ---- versions ---------------------------------------------------------------------------------------------
+
+
+@given(TRUE_VERSIONS)
+def test_spans_give_each_token_its_version(versions: list[int]) -> None:
+    assert versions_from_spans(spans_of(versions), len(versions), 0).tolist() == versions
+
+
+@given(TRUE_VERSIONS)
+def test_a_token_that_may_have_been_booked_late_gets_the_older_version(versions: list[int]) -> None:
+    found = versions_from_spans(spans_of(versions), len(versions), 1).tolist()
+    first = {span["start"] for span in spans_of(versions)} - {0}
+    expected = [versions[i - 1] if i in first else version for i, version in enumerate(versions)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("spans", "said"),
+    [
+        ([{"version": "3", "start": 0, "end": 2}], "do not cover 4 tokens"),
+        ([{"version": "3", "start": 1, "end": 4}], "do not cover 4 tokens"),
+        ([{"version": "default", "start": 0, "end": 4}], "'default', which is not ours"),
+    ],
+)
+def test_spans_that_say_too_little_are_refused(spans: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        versions_from_spans(spans, 4, 0)
+
+
+@given(
+    count=st.integers(1, 60),
+    updates=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 16)), max_size=4),
+)
+def test_without_spans_no_token_is_called_newer_than_it_is(count: int, updates: list[tuple[int, int]]) -> None:
+    """`updates`: where each began, and how many tokens in doubt there were."""
+    part = Part(rid="a", version=3)
+    true = np.full(count, 3)
+    for version, (began, doubt) in enumerate(sorted(updates), start=4):
+        true[began:] = version
+        part.boundaries.append((began + doubt, version))
+    found = versions_from_boundaries(part, count)
+    assert (found <= true).all() and (np.diff(found) >= 0).all()
+    last = max((first for first, _ in part.boundaries), default=0)
+    assert (found[last:] == true[last:]).all()
+
+
+# ---- outputs ----------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_logprobs_of_an_output() -> None:
+    meta = {"output_token_logprobs": [(-0.5, 7, None), (-1.5, 9, None)]}
+    assert tokens_of({"output_ids": [7, 9], "meta_info": meta}) == ([7, 9], [-0.5, -1.5])
+    assert tokens_of({"output_ids": [], "meta_info": {}}) == ([], [])  # aborted before it ran
+    with pytest.raises(EngineError, match="3 tokens and 2 logprobs"):
+        tokens_of({"output_ids": [7, 9, 1], "meta_info": meta})
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"type": "stop", "matched": 2}, "stop"),
+        ({"type": "length", "length": 9}, "length"),
+        ({"type": "abort"}, "abort"),
+        (None, "abort"),
+    ],
+)
+def test_finish_reasons(said: dict[str, Any] | None, reason: str) -> None:
+    assert finish_reason(said) == reason
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+KNOWN = [
+    "model_path",
+    "tp_size",
+    "device",
+    "dtype",
+    "max_running_requests",
+    "host",
+    "api_key",
+    "admin_api_key",
+    "custom_weight_loader",
+    "log_level",
+    "skip_tokenizer_init",
+    "weight_version",
+    "trust_remote_code",
+    "context_length",
+    "attention_backend",
+    "disable_radix_cache",
+    "max_total_tokens",
+    "sleep_on_idle",
+    "schedule_policy",
+    "stream_interval",
+    "random_seed",
+]
+
+
+def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN) -> dict[str, Any]:
+    (folder / "config.json").write_text('{"max_position_embeddings": 32}')
+    config = load("quickstart", ["rollout.engine=sglang", f"model.path={folder}", *overrides])
+    return server_arguments(config, known=known, cuda=False)
+
+
+def test_arguments_come_from_the_configuration_and_the_pass_through_wins_over_defaults(tmp_path: Path) -> None:
+    given = arguments(tmp_path, "rollout.sglang.schedule_policy=fcfs", "rollout.sglang.max_total_tokens=4096")
+    assert given["schedule_policy"] == "fcfs" and given["max_total_tokens"] == 4096
+    assert given["model_path"] == str(tmp_path) and given["custom_weight_loader"] == [LOADER]
+    assert (given["device"], given["attention_backend"], given["sleep_on_idle"]) == ("cpu", "torch_native", True)
+
+
+def test_an_engine_stays_on_the_loopback_interface_with_keys_of_its_own(tmp_path: Path) -> None:
+    one, other = arguments(tmp_path), arguments(tmp_path)
+    assert one["host"] == "127.0.0.1" and one["trust_remote_code"] is False
+    keys = {one["api_key"], one["admin_api_key"], other["api_key"], other["admin_api_key"]}
+    assert len(keys) == 4 and min(map(len, keys)) >= 32
+
+
+def test_defaults_that_an_older_sglang_does_not_know_are_left_out(tmp_path: Path) -> None:
+    assert "sleep_on_idle" not in arguments(tmp_path, known=[name for name in KNOWN if name != "sleep_on_idle"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.sglang.max_totl_tokens=9", r"no such argument; did you mean 'rollout\.sglang\.max_total_tokens'"),
+        ("rollout.sglang.qqq=9", r"rollout\.sglang\.qqq: the installed SGLang has no such argument$"),
+        ("rollout.sglang.trust_remote_code=true", r"trust_remote_code: Slipstream decides it; set nothing: code in"),
+        ("rollout.max_new_tokens=17", r"max_new_tokens = 33, and the model has max_position_embeddings 32"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=said):
+        arguments(tmp_path, override)

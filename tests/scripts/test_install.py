@@ -1,0 +1,161 @@
+"""scripts/install.sh and what quickstart.sh and test.sh ask of it, with a pip that only writes down what it is told."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PINS = ROOT / "scripts" / "sglang-cpu-requirements.txt"
+PIP = """
+import os, sys
+with open(os.environ["PIP_LOG"], "a") as log:
+    print(*(a if "constraints" not in a else "CONSTRAINTS" for a in sys.argv[1:]), file=log)
+"""
+CUDA_TORCH = "class version: cuda, hip = '13.0', None"
+
+
+class Machine:
+    """A virtual environment without packages of its own, whose pip is a pretence; it sees those of the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.venv, self.log, self.first = folder / "venv", folder / "pip.log", folder / "first"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", self.venv], check=True)
+        (self.first / "pip").mkdir(parents=True)
+        (self.first / "pip" / "__init__.py").touch()
+        (self.first / "pip" / "__main__.py").write_text(PIP)
+
+    def give(self, package: str, text: str, version: str) -> None:
+        """Another version of a package, which hides that of the tests."""
+        (self.first / package).mkdir()
+        (self.first / package / "__init__.py").write_text(text)
+        described = self.first / f"{package}-{version}.dist-info"
+        described.mkdir()
+        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+    def install(self, extras: str) -> subprocess.CompletedProcess[str]:
+        """Run the script."""
+        path = [str(self.first), sysconfig.get_path("purelib"), str(ROOT)]
+        return subprocess.run(
+            ["bash", ROOT / "scripts" / "install.sh", "--venv", self.venv, extras],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PIP_LOG": str(self.log), "PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    def told(self) -> list[str]:
+        """What pip was told since the last call."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason=f"torch {torch.__version__} is no CPU build")
+def test_extras_are_installed_once_and_sglang_on_a_cpu_last_without_its_dependencies(machine: Machine) -> None:
+    machine.give("sglang", "", "0.5.20")
+    for extras, expected in [
+        ("wandb", [f"install -c CONSTRAINTS -e {ROOT}[wandb]"]),
+        ("none", []),
+        (
+            "dev,sglang-cpu",
+            [f"install -c CONSTRAINTS -c {PINS} -e {ROOT}[dev]", f"install --no-deps -r {PINS}"],
+        ),
+        ("wandb,sglang-cpu", []),
+    ]:
+        done = machine.install(extras)
+        assert done.returncode == 0, done.stderr
+        assert machine.told() == expected, extras
+        assert ("up to date" in done.stdout) == (not expected)
+
+
+def test_sglang_on_a_cpu_is_refused_beside_a_cuda_torch_before_anything_is_installed(machine: Machine) -> None:
+    machine.give("torch", CUDA_TORCH, "2.11.0+cu130")
+    done = machine.install("dev,sglang-cpu")
+    assert done.returncode == 2
+    assert "needs a CPU build of torch, and torch 2.11.0+cu130" in done.stderr
+    assert "is built for 13.0; on a machine with GPUs take the extra sglang" in done.stderr
+    assert machine.told() == []
+
+
+@pytest.mark.parametrize(
+    ("extras", "said"),
+    [
+        ("dve", r"unknown ['dve']; there are parquet, tensorboard, wandb, sglang, dev, sglang-cpu, and none by itself"),
+        ("sglang,sglang-cpu", "sglang is for machines with GPUs and sglang-cpu for those without; take one"),
+    ],
+)
+def test_extras_that_make_no_sense_are_refused(extras: str, said: str, machine: Machine) -> None:
+    done = machine.install(extras)
+    assert done.returncode == 2 and said in done.stderr
+    assert machine.told() == []
+
+
+def test_the_list_for_a_cpu_pins_everything_and_brings_no_torch() -> None:
+    lines = [line for line in PINS.read_text().splitlines() if not line.startswith("#")]
+    names = [line.partition("==")[0].lower() for line in lines]
+    assert all(version[:1].isdigit() for _, _, version in (line.partition("==") for line in lines))
+    assert names == sorted(names) and len(names) == len(set(names))
+    assert not set(names) & {"torch", "triton", "torchvision", "sgl-kernel", "sglang-kernel"}
+    assert {"sglang", "transformers", "tokenizers"} <= set(names)
+
+
+# ---- who asks for what ------------------------------------------------------------------------------------
+
+INSTALL = '#!/usr/bin/env bash\necho "install $*" >>"$ASKED"\n'
+PYTHON = """#!/usr/bin/env bash
+case "$*" in *torch.version.cuda*) echo "$DEVICE" ;; *) echo "python $*" >>"$ASKED" ;; esac
+"""
+
+
+def asked_by(script: str, folder: Path, *arguments: str, device: str = "") -> list[str]:
+    """What a script asks for, with an install.sh and a Python that only write it down."""
+    (folder / "scripts").mkdir()
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / script, folder / "scripts" / script)
+    (folder / "scripts" / "install.sh").write_text(INSTALL)
+    (folder / "scripts" / "check.sh").touch()
+    (folder / ".venv" / "bin" / "python").write_text(PYTHON)
+    (folder / ".venv" / "bin" / "python").chmod(0o755)
+    asked = folder / "asked"
+    environment = {**os.environ, "ASKED": str(asked), "DEVICE": device}
+    environment.pop("SLIPSTREAM_PYTHON", None)
+    subprocess.run(["bash", folder / "scripts" / script, *arguments], env=environment, check=True, timeout=60)
+    return asked.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "installs"),
+    [
+        ((), "", ["none"]),
+        (("--set", "rollout.engine=sglang"), "", ["none", "sglang-cpu"]),
+        (("--set", "rollout.engine=sglang"), "13.0", ["none", "sglang"]),
+        (("--set", "rollout.engine=sglang", "--set", "rollout.engine=torch"), "", ["none"]),
+    ],
+)
+def test_the_quick_start_installs_the_engine_that_it_is_told_to_use(
+    arguments: tuple[str, ...], device: str, installs: list[str], tmp_path: Path
+) -> None:
+    asked = asked_by("quickstart.sh", tmp_path, *arguments, device=device)
+    assert [line.split()[-1] for line in asked if line.startswith("install")] == installs
+    (run,) = [line for line in asked if "learner.main" in line]
+    assert run.endswith(" ".join(arguments))  # what the user sets comes last and wins
+    assert ("evaluation.every_steps=20" in run) == (installs != ["none"])
+
+
+@pytest.mark.parametrize(("device", "installs"), [("", ["dev", "dev,sglang-cpu"]), ("13.0", ["dev"])])
+def test_the_tests_install_sglang_where_it_can_run(device: str, installs: list[str], tmp_path: Path) -> None:
+    asked = asked_by("test.sh", tmp_path, device=device)
+    assert [line.split()[-1] for line in asked if line.startswith("install")] == installs
+    assert asked[-1] == "python -m pytest"
