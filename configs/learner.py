@@ -31,7 +31,8 @@ class Learner(Section):
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the forward and backward; master weights, optimizer and reductions stay float32."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
-    """`varlen` packs trajectories without padding (CUDA, bfloat16); `sdpa` pads; `auto` takes varlen where it runs."""
+    """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
+    elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
     recompute: bool = False
     """Recompute activations in the backward: less memory for about a quarter more time."""
     num_threads: int = Field(default=1, ge=1)
