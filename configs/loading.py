@@ -74,10 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=f"flag:{key}", metavar="VALUE", help=f"same as --set {key}=VALUE")
 
 
+def overrides_of(args: argparse.Namespace) -> list[str]:
+    """`--set` of parsed arguments, after the flags that stand for one."""
+    flags = [f"{key}={value}" for key in FLAGS.values() if (value := getattr(args, f"flag:{key}")) is not None]
+    return [*flags, *args.set]
+
+
 def from_arguments(args: argparse.Namespace) -> Config:
     """Load the configuration that parsed arguments describe. Raises ConfigError."""
-    flags = [f"{key}={value}" for key in FLAGS.values() if (value := getattr(args, f"flag:{key}")) is not None]
-    return load(args.config, [*flags, *args.set])
+    return load(args.config, overrides_of(args))
 
 
 def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -97,9 +98,20 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: dict[str, An
         write_hf_folder(policy, policy.source, folder / "hf", "float32")
     with _together(policy, folder, "completed"):
         if policy.rank == 0:
+            _check_shards(folder)
             write_json(folder / "state.json", {**state, **own})
             _complete(folder)
             _prune(folder.parent, keep)
+
+
+def _check_shards(folder: Path) -> None:
+    """Raises CheckpointError when a rank has written its part where this one does not see it."""
+    stored = FileSystemReader(folder / "dcp").read_metadata().storage_data
+    away = sorted({f.relative_path for f in stored.values() if not (folder / "dcp" / f.relative_path).is_file()})
+    if away:
+        raise CheckpointError(
+            f"checkpoint {folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes"
+        )
 
 
 def find_latest(run_dir: Path) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 from configs.schema import Config
 from learner.advantages import grpo
 from learner.batches import BatchReader
-from learner.checkpoint import Checkpointer
+from learner.checkpoint import Checkpointer, CheckpointError
 from learner.losses import build_loss
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
@@ -58,6 +58,10 @@ class Learner:
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint if there is one to resume from, join replay; the version to go on from."""
         state = self.checkpoints.resume() if resume else None
+        if resume and state is None:
+            raise CheckpointError(
+                f"--resume: {self.config.run_dir}/checkpoints has no complete checkpoint; leave --resume out to start anew"
+            )
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
         self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if state else None)

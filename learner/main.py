@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import ConfigError, add_arguments, from_arguments, load
+from configs.loading import ConfigError, add_arguments, from_arguments, load, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
@@ -71,7 +71,8 @@ def prepare(args: argparse.Namespace) -> Config:
         if not path.is_file():
             raise PreflightError(f"--resume: {path} is missing; name the folder of a run, such as runs/quickstart")
         folder = Path(args.resume).resolve()
-        overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0", *args.set]
+        overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0"]
+        overrides += overrides_of(args)
         config = load(path, overrides)
     else:
         config = from_arguments(args)

@@ -1,6 +1,7 @@
 """What this machine has: its GPUs, and whether the installed torch can use them. Imports no torch."""
 
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -65,9 +66,12 @@ def torch_has_cuda() -> bool:
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of CUDA_VISIBLE_DEVICES (numbers or UUIDs); None when it is not set."""
+    """The entries of CUDA_VISIBLE_DEVICES (numbers or UUIDs) up to the first that names none; None when it is not set."""
     value = environment.get("CUDA_VISIBLE_DEVICES")
-    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+    if value is None:
+        return None
+    parts = (part.strip() for part in value.split(","))
+    return tuple(itertools.takewhile(lambda part: part and not part.startswith("-") and part != "NoDevFiles", parts))
 
 
 def _all_devices() -> dict[str, str]:

@@ -34,7 +34,8 @@ def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
     missing = [name for name in NAMES if name not in environment]
     if missing and not _is_wildcard(host):
         interface = interface_of(host)
-        environment.update(dict.fromkeys(missing, interface))
+        # NCCL takes a bare name for the beginning of one: eth1 would be eth10 as well
+        environment.update({name: f"={interface}" if name.startswith("NCCL") else interface for name in missing})
 
 
 def interface_of(host: str) -> str:

@@ -61,6 +61,17 @@ def write_keys(folder: str | None, keys: dict[str, str]) -> None:
             _write(target, text)
         except OSError as error:
             raise KeysError(f"network.keys: {target} cannot be written: {error.strerror}") from error
+    _remove_stale(Path(folder), keys)
+
+
+def _remove_stale(folder: Path, keys: dict[str, str]) -> None:
+    """Take away what earlier keys have left: a client that must not be admitted any more, a secret of this node."""
+    serves = SERVER + SECRET in keys
+    if not serves and (folder / (SERVER + SECRET)).exists():
+        return  # the folder that keys are handed out from
+    for path in (folder / CLIENTS).glob("*" + (PUBLIC if serves else SECRET)):
+        if f"{CLIENTS}/{path.name}" not in keys:
+            path.unlink()
 
 
 def _write(target: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, dump, from_arguments, load
+from configs.loading import ConfigError, add_arguments, dump, from_arguments, load, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
@@ -85,11 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _understand(args: argparse.Namespace) -> Wanted:
+    if args.resume is not None and args.hosts is None:
+        raise ConfigError(
+            "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the files"
+            " for Slurm and Kubernetes always begin a new run"
+        )
     if args.resume is not None:
         folder = Path(args.resume)
-        config = load(
-            folder / "config.yaml", [f"run.name={folder.resolve().name}", f"run.dir={folder.parent}", *args.set]
-        )
+        place = [f"run.name={folder.resolve().name}", f"run.dir={folder.parent}"]
+        config = load(folder / "config.yaml", [*place, *overrides_of(args)])
     else:
         config = from_arguments(args)
     overrides = ["placement.local_rollouts=false", "network.host=127.0.0.1"]
@@ -131,7 +135,7 @@ def _order(wanted: Wanted, plan: Plan, node: str, hosts: Mapping[str, Host]) -> 
         hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
         replay=wanted.replay,
         resume=wanted.args.resume,
-        overrides=wanted.args.set,
+        overrides=overrides_of(wanted.args),
         # a rollout server beside replay finds the learner's keys there, and takes them
         keys=keys_for(wanted.config.network.keys, node, serves=node == plan.first_node),
     )

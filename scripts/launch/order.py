@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -162,6 +162,9 @@ def understand(order: Order, *, host: str | None = None, renumber: bool = False,
     hosts = hosts_of(shared, parse_hosts(order.hosts, "host file"))
     if order.node not in hosts:
         raise PlacementError(f"placement: no process of this run belongs to {order.node!r}; nodes: {', '.join(hosts)}")
+    if order.role == "rollout" and order.replay is None:  # its node may be another pod than the learner's
+        first = hosts[shared.shares[0].node].address
+        order = replace(order, replay=f"tcp://{bracketed(first)}:{shared.network.replay_port}")
     config = config_of(order.config, [f"network.host={host or hosts[order.node].address}"])
     here = this_machine(config)
     if renumber:

@@ -47,7 +47,7 @@ hosts={folder}/hosts-$SLURM_JOB_ID
 for i in "${{!nodes[@]}}"; do
   echo "${{nodes[i]}} $(address_of "${{machines[i]}}")"
 done >"$hosts"
-declare -A machine_of
+{others}declare -A machine_of
 for i in "${{!nodes[@]}}"; do machine_of[${{nodes[i]}}]=${{machines[i]}}; done
 
 # A name that no other job has, so that all nodes agree on the run folder.
@@ -128,6 +128,9 @@ def sbatch(
         folder=shlex.quote(str(folder)),
         root=shlex.quote(str(root)),
         names=" ".join(names),
+        others="".join(
+            f'echo "{s.node} elsewhere-{s.node}" >>"$hosts"\n' for s in config.shares if s.node not in names
+        ),
         python=shlex.quote(python),
         config=shlex.quote(str(folder / "slurm.yaml")),
     )

@@ -187,8 +187,9 @@ def _show(remote: Remote) -> None:
     for raw in remote.process.stdout:
         line = raw.decode("utf-8", "replace").rstrip("\r\n")
         remote.last_lines.append(line)
-        sys.stdout.write(f"[{remote.name}] {line}\n")
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):  # nobody reads us any more; the node's pipe must still be emptied
+            sys.stdout.write(f"[{remote.name}] {line}\n")
+            sys.stdout.flush()
 
 
 def _interrupt(number: int, _frame: object) -> None:
