@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -109,9 +109,7 @@ def _check_shards(folder: Path) -> None:
     stored = FileSystemReader(folder / "dcp").read_metadata().storage_data
     away = sorted({f.relative_path for f in stored.values() if not (folder / "dcp" / f.relative_path).is_file()})
     if away:
-        raise CheckpointError(
-            f"checkpoint {folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes"
-        )
+        raise CheckpointError(f"{folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes")
 
 
 def find_latest(run_dir: Path) -> Path | None:

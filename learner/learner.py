@@ -60,7 +60,8 @@ class Learner:
         state = self.checkpoints.resume() if resume else None
         if resume and state is None:
             raise CheckpointError(
-                f"--resume: {self.config.run_dir}/checkpoints has no complete checkpoint; leave --resume out to start anew"
+                f"--resume: {self.config.run_dir}/checkpoints has no complete checkpoint; leave --resume out to start"
+                " anew"
             )
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None

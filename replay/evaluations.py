@@ -75,11 +75,16 @@ class EvaluationBoard:
             self._close(version, "")
         return True
 
-    def failed(self, server: str, version: int) -> None:
-        """The server that runs this evaluation could not; another holder may."""
+    def failed(self, server: str, version: int) -> bool:
+        """The server that runs this evaluation could not; another may. True when all were asked: it is closed."""
         evaluation = self.open.get(version)
-        if evaluation is not None and evaluation.server == server:
-            evaluation.server = None
+        if evaluation is None or evaluation.server != server:
+            return False
+        evaluation.server = None
+        if evaluation.rounds < MAX_ROUNDS or set(self.holders.get(version, [])) - set(evaluation.tried):
+            return False
+        self._close(version, "every server that holds it failed")
+        return True
 
     def server_lost(self, server: str) -> None:
         """Its evaluations are free for another holder."""

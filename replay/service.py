@@ -193,7 +193,12 @@ class Service:
 
     def _evaluation_failed(self, peer: Peer, message: m.EvaluationFailed) -> None:
         log.warning("replay: %r could not evaluate version %d: %s", peer.name, message.version, message.reason)
-        self.evaluations.failed(peer.identity, message.version)
+        self._evaluation_failed_at(peer, message.version)
+
+    def _evaluation_failed_at(self, peer: Peer, version: int) -> None:
+        if self.evaluations.failed(peer.identity, version):
+            self.counters["evaluations_given_up"] += 1
+            self._evaluation_closed(version, self.evaluations.closed[version])
 
     # ---- peers ----------------------------------------------------------------------------------------
 
@@ -312,7 +317,7 @@ class Service:
         problem = problem_with_evaluation(result, len(self.evaluation_rows))
         if problem is not None:
             log.warning("replay: evaluation of version %d by %r rejected: %s", result.version, peer.name, problem)
-            self.evaluations.failed(peer.identity, result.version)
+            self._evaluation_failed_at(peer, result.version)
             return
         if self.evaluations.result(peer.identity, result.version, result.greedy):
             self.batch_desk.to_rank(0, result)

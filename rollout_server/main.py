@@ -54,7 +54,10 @@ async def run(config: Config, address: str, name: str) -> int:
                 await leave(server, "stopped by signal")
                 return 0
     finally:
-        await engine.close()
+        try:
+            await engine.close()
+        except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
+            log.error("%s: %s", name, error)
         dealer.close()
 
 

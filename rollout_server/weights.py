@@ -77,8 +77,10 @@ class WeightFollower:
             keys=load_keys(self.config.network.keys),
             direct=self._direct,
         )
-        self._subscriber = subscriber
-        self._thread = threading.Thread(target=self._run, args=(subscriber,), name="weight-follower", daemon=True)
+        before, self._subscriber = self._thread, subscriber
+        self._thread = threading.Thread(
+            target=self._run, args=(subscriber, before), name="weight-follower", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -88,8 +90,10 @@ class WeightFollower:
             self._thread.join(timeout=self.config.weight_bus.collective_timeout_s + 1)
             self._subscriber = self._thread = None
 
-    def _run(self, subscriber: Subscriber) -> None:
+    def _run(self, subscriber: Subscriber, before: threading.Thread | None) -> None:
         try:
+            if before is not None:
+                before.join()  # ends at its next message, or with the update that it is in: one load at a time
             while True:
                 subscriber.receive(self._load, activate=self._activate, quarantine=self._quarantine)
         except BusClosed as closed:
@@ -108,10 +112,11 @@ class WeightFollower:
 
     def announce_wait(self) -> None:
         """Tell the publisher when the engine will apply this version late, so that it is not taken for slow."""
-        held = self.engine.holds()
+        held, drains = self.wait_for(self._reasons_to_wait())
         if held is not None:
-            self._hold(self.config.evaluation.deadline_s, f"evaluates v{held}")
-        elif self.config.on_new_weights == "drain" and self.engine.running_tokens():
+            limit_s = self.config.evaluation.deadline_s + self.config.weight_bus.deadline_s
+            self._hold(limit_s, f"evaluates v{held}")
+        elif drains:
             self._hold(self.config.replay.lease_s, "drains running requests")
 
     def _hold(self, limit_s: float, reason: str) -> None:
@@ -138,6 +143,10 @@ class WeightFollower:
         self._proven = False
         await self.engine.load(named_tensors, version)
         return await self.engine.digest()
+
+    async def _reasons_to_wait(self) -> tuple[int | None, bool]:
+        """The version that an evaluation holds, and whether requests are drained first."""
+        return self.engine.holds(), self.config.on_new_weights == "drain" and bool(self.engine.running_tokens())
 
     async def pause(self) -> None:
         """Stop the engine as on_new_weights says."""

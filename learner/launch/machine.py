@@ -66,7 +66,7 @@ def torch_has_cuda() -> bool:
 
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of CUDA_VISIBLE_DEVICES (numbers or UUIDs) up to the first that names none; None when it is not set."""
+    """The entries of CUDA_VISIBLE_DEVICES (numbers or UUIDs) up to the first invalid one; None when it is not set."""
     value = environment.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None

@@ -87,8 +87,8 @@ def _parser() -> argparse.ArgumentParser:
 def _understand(args: argparse.Namespace) -> Wanted:
     if args.resume is not None and args.hosts is None:
         raise ConfigError(
-            "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the files"
-            " for Slurm and Kubernetes always begin a new run"
+            "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the"
+            " files for Slurm and Kubernetes always begin a new run"
         )
     if args.resume is not None:
         folder = Path(args.resume)

@@ -131,8 +131,8 @@ class Node:
         run_name = self._wait_for_run_name()
         if not (Path(self.config.run.dir) / run_name / "config.yaml").is_file():
             raise OrderError(
-                f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node; it"
-                " must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
+                f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
+                " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
             )
         log = Path(self.config.run.dir) / run_name / "logs" / f"learner-{node}.log"
         command = [*process.command, "--set", f"run.name={run_name}"]

@@ -116,6 +116,7 @@ def sbatch(
     folder = Path(config.run_dir) / "launch"
     target = path or folder / ("run.sbatch" if role == "learner" else "rollout.sbatch")
     names = nodes_of(config, role)
+    elsewhere = [share.node for share in config.shares if share.node not in names]
     on_gpus = any(uses_gpus(config, plan.machines[name]) for name in names)
     count = gpus or max(most_devices(share) for share in config.shares if share.node in names)
     text = HEAD.format(
@@ -128,9 +129,7 @@ def sbatch(
         folder=shlex.quote(str(folder)),
         root=shlex.quote(str(root)),
         names=" ".join(names),
-        others="".join(
-            f'echo "{s.node} elsewhere-{s.node}" >>"$hosts"\n' for s in config.shares if s.node not in names
-        ),
+        others="".join(f'echo "{node} elsewhere-{node}" >>"$hosts"\n' for node in elsewhere),
         python=shlex.quote(python),
         config=shlex.quote(str(folder / "slurm.yaml")),
     )

@@ -28,11 +28,7 @@ from rollout_server.engines.sglang.requests import (
     Answer,
     Part,
     check_prompt,
-    finish_reason,
     first_error,
-    tokens_of,
-    versions_from_boundaries,
-    versions_from_spans,
 )
 from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine, folder_tensors
 from rollout_server.engines.sglang.token_gaps import TokenGaps
@@ -116,7 +112,7 @@ class SGLangEngine:
                 raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
             self._pins[pinned] += 1
         self._sglang.check_alive()
-        answers = [Answer(request_id, token_ids, sampling, pinned=pinned is not None) for _ in range(n)]
+        answers = [Answer(request_id, token_ids, sampling, pinned=pinned) for _ in range(n)]
         if not self._answers:
             self._busy_since = self._progress_at = time.monotonic()
         self._answers.update(answers)
@@ -141,7 +137,7 @@ class SGLangEngine:
         limit = answer.sampling.max_new_tokens
         async with self._slots:
             while True:
-                if not answer.pinned:  # an evaluation finishes what an update would otherwise wait for
+                if answer.pinned is None:  # an evaluation finishes what an update would otherwise wait for
                     await self._open.wait()
                 if answer.aborted:
                     return answer.completion("abort")
@@ -154,6 +150,8 @@ class SGLangEngine:
                     self._counts["aborted_tokens"] += len(answer.token_ids) if reason == "abort" else 0
                     return answer.completion(reason)
                 self._counts["interrupted_parts"] += 1
+                if answer.token_ids and answer.token_ids[-1] in answer.sampling.stop_token_ids:
+                    return answer.completion("stop")  # SGLang looks at an abort before it looks at a stop token
                 if len(answer.token_ids) >= limit:
                     return answer.completion("length")
 
@@ -179,27 +177,20 @@ class SGLangEngine:
         finally:
             if probe and self._gaps is not None:
                 self._gaps.release(part.rid)
-        ids, logprobs = tokens_of(output)
-        spans = output["meta_info"].get("weight_versions")
-        versions = (
-            versions_from_spans(spans, len(ids), self._sglang.late_tokens)
-            if spans and ids
-            else versions_from_boundaries(part, len(ids))
-        )
-        answer.token_ids += ids
-        answer.logprobs += logprobs
-        answer.versions.append(versions)
-        self._tokens += len(ids)
-        return finish_reason(output["meta_info"]["finish_reason"])
+        count, reason = answer.take(part, output, self._sglang.late_tokens)
+        self._tokens += count
+        return reason
 
     def abort(self, request_id: str) -> None:
         """See `Engine.abort`; unknown requests are ignored."""
-        for answer in self._answers:
-            if answer.request_id == request_id:
-                answer.aborted = True
-                if answer.part is not None:
-                    answer.part.interrupted = False
-                    self._sglang.abort(answer.part.rid)
+        self._end([answer for answer in self._answers if answer.request_id == request_id])
+
+    def _end(self, answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            answer.aborted = True
+            if answer.part is not None:
+                answer.part.interrupted = False
+                self._sglang.abort(answer.part.rid)
 
     def running_tokens(self) -> Mapping[str, int]:
         """See `Engine.running_tokens`; exact to the stream interval."""
@@ -223,8 +214,13 @@ class SGLangEngine:
         """
         if self._paused:
             return
-        await self._until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
-        self._pins.clear()  # nobody has begun to evaluate them: another server may
+        try:
+            await self._until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
+        except EngineError as late:
+            self._sglang.check_alive()
+            log.error("%s; the evaluation is given up here", late)
+        for version in list(self._pins):  # nobody has begun to evaluate them, or nobody has ended it
+            await self.unpin(version)
         self._open.clear()
         if mode == "drain":
             await self._until(lambda: not self._running(), math.inf, "running requests")
@@ -296,6 +292,7 @@ class SGLangEngine:
         for reply in replies:
             if reply.error:
                 raise EngineError(f"scheduler {reply.rank} could not load: {reply.error}")
+        self._staging.mapped_by_all()
         names = {name for reply in replies for name in reply.seconds}
         self._seconds = {f"apply_{name}_s": max(reply.seconds.get(name, 0.0) for reply in replies) for name in names}
         return combine(replies, self._staging.shapes())
@@ -337,8 +334,9 @@ class SGLangEngine:
         self._pins.setdefault(version, 0)
 
     async def unpin(self, version: int) -> None:
-        """See `Engine.unpin`."""
+        """See `Engine.unpin`. Requests that still run on the pin come back as `abort`."""
         self._pins.pop(version, None)
+        self._end([answer for answer in self._answers if answer.pinned == version])
         async with self._idle:
             self._idle.notify_all()
 
@@ -377,8 +375,10 @@ class SGLangEngine:
         for answer in self._answers:
             answer.aborted = True
         self._open.set()
-        await self._sglang.close()
-        self._staging.close()
+        try:
+            await self._sglang.close()
+        finally:
+            self._staging.close()
 
     def _running(self) -> list[Answer]:
         return [answer for answer in self._answers if answer.part is not None]

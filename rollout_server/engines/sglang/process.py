@@ -24,7 +24,8 @@ from rollout_server.engines.sglang_path import prepare_cpu
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-CLOSE_DEADLINE_S = 60.0
+CLOSE_DEADLINE_S = 75.0
+"""More than SGLang's own 60 s."""
 DEATH_LOOK_S = 1.0
 
 
@@ -193,12 +194,12 @@ class SGLangProcess:
 
     async def close(self) -> None:
         """End SGLang's children."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await asyncio.to_thread(self._engine.shutdown)
         except TimeoutError as error:
             raise EngineError(f"SGLang did not end within {CLOSE_DEADLINE_S:g} s: pids {self.pids()}") from error
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
         """Await a call for at most the deadline, and no longer than SGLang lives."""

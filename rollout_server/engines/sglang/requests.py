@@ -28,7 +28,7 @@ class Part:
 class Answer:
     """One answer in progress: the tokens of its finished parts, and the part that runs."""
 
-    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: bool) -> None:
+    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: int | None) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
@@ -43,6 +43,27 @@ class Answer:
     def num_tokens(self) -> int:
         """Tokens so far, as far as they are known here."""
         return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
+
+    def take(self, part: Part, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
+        """Add the tokens of a part that has ended; how many they are, and why it ended.
+
+        Raises:
+            EngineError: SGLang has refused the part, or what it returned is not consistent.
+        """
+        finished = output["meta_info"]["finish_reason"] or {}
+        if finished.get("type") == "abort" and finished.get("status_code") and not part.interrupted:
+            text = finished.get("message")
+            raise EngineError(f"SGLang ended a request of {len(self.prompt)} prompt tokens: {text}")
+        ids, logprobs = tokens_of(output)
+        spans = output["meta_info"].get("weight_versions")
+        self.versions.append(
+            versions_from_spans(spans, len(ids), late_tokens)
+            if spans and ids
+            else versions_from_boundaries(part, len(ids))
+        )
+        self.token_ids += ids
+        self.logprobs += logprobs
+        return len(ids), finish_reason(finished)
 
     def completion(self, reason: FinishReason) -> Completion:
         """What came out."""
@@ -107,8 +128,9 @@ def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     meta = output["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = [int(pair[1]) for pair in pairs]
-    if ids != [int(token) for token in output.get("output_ids") or []]:
-        raise EngineError(f"SGLang returned {len(output.get('output_ids') or [])} tokens and {len(ids)} logprobs")
+    shown = [int(token) for token in output.get("output_ids") or []]
+    if ids != shown and not (len(shown) == 1 and shown == ids[-1:]):  # older ones, aborted in the queue: the last only
+        raise EngineError(f"SGLang returned {len(shown)} tokens and {len(ids)} logprobs")
     return ids, [float(pair[0]) for pair in pairs]
 
 

@@ -50,6 +50,7 @@ class StagingFolder:
         self._tensors: list[list[Any]] = []
         self._handles: dict[int, dict[str, Any]] = {}
         self._files: list[torch.Tensor] = []
+        self._inodes: dict[int, int] = {}
 
     def write_update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Describe an update; bytes in host memory are copied into shared memory, CUDA memory is only named."""
@@ -104,6 +105,11 @@ class StagingFolder:
         """Full shape of each tensor of the last request."""
         return {name: tuple(shape) for name, _, shape, _, _ in self._tensors}
 
+    def mapped_by_all(self) -> None:
+        """Every scheduler has mapped the memory: it lives on in the mappings, and ends with the processes."""
+        for path in self.path.glob("memory.*"):
+            path.unlink()
+
     def close(self) -> None:
         """Remove the folder."""
         self._files.clear()
@@ -131,9 +137,26 @@ class StagingFolder:
             self._files.append(torch.empty(0, dtype=torch.uint8))
         if self._files[number].numel() != size:
             path.unlink(missing_ok=True)  # whoever has the old one mapped keeps it until it maps the new one
-            self._files[number] = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+            self._files[number] = _new_file(path, size)
+            self._inodes[number] = path.stat().st_ino
         self._files[number].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-        return {"kind": "file", "path": str(path), "size": size, "inode": path.stat().st_ino}
+        return {"kind": "file", "path": str(path), "size": size, "inode": self._inodes[number]}
+
+
+def _new_file(path: Path, size: int) -> torch.Tensor:
+    """Flat uint8 over a new file. Its memory is taken at once: a page that is missing later would be a SIGBUS."""
+    if size:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            raise EngineError(
+                f"{size / 1e9:.1f} GB of an update do not fit in {path.parent}: {error.strerror}; enlarge it"
+                " (docker run --shm-size)"
+            ) from error
+        finally:
+            os.close(descriptor)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
 def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
