@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from simulated_run import SimulatedRun, config, group_message, rows
 
 from replay import messages as m
+from replay.evaluations import EvaluationBoard
 from replay.leases import SlotState
 from replay.prompts import PromptSource
 from replay.service import Service
@@ -225,6 +226,19 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
     made.handle("b", result(False), 2.0)
     assert len(sent(made, "l", m.EvaluationResult)) == 2
     assert sent(made, "b", m.EvaluationClosed)[-1].version == 0
+
+
+def test_an_evaluation_that_fails_everywhere_is_given_up():
+    board = EvaluationBoard([True], 100.0)
+    board.request(0, 0.0)
+    for server in ("a", "b"):
+        board.holds(server, 0)
+    asked = []
+    while board.open:
+        ((server, _),) = board.assign()
+        asked.append(server)
+        board.failed(server, 0)
+    assert asked == ["a", "b", "a", "b"] and "every server" in board.closed[0]
 
 
 def test_overdue_evaluations_are_closed_with_a_reason():

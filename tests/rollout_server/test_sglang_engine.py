@@ -163,7 +163,10 @@ async def evaluation(served: Served) -> None:
     for one in (answer, later):
         assert set(one.versions.tolist()) == {version}
         check_logprobs(model, PROMPT, one)
+    left = asyncio.ensure_future(request(PROMPT, sampling, 16, request_id="left", pinned=version))
+    await asyncio.sleep(0)
     await served.engine.unpin(version)
+    assert {one.finish_reason for one in await left} == {"abort"}, "nobody waits for it any more"
     await updating
     assert served.engine.version == version + 1 and served.engine.holds() is None
     await refused(request(PROMPT, sampling, 1, request_id="third", pinned=version), f"version {version} is not held")

@@ -1,24 +1,28 @@
 """Versions of tokens, with what SGLang records and without; arguments that it is given. No SGLang is needed here."""
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loading import load
-from rollout_server.engines.base import EngineError
+from rollout_server.engines.base import EngineError, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.requests import (
+    Answer,
     Part,
     finish_reason,
     tokens_of,
     versions_from_boundaries,
     versions_from_spans,
 )
+from rollout_server.engines.sglang.staging import StagingFolder
 
 TRUE_VERSIONS = st.lists(st.integers(0, 6), min_size=1, max_size=40).map(sorted)
 
@@ -160,9 +164,66 @@ def test_defaults_that_an_older_sglang_does_not_know_are_left_out(tmp_path: Path
         ("rollout.sglang.max_totl_tokens=9", r"no such argument; did you mean 'rollout\.sglang\.max_total_tokens'"),
         ("rollout.sglang.qqq=9", r"rollout\.sglang\.qqq: the installed SGLang has no such argument$"),
         ("rollout.sglang.trust_remote_code=true", r"trust_remote_code: Slipstream decides it; set nothing: code in"),
+        ("rollout.sglang.incremental_streaming_output=true", r"incremental_streaming_output: Slipstream decides it"),
+        (
+            "rollout.sglang.preferred_sampling_params=x",
+            r"preferred_sampling_params: Slipstream decides it",
+        ),
         ("rollout.max_new_tokens=17", r"max_new_tokens = 33, and the model has max_position_embeddings 32"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=said):
         arguments(tmp_path, override)
+
+
+# ---- what comes back ----------------------------------------------------------------------------------------
+
+
+def ended(reason: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+    """The output of a part as SGLang returns it."""
+    pairs = [(-0.5, token, None) for token in ids]
+    return {"output_ids": ids, "meta_info": {"finish_reason": reason, "output_token_logprobs": pairs}}
+
+
+def an_answer() -> Answer:
+    return Answer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None)
+
+
+def test_parts_add_up_to_an_answer() -> None:
+    answer = an_answer()
+    assert answer.take(Part(rid="a", version=3), ended({"type": "abort"}, [5, 6]), 0) == (2, "abort")
+    assert answer.take(Part(rid="b", version=4), ended({"type": "stop"}, [7]), 0) == (1, "stop")
+    done = answer.completion("stop")
+    assert done.token_ids.tolist() == [5, 6, 7] and done.versions.tolist() == [3, 3, 4]
+
+
+def test_a_request_that_sglang_refuses_is_an_error_with_its_reason() -> None:
+    refusal = {"type": "abort", "status_code": 400, "message": "too long for max_total_tokens"}
+    with pytest.raises(EngineError, match="3 prompt tokens: too long for max_total_tokens"):
+        an_answer().take(Part(rid="a", version=0), ended(refusal, []), 0)
+    interrupted = Part(rid="b", version=0, interrupted=True)
+    assert an_answer().take(interrupted, ended(refusal, []), 0) == (0, "abort")
+
+
+# ---- the staging folder -------------------------------------------------------------------------------------
+
+
+def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = StagingFolder()
+    try:
+        folder.write_update([("a", torch.ones(1000))], 1)
+        assert [path.stat().st_size for path in folder.path.glob("memory.*")] == [4000]
+        folder.mapped_by_all()
+        assert not list(folder.path.glob("memory.*"))
+        folder.write_update([("a", torch.zeros(1000))], 2)  # the same memory again, without its file
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(EngineError, match="No space left on device; enlarge it"):
+            folder.write_update([("a", torch.zeros(2000))], 3)
+    finally:
+        folder.close()
+    assert not folder.path.exists()
