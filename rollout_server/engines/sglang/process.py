@@ -75,12 +75,18 @@ class SGLangProcess:
         self._failure = ""
         self._loads = 0
         before = {child.pid for child in multiprocessing.active_children()}
+        root = logging.getLogger()
+        handlers, level = root.handlers[:], root.level
         try:
             self._engine = sglang.Engine(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
             raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {error}") from error
         except (ValueError, TypeError, AssertionError) as error:
             raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
+        finally:
+            # SGLang sets up the root logger for itself; the launcher reads our form of an error line
+            root.handlers[:] = handlers
+            root.setLevel(level)
         self._children = [child for child in multiprocessing.active_children() if child.pid not in before]
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
