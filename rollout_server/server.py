@@ -225,7 +225,7 @@ class RolloutServer:
             "running": float(health.running),
             "waiting": float(health.waiting),
             "memory_gb": health.memory_bytes / 1e9,
-            **{name: value for name, value in health.detail.items() if name.startswith("pause_ms_")},
+            **health.detail,
             **self.follower.gauges,
         }
 

@@ -74,12 +74,7 @@ def _works(package: str) -> bool:
         return False
     try:
         importlib.import_module(package)
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ):  # what a build for another torch has been seen to raise
+    except CANNOT_BE_IMPORTED:
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[name]
         return False

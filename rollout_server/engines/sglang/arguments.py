@@ -2,10 +2,10 @@
 
 import difflib
 import json
+import math
 import os
 import secrets
-import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.staging import folder_tensors
+from weight_bus.manifest import ITEM_SIZES
 
 LOADER = "rollout_server.engines.sglang.loader.apply"
 STREAM_INTERVAL = 16
@@ -130,7 +132,8 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     """Leave room beside the engine for the buckets of the weight bus, which are received while it decodes."""
     staged = config.weight_bus.backend != "gloo" and config.weight_bus.apply == "staged"
     total = torch.cuda.get_device_properties(0).total_memory
-    beside = RESERVED_BYTES + (sum(_tensor_bytes(Path(config.model.path), config.rollout.dtype)) if staged else 0)
+    count = sum(math.prod(shape) for _, _, shape in folder_tensors(Path(config.model.path)))
+    beside = RESERVED_BYTES + (count * ITEM_SIZES[config.rollout.dtype] if staged else 0)
     share = SAFE_SHARE - beside / total
     if share < 0.1:
         raise EngineError(
@@ -138,18 +141,3 @@ def _on_cuda(config: Config) -> dict[str, Any]:
             " does not fit; take more placement.tensor_parallel, or weight_bus.apply: direct"
         )
     return {"mem_fraction_static": round(share, 3), "cuda_graph_max_bs_decode": config.rollout.max_running}
-
-
-def _tensor_bytes(folder: Path, dtype: str) -> Iterator[int]:
-    """Bytes of each tensor of the folder in the wire dtype, from the headers of its safetensors."""
-    size = {"float32": 4, "bfloat16": 2}[dtype]
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for extent in entry["shape"]:
-                    count *= extent
-                yield count * size

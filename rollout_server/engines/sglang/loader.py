@@ -5,6 +5,7 @@ SGLang calls `apply(model, named_tensors)` between two forwards; what to do stan
 so equal digests prove staging, mapping, fusion and slicing at once.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ import msgpack
 import torch
 
 from rollout_server.engines.sglang.layout import live_slices
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, DTYPES, FOLDER, REQUEST
+from rollout_server.engines.sglang.staging import CUDA_HANDLE, FOLDER, REQUEST
 from weight_bus.digest import Part, slice_digests
+from weight_bus.staging import DTYPES
 
 _mapped: dict[str, tuple[Any, torch.Tensor]] = {}
 """Memory of the server that this process has mapped, by what names it, with its key."""
@@ -64,10 +66,7 @@ def _tensors(request: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     memory = [_map(number, described) for number, described in enumerate(request["memory"])]
     for name, dtype, shape, number, offset in request["tensors"]:
         kind = DTYPES[dtype]
-        count = 1
-        for extent in shape:
-            count *= extent
-        yield name, memory[number][offset : offset + count * kind.itemsize].view(kind).view(shape)
+        yield name, memory[number][offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 def _map(number: int, described: dict[str, Any]) -> torch.Tensor:

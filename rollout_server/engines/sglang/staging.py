@@ -6,6 +6,7 @@ pickled, and nobody but this user can open the folder.
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -19,13 +20,12 @@ import torch
 from safetensors import safe_open
 
 from rollout_server.engines.base import EngineError
+from weight_bus.staging import DTYPES, NAMES
 
 FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +173,7 @@ def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> 
                 wrong.add(name)
     digests = {}
     for name, slices in parts.items():
-        size = 1
-        for extent in shapes[name]:
-            size *= extent
-        if name not in wrong and sum(count for count, _ in slices.values()) == size:
+        if name not in wrong and sum(count for count, _ in slices.values()) == math.prod(shapes[name]):
             digests[name] = sum(digest for _, digest in slices.values()) & ((1 << 64) - 1)
     return digests
 
