@@ -47,7 +47,7 @@ class SGLangEngine:
     def __init__(self, config: Config) -> None:
         self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         self._max_running = config.rollout.max_running
-        self._hold_limit_s = config.evaluation.deadline_s
+        self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder()
         os.environ[FOLDER] = str(self._staging.path)
         self._staging.name_tensors(folder_tensors(Path(config.model.path)))
@@ -223,7 +223,7 @@ class SGLangEngine:
             await self.unpin(version)
         self._open.clear()
         if mode == "drain":
-            await self._until(lambda: not self._running(), math.inf, "running requests")
+            await self._until(lambda: not self._running(), self._drain_limit_s, "running requests (replay.lease_s)")
         else:
             await self._interrupt(everything=mode == "recompute_kv")
         if self._gaps is not None:
