@@ -11,6 +11,14 @@ The learner's node keeps this folder. Every other node gets a folder with its ow
 `network.keys` points on that node. server.key_secret never leaves the learner's node.
 
 Nothing is overwritten: --force replaces a folder of keys, and every node needs its new files afterwards.
+
+A folder of keys in use is changed on the learner's node; a run that serves with it notices within about a second:
+
+    python -m scripts.make_keys --out keys --add node3         one more may connect
+    python -m scripts.make_keys --out keys --remove node3      it may not connect any more, and what it sends is refused
+    python -m scripts.make_keys --out keys --rotate node1      a new key for node1; its old one is valid as well, until
+    python -m scripts.make_keys --out keys --remove-old node1  node1 has its new files and was started with them
+    python -m scripts.make_keys --out keys --rotate server     all nodes need the new server.key, the run a restart
 """
 
 import argparse
@@ -26,15 +34,16 @@ from pathlib import Path
 import zmq.auth
 
 from replay.channel.errors import KeysError
-from replay.channel.keys import CLIENTS, LEARNER, PUBLIC, SECRET, SERVER, load_keys
+from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, load_keys
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+ENDS = (PUBLIC, OLD, SECRET)
 NODES = "nodes"
 """The client that all other nodes share where --clients names none."""
 
 
 class MakeError(RuntimeError):
-    """The keys cannot be made; the message names the path and the way out."""
+    """The keys cannot be made or changed; the message names the path and the way out."""
 
 
 def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
@@ -44,8 +53,7 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
         MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
     """
     for name in clients:
-        if not NAME.fullmatch(name):
-            raise MakeError(f"--clients {name!r}: a name consists of letters, digits, '.', '_' and '-'")
+        check_name("--clients", name)
     names = [LEARNER, *clients]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -75,13 +83,114 @@ def export(keys: Path, name: str, out: Path) -> None:
             shutil.copyfile(keys / file, folder / file)
 
 
+def add(keys: Path, name: str) -> None:
+    """One more client in a folder of keys.
+
+    Raises:
+        MakeError: there is such a client, or this folder is not that of the node that serves.
+    """
+    check_name("--add", name)
+    check_serves(keys)
+    if (keys / CLIENTS / (name + PUBLIC)).exists():
+        raise MakeError(f"--add {name!r}: {keys / CLIENTS} has that key; --rotate {name} replaces it")
+    put_pair(keys, f"{CLIENTS}/{name}")
+
+
+def remove(keys: Path, name: str) -> None:
+    """Take a client away, its old key included.
+
+    Raises:
+        MakeError: there is no such client, or it is the learner's own.
+    """
+    check_client("--remove", keys, name)
+    if name == LEARNER:
+        raise MakeError(f"--remove {name!r}: the learner's node itself connects with it; --rotate {name} replaces it")
+    for end in ENDS:
+        (keys / CLIENTS / (name + end)).unlink(missing_ok=True)
+
+
+def rotate(keys: Path, name: str) -> None:
+    """A new pair. A client's old public key stays valid beside it; the server has one key at a time.
+
+    Raises:
+        MakeError: there is no such client, or its last rotation has not ended.
+    """
+    if name == SERVER:
+        check_serves(keys)
+        put_pair(keys, SERVER)
+        return
+    check_client("--rotate", keys, name)
+    public, old = keys / CLIENTS / (name + PUBLIC), keys / CLIENTS / (name + OLD)
+    if old.exists():
+        raise MakeError(f"--rotate {name!r}: {old} is still valid; end that rotation first with --remove-old {name}")
+    with private_folder(keys) as work:
+        shutil.copyfile(public, work / old.name)
+        (work / old.name).replace(old)
+    put_pair(keys, f"{CLIENTS}/{name}")
+
+
+def remove_old(keys: Path, name: str) -> None:
+    """End a rotation: only the new key is valid from now on.
+
+    Raises:
+        MakeError: there is no such client, or no old key of it.
+    """
+    check_client("--remove-old", keys, name)
+    old = keys / CLIENTS / (name + OLD)
+    if not old.exists():
+        raise MakeError(f"--remove-old {name!r}: {old} is not there, so no rotation is under way")
+    old.unlink()
+
+
+def check_name(option: str, name: str) -> None:
+    """Raises MakeError when a name cannot be a file name."""
+    if not NAME.fullmatch(name) or name == SERVER:
+        raise MakeError(f"{option} {name!r}: a name consists of letters, digits, '.', '_' and '-'; not {SERVER!r}")
+
+
+def check_serves(keys: Path) -> None:
+    """Raises MakeError when this is not the folder that says who may connect."""
+    if not (keys / (SERVER + SECRET)).is_file():
+        raise MakeError(f"{keys} has no {SERVER + SECRET}; keys are changed in the folder of the learner's node")
+
+
+def check_client(option: str, keys: Path, name: str) -> None:
+    """Raises MakeError when there is no such client, or `keys` does not say who may connect."""
+    check_name(option, name)
+    check_serves(keys)
+    if not (keys / CLIENTS / (name + PUBLIC)).is_file():
+        known = ", ".join(sorted(path.stem for path in (keys / CLIENTS).glob("*" + PUBLIC))) or "none"
+        raise MakeError(f"{option} {name!r}: {keys / CLIENTS} holds no such key; there are {known}")
+
+
+def put_pair(keys: Path, name: str) -> None:
+    """A new pair as `name` (a path in `keys`), in place of the one that is there. Each file appears whole, the public
+    one first: a server must know a key before anybody can connect with it."""
+    with private_folder(keys) as work:
+        zmq.auth.create_certificates(work, "new")
+        for end in (PUBLIC, SECRET):
+            (work / ("new" + end)).replace(keys / (name + end))
+
+
+@contextmanager
+def private_folder(parent: Path) -> Iterator[Path]:
+    """A folder that only this user may enter, and that is gone afterwards."""
+    mask = os.umask(0o077)
+    work = Path(tempfile.mkdtemp(prefix=".new-keys.", dir=parent))
+    try:
+        yield work
+    finally:
+        os.umask(mask)
+        shutil.rmtree(work)
+
+
 def check_free(out: Path, *, force: bool) -> None:
     """Raises MakeError when `out` exists, or, with force, when it holds anything but keys."""
     if not out.exists():
         return
     if not force:
         raise MakeError(f"{out} exists, and keys are not overwritten; name another folder, or --force to replace it")
-    foreign = [path for path in sorted(out.rglob("*")) if path.suffix not in (PUBLIC, SECRET) and path.name != CLIENTS]
+    foreign = [path for path in sorted(out.rglob("*")) if path.suffix not in ENDS and path.name != CLIENTS]
     if foreign or not out.is_dir():
         raise MakeError(f"{foreign[0] if foreign else out} was not made by this script, so nothing is replaced")
 
@@ -90,9 +199,7 @@ def check_free(out: Path, *, force: bool) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder that only this user may enter, in place of `out` once it is filled and proven to be readable."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    mask = os.umask(0o077)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with private_folder(out.parent) as work:
         new = work / "new"
         new.mkdir()
         yield new
@@ -100,9 +207,6 @@ def new_folder(out: Path) -> Iterator[Path]:
         if out.exists():
             out.rename(work / "old")
         new.rename(out)
-    finally:
-        os.umask(mask)
-        shutil.rmtree(work)
 
 
 def say(text: str) -> None:
@@ -110,8 +214,8 @@ def say(text: str) -> None:
     sys.stdout.write(text + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; `change` is one of CHANGES with its name, or None."""
     parser = argparse.ArgumentParser(
         prog="python -m scripts.make_keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -120,17 +224,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--clients", default=NODES, help=f"names of other nodes, by commas (default: {NODES}, one key for them all)"
     )
     parser.add_argument("--force", action="store_true", help="replace a folder of keys")
-    parser.add_argument("--export-node", metavar="NAME", help="write the folder of this node from --out to --to")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where --export-node writes")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--export-node", metavar="NAME", help="write the folder of this node from --out to --to")
+    one.add_argument("--add", metavar="NAME", help="a key for one more node")
+    one.add_argument("--remove", metavar="NAME", help="take this node's key away")
+    one.add_argument("--rotate", metavar="NAME", help=f"a new key for this node, or for the server ({SERVER})")
+    one.add_argument("--remove-old", metavar="NAME", help="end a rotation: only the new key is valid")
     args = parser.parse_args(arguments)
     if (args.export_node is None) != (args.to is None):
         parser.error("--export-node NAME and --to DIR come together")
+    return args
+
+
+def change(args: argparse.Namespace) -> bool:
+    """Change or export from a folder of keys as the command line says; False when it says to make one."""
+    keys, name, command = args.out, "", f"python -m scripts.make_keys --out {args.out}"
+    if name := args.export_node:
+        export(keys, name, args.to)
+        say(f"{args.to}: the keys of {name}; copy this folder to where network.keys points there")
+    elif name := args.add:
+        add(keys, name)
+        say(f"{keys}: {name} may connect. Its folder: {command} --export-node {name} --to {name}-keys")
+    elif name := args.remove:
+        remove(keys, name)
+        say(f"{keys}: {name} may not connect any more")
+    elif (name := args.rotate) == SERVER:
+        rotate(keys, name)
+        say(f"{keys}: a new {SERVER + PUBLIC}; copy it to every node, and start the run again")
+    elif name:
+        rotate(keys, name)
+        say(f"{keys}: {name} has a new key, its old one is valid as well. Its new folder:")
+        say(f"  {command} --export-node {name} --to {name}-keys")
+        say(f"When it was started with that: {command} --remove-old {name}")
+    elif name := args.remove_old:
+        remove_old(keys, name)
+        say(f"{keys}: the old key of {name} is not valid any more")
+    return bool(name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point."""
+    args = parse(arguments)
+    clients = [name.strip() for name in args.clients.split(",") if name.strip()]
     try:
-        if args.export_node is not None:
-            export(args.out, args.export_node, args.to)
-            say(f"{args.to}: the keys of {args.export_node}; copy this folder to where network.keys points there")
+        if change(args):
             return 0
-        clients = [name.strip() for name in args.clients.split(",") if name.strip()]
         make(args.out, clients, force=args.force)
     except (MakeError, KeysError) as error:
         sys.stderr.write(f"make_keys: {error}\n")

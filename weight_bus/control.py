@@ -1,6 +1,5 @@
 """Sockets of the control plane: the publisher's ROUTER, a subscriber's DEALER, and a wake-up for either thread."""
 
-import itertools
 import logging
 import socket
 import threading
@@ -8,6 +7,7 @@ import threading
 import zmq
 
 from replay.channel import (
+    Arrivals,
     ChannelError,
     Envelope,
     Gate,
@@ -20,6 +20,7 @@ from replay.channel import (
     configure,
     decode,
     encode,
+    sequence_numbers,
 )
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
@@ -69,7 +70,7 @@ class Router:
     def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
-        self._sequence = itertools.count(1)
+        self._sequence = sequence_numbers()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
@@ -79,6 +80,8 @@ class Router:
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
+            roster = self._gate.roster if self._gate is not None else None
+            self._arrivals = Arrivals(TO_PUBLISHER, Limits().max_message_bytes, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()
@@ -110,12 +113,9 @@ class Router:
             self.wake.clear()
         arrived: list[tuple[str, Envelope | WireError]] = []
         while self._socket.poll(0):
-            identity, *frames = self._socket.recv_multipart()
-            name = identity.decode("utf-8", "replace").removesuffix(BEAT_SUFFIX)
-            try:
-                arrived.append((name, decode(frames, TO_PUBLISHER)))
-            except WireError as error:
-                arrived.append((name, error))
+            # of any run: a peer of another one is told so
+            identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
+            arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
         return arrived
 
     @property
@@ -140,7 +140,7 @@ class Dealer:
     ) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
-        self._sequence = itertools.count(1)
+        self._sequence = sequence_numbers()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits(), keys)

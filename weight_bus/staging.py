@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from replay.channel import WireError
 from weight_bus.digest import Part, slice_digests
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import ALIGNMENT, Entry, Manifest, Planner, aligned
@@ -159,13 +160,25 @@ class Staging:
         self.buckets: list[torch.Tensor] = []
 
     def prepare(self, manifest: Manifest) -> None:
-        """Make room for an update; keeps the buffers while the layout stays."""
+        """Make room for an update; keeps the buffers while the layout stays.
+
+        Raises:
+            WireError: there is not so much memory.
+        """
         if manifest.bucket_sizes != self.manifest.bucket_sizes:
             self.buckets = []  # first, so that the old ones make room
-            self.buckets = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in manifest.bucket_sizes]
+            try:
+                self.buckets = [self._empty(size) for size in manifest.bucket_sizes]
+            except RuntimeError as error:  # of torch's allocators
+                self.manifest = Manifest((), ())
+                wanted = sum(manifest.bucket_sizes)
+                raise WireError(f"a manifest of {wanted} bytes does not fit into the memory here: {error}") from error
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # kernels of other streams may still use what this was before
         self.manifest = manifest
+
+    def _empty(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def corrupt(self) -> list[str]:
         """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device once."""

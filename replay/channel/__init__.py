@@ -1,5 +1,7 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
+from replay.channel.admission import DuplicateMessage, NotAdmitted, may_be, sequence_numbers
+from replay.channel.arrivals import Arrivals
 from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
@@ -8,10 +10,12 @@ from replay.channel.keys import Keys, load_keys
 from replay.channel.sockets import AsyncDealer, AsyncRouter, Dealer, Limits, bind, configure
 
 __all__ = [
+    "Arrivals",
     "AsyncDealer",
     "AsyncRouter",
     "ChannelError",
     "Dealer",
+    "DuplicateMessage",
     "Envelope",
     "Gate",
     "HandshakeWatch",
@@ -19,6 +23,7 @@ __all__ = [
     "KeysError",
     "Limits",
     "Message",
+    "NotAdmitted",
     "Registry",
     "WireError",
     "bind",
@@ -26,5 +31,7 @@ __all__ = [
     "decode",
     "encode",
     "load_keys",
+    "may_be",
     "registry",
+    "sequence_numbers",
 ]

@@ -2,7 +2,8 @@
 
 A message is a frozen dataclass that inherits `Message`; its annotations are its schema. Scalars and plain
 containers go into the msgpack header, numpy arrays follow as raw little-endian frames without a copy.
-Whatever a peer sends is checked (types, dtypes, shapes, sizes, finite limits) before anything uses it;
+The last four bytes of the header are a CRC-32 (little-endian) over the header before them and all array frames.
+Whatever a peer sends is checked (checksum, types, dtypes, shapes, sizes, finite limits) before anything uses it;
 nothing is ever unpickled or evaluated.
 
     Example:
@@ -11,23 +12,34 @@ nothing is ever unpickled or evaluated.
 """
 
 import dataclasses
-import types
-import typing
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import msgpack
 import numpy as np
 
-SCHEMA_VERSION = 1
+from replay.channel.fields import Field, fields_of, shown
+
+SCHEMA_VERSION = 2
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
-MAX_DIMENSIONS = 4
+MAX_ITEMS = 1 << 20
+"""Entries of one list or map of a header, and of all of them together with their number: one byte can announce an
+object of 70, so the size of the frame alone does not bound the memory that it takes."""
+MAX_SEQUENCE = 2**62
 DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int32", "int64", "float32")}
+HEADER = {"schema": int, "run": str, "kind": str, "seq": int, "fields": dict, "arrays": list, "crc": bytes}
+"""Keys of the header map, in order."""
+CRC_BYTES = 4
+CRC_MARK = b"\xa3crc\xc4\x04"
+"""How msgpack ends a map whose last key is "crc" with a value of four bytes, before that value."""
 
 
 class WireError(ValueError):
-    """A frame that breaks the schema (symptom class: corrupt). The message says what was wrong."""
+    """A message that cannot be used. The text says what was wrong with it, `symptom` of which class that is."""
+
+    symptom = "corrupt"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,10 @@ class Envelope:
     run_id: str
     sequence: int
     message: Message
+    sender: str = ""
+    """Name of the key that its connection has proven; empty without keys, and for what a server sent."""
+    frames: Sequence[bytes | memoryview] = ()
+    """The message as it came: what the journal keeps."""
 
 
 Registry = dict[str, type[Message]]
@@ -57,60 +73,65 @@ def registry(*messages: type[Message]) -> Registry:
 
 def encode(message: Message, run_id: str, sequence: int) -> list[bytes | memoryview]:
     """Frames of one message. Arrays are sent from their own memory, so do not change them afterwards."""
-    arrays, described = [], []
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(message):
-        value = getattr(message, field.name)
-        if field.name in message.ARRAYS:
-            dtype = message.ARRAYS[field.name]
-            array = np.ascontiguousarray(value, dtype=DTYPES[dtype])
-            described.append((field.name, dtype, list(array.shape)))
-            arrays.append(memoryview(cast(Any, array)).cast("B") if array.size else memoryview(b""))
-        else:
-            fields[field.name] = value
+    kind = type(message)
+    arrays: list[bytes | memoryview] = []
+    described = []
+    for name, dtype in kind.ARRAYS.items():
+        array = np.ascontiguousarray(getattr(message, name), dtype=DTYPES[dtype])
+        described.append((name, dtype, array.shape))
+        arrays.append(memoryview(cast(Any, array)).cast("B") if array.size else b"")
     header = {
         "schema": SCHEMA_VERSION,
         "run": run_id,
-        "kind": type(message).__name__,
+        "kind": kind.__name__,
         "seq": sequence,
-        "fields": fields,
+        "fields": {field.name: getattr(message, field.name) for field in _schema(kind)},
         "arrays": described,
+        "crc": bytes(CRC_BYTES),
     }
-    return [cast(bytes, msgpack.packb(header)), *arrays]
+    body = memoryview(cast(bytes, msgpack.packb(header)))[:-CRC_BYTES]
+    return [b"".join((body, checksum(body, arrays))), *arrays]
 
 
-def decode(frames: Sequence[bytes | memoryview], accepted: Registry) -> Envelope:
-    """Check and rebuild one message.
+def checksum(body: bytes | memoryview, arrays: Sequence[bytes | memoryview]) -> bytes:
+    """Last bytes of a header frame: the checksum of what comes before them and of the array frames."""
+    value = zlib.crc32(body)
+    for array in arrays:
+        value = zlib.crc32(array, value)
+    return value.to_bytes(CRC_BYTES, "little")
+
+
+def decode(frames: Sequence[bytes | memoryview], accepted: Registry, sender: str = "") -> Envelope:
+    """Check and rebuild one message. Its arrays are read-only views of the frames.
+
+    Args:
+        frames: as they came.
+        accepted: the kinds that this side takes.
+        sender: for the envelope.
 
     Raises:
         WireError: anything about the frames is not as the schema says.
     """
     header = _header(frames)
-    if header["schema"] != SCHEMA_VERSION:
-        raise WireError(
-            f"schema version {header['schema']!r}, this side speaks {SCHEMA_VERSION}; update the older side"
-        )
     kind = accepted.get(header["kind"])
     if kind is None:
-        raise WireError(f"message kind {str(header['kind'])[:40]!r} is not accepted here")
-    arrays = _arrays(kind, header["arrays"], frames[1:])
+        raise WireError(f"message kind {header['kind'][:40]!r} is not accepted here")
+    values = _arrays(kind, header["arrays"], frames[1:])
     fields = header["fields"]
-    if not isinstance(fields, dict):
-        raise WireError("fields is not a map")
-    values: dict[str, Any] = {}
-    for name, hint, required in _schema(kind):
-        if name in kind.ARRAYS:
-            values[name] = arrays[name]
-        elif name in fields:
-            if not _fits(fields[name], hint):
-                raise WireError(f"{kind.__name__}.{name}: {str(fields[name])[:60]!r} is not a {hint}")
-            values[name] = fields[name]
-        elif required:
-            raise WireError(f"{kind.__name__}.{name}: missing")
-    unknown = fields.keys() - values.keys()
-    if unknown:
-        raise WireError(f"{kind.__name__}: unknown fields {sorted(map(str, unknown))[:5]}")
-    return Envelope(header["run"], header["seq"], kind(**values))
+    used = 0
+    for field in _schema(kind):
+        if field.name in fields:
+            value = fields[field.name]
+            if not field.fits(value):
+                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {_name(field.hint)}")
+            values[field.name] = value
+            used += 1
+        elif field.required:
+            raise WireError(f"{kind.__name__}.{field.name}: missing")
+    if used != len(fields):
+        unknown = fields.keys() - {field.name for field in _schema(kind)}
+        raise WireError(f"{kind.__name__}: unknown fields {shown(sorted(map(str, unknown))[:5])}")
+    return Envelope(header["run"], header["seq"], kind(**values), sender, frames)
 
 
 def _header(frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
@@ -118,17 +139,55 @@ def _header(frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
         raise WireError(f"{len(frames)} frames, expected 1 to {MAX_ARRAYS + 1}")
     if len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError(f"header of {len(frames[0])} bytes is above {MAX_HEADER_BYTES}")
-    try:
-        header = msgpack.unpackb(frames[0], strict_map_key=True)
-    except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise WireError(f"header is not msgpack: {error}") from error
-    wanted = {"schema": int, "run": str, "kind": str, "seq": int, "fields": dict, "arrays": list}
-    if not isinstance(header, dict) or header.keys() != wanted.keys():
-        raise WireError("header does not have the keys schema, run, kind, seq, fields, arrays")
-    for key, kind in wanted.items():
+    header = _unpack(frames[0])
+    if not isinstance(header, dict):
+        raise WireError(f"header is a {type(header).__name__}, not a map")
+    if header.get("schema") != SCHEMA_VERSION:
+        said = shown(header.get("schema"))
+        raise WireError(f"schema version {said}, this side speaks {SCHEMA_VERSION}; update the older side")
+    if header.keys() != HEADER.keys():
+        raise WireError(f"header does not have the keys {', '.join(HEADER)}")
+    for key, kind in HEADER.items():
         if type(header[key]) is not kind:
             raise WireError(f"header.{key} is a {type(header[key]).__name__}")
+    if not 0 <= header["seq"] <= MAX_SEQUENCE:
+        raise WireError(f"header.seq {header['seq']} is not within 0 to 2^62")
+    _prove(memoryview(frames[0]), frames[1:])
     return header
+
+
+def _unpack(frame: bytes | memoryview) -> Any:
+    left = MAX_ITEMS
+
+    def count(items: Any) -> Any:
+        nonlocal left
+        left -= 1 + len(items)
+        if left < 0:
+            raise ValueError(f"more than {MAX_ITEMS} entries")
+        return items
+
+    try:
+        return msgpack.unpackb(
+            frame,
+            strict_map_key=True,
+            max_array_len=MAX_ITEMS,
+            max_map_len=MAX_ITEMS,
+            list_hook=cast(Callable[[list[Any]], Any], count),
+            object_hook=count,
+        )
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"header is not msgpack: {str(error)[:80]}") from error
+
+
+def _prove(header: memoryview, arrays: Sequence[bytes | memoryview]) -> None:
+    """Raises WireError when the frames are not those that were sent."""
+    body, crc = header[:-CRC_BYTES], header[-CRC_BYTES:]
+    if body[-len(CRC_MARK) :] != CRC_MARK:
+        raise WireError("header does not end with its checksum")
+    expected = checksum(body, arrays)
+    if crc != expected:
+        size = len(header) + sum(map(len, arrays))
+        raise WireError(f"checksum {crc.hex()} of {size} bytes, which have {expected.hex()}: damaged on the way")
 
 
 def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
@@ -137,14 +196,16 @@ def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | 
     arrays: dict[str, Any] = {}
     for entry, frame in zip(described, frames, strict=True):
         if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], list)):
-            raise WireError(f"{kind.__name__}: array description {str(entry)[:60]!r}")
+            raise WireError(f"{kind.__name__}: array description {shown(entry)}")
         name, dtype, shape = entry
         if type(name) is not str or name not in kind.ARRAYS:
-            raise WireError(f"{kind.__name__}: unknown array {str(name)[:40]!r}")
+            raise WireError(f"{kind.__name__}: unknown array {shown(name)}")
+        if name in arrays:
+            raise WireError(f"{kind.__name__}.{name}: comes twice")
         if kind.ARRAYS[name] != dtype:
-            raise WireError(f"{kind.__name__}.{name}: dtype {str(dtype)[:40]!r}, expected {kind.ARRAYS[name]!r}")
+            raise WireError(f"{kind.__name__}.{name}: dtype {shown(dtype)}, expected {kind.ARRAYS[name]!r}")
         if len(shape) != 1 or type(shape[0]) is not int or shape[0] < 0:
-            raise WireError(f"{kind.__name__}.{name}: shape {shape!r}, expected one dimension")
+            raise WireError(f"{kind.__name__}.{name}: shape {shown(shape)}, expected one dimension")
         if shape[0] * DTYPES[dtype].itemsize != len(frame):
             raise WireError(f"{kind.__name__}.{name}: {len(frame)} bytes for shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(frame, dtype=DTYPES[dtype])
@@ -154,36 +215,14 @@ def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | 
     return arrays
 
 
-_SCHEMAS: dict[type[Message], list[tuple[str, Any, bool]]] = {}
+_SCHEMAS: dict[type[Message], tuple[Field, ...]] = {}
 
 
-def _schema(kind: type[Message]) -> list[tuple[str, Any, bool]]:
+def _schema(kind: type[Message]) -> tuple[Field, ...]:
     if kind not in _SCHEMAS:
-        hints = typing.get_type_hints(kind)
-        _SCHEMAS[kind] = [
-            (f.name, hints[f.name], f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
-            for f in dataclasses.fields(kind)
-        ]
+        _SCHEMAS[kind] = fields_of(kind, kind.ARRAYS)
     return _SCHEMAS[kind]
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a decoded value has the annotated type. An int passes for a float, a bool never for an int."""
-    if hint is Any:
-        return True
-    origin = typing.get_origin(hint)
-    if origin in (types.UnionType, typing.Union):
-        return any(_fits(value, option) for option in typing.get_args(hint))
-    if origin is typing.Literal:
-        return value in typing.get_args(hint)
-    if origin is list:
-        (item,) = typing.get_args(hint)
-        return isinstance(value, list) and all(_fits(v, item) for v in value)
-    if origin is dict:
-        key, item = typing.get_args(hint)
-        return isinstance(value, dict) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
-    if hint is float:
-        return type(value) in (int, float)
-    if hint is None or hint is type(None):
-        return value is None
-    return type(value) is hint
+def _name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -7,10 +7,10 @@ from collections import Counter
 from typing import Any
 
 import zmq
-from zmq.utils import z85
 
 from replay.channel.handshake import CRYPTOGRAPHIC, MECHANISM_MISMATCH, Monitor
-from replay.channel.keys import CLIENTS, Keys
+from replay.channel.keys import Keys
+from replay.channel.roster import Roster
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class Gate:
     def __init__(self, context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", keys: Keys) -> None:
         self.refused: Counter[str] = Counter()
         """Handshakes by the reason of their refusal."""
-        self._names = {z85.decode(public): name for public, name in keys.clients.items()}
-        self._reason = f"its key is not in {keys.folder / CLIENTS}"
+        self.roster = Roster(keys)
+        self._reason = f"its key is not in {self.roster.folder}"
         self._quiet_until: dict[str, float] = {}
         self._zap: zmq.Socket[bytes] = context.socket(zmq.REP, socket_class=zmq.Socket)
         self._zap.setsockopt(zmq.LINGER, 0)
@@ -71,11 +71,11 @@ class Gate:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Reply to a ZAP request: version, request id, domain, address, identity, mechanism, credentials..."""
         version, number, _, address, _, mechanism, *credentials = request
-        name = None
+        user = None
         if version == VERSION and mechanism == b"CURVE" and len(credentials) == 1:
-            name = self._names.get(credentials[0])
-        if name is not None:
-            return [VERSION, number, b"200", b"OK", name.encode(), b""]
+            user = self.roster.user(credentials[0], time.monotonic())
+        if user is not None:
+            return [VERSION, number, b"200", b"OK", user.encode(), b""]
         self._refuse(self._reason, f" at {address.decode('ascii', 'replace')}")
         return [VERSION, number, b"400", b"unknown key", b"", b""]
 

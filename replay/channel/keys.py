@@ -4,6 +4,7 @@
     keys/server.key_secret        their secret key; on the learner's node only
     keys/clients/NAME.key         public keys of those who may connect; on the learner's node
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
+    keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
 `python -m scripts.make_keys` writes such a folder, and from it the folder of another node. A server admits exactly
 the public keys that its folder lists.
@@ -27,6 +28,8 @@ CLIENTS = "clients"
 LEARNER = "learner"
 """The client key that the learner's own node takes where it holds several."""
 PUBLIC, SECRET = ".key", ".key_secret"
+OLD = ".key_old"
+"""Public key that a client had before; admitted as well while it is there (scripts/make_keys.py --rotate)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
 
@@ -103,7 +106,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
             f"network.keys: no folder {str(folder)!r}; make one with `python -m scripts.make_keys --out keys`, and copy"
             " to every other node what its --export-node gives"
         )
-    server_public, _ = _read(folder / (SERVER + PUBLIC))
+    server_public, _ = read_key(folder / (SERVER + PUBLIC))
     server_secret = None
     if (folder / (SERVER + SECRET)).exists():
         public, server_secret = _read_pair(folder / (SERVER + SECRET))
@@ -116,7 +119,8 @@ def load_keys(folder: str | Path | None) -> Keys | None:
     client_public, client_secret = _read_pair(own)
     clients = {}
     if server_secret is not None:
-        clients = {_read(path)[0]: path.stem for path in sorted((folder / CLIENTS).glob("*" + PUBLIC))}
+        listed = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
+        clients = {read_key(path)[0]: path.stem for path in listed}
     return Keys(
         folder=folder,
         server_public=server_public,
@@ -145,7 +149,7 @@ def _own_client(folder: Path) -> Path:
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
     """(public, secret) of a secret file that is this user's alone."""
-    public, secret = _read(path)
+    public, secret = read_key(path)
     if secret is None:
         raise KeysError(f'network.keys: {path} has no line secret-key = "..."; copy the file again')
     if zmq.curve_public(secret) != public:
@@ -153,8 +157,12 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """(public, secret or None) of a key file; the mode is checked before anything is read."""
+def read_key(path: Path) -> tuple[bytes, bytes | None]:
+    """(public, secret or None) of a key file; the mode is checked before anything is read.
+
+    Raises:
+        KeysError: it is missing, holds no key, or is open to others.
+    """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError as error:

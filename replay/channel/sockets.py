@@ -4,7 +4,6 @@ Nothing here blocks without a deadline: a receive says what it waits for, and it
 and when the peer was last heard.
 """
 
-import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,8 @@ import zmq
 import zmq.asyncio
 
 from configs.schema import is_loopback
+from replay.channel.admission import sequence_numbers
+from replay.channel.arrivals import Arrivals, contents
 from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
 from replay.channel.gate import Gate
@@ -22,6 +23,8 @@ from replay.channel.keys import Keys
 HIGH_WATER_MARK = 4096
 CURVE_BYTES = 64
 """At most what encryption adds to a frame."""
+HANDSHAKE_MS = 5000
+"""A connection that has not proven its key by then is closed."""
 LOOK_S = 0.25
 """A wait that hears nothing looks this often whether the server has refused the connection."""
 
@@ -43,6 +46,7 @@ def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = Non
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
@@ -95,7 +99,7 @@ class _Peer:
         """Of the first message that comes; from then on no other is accepted."""
         self.last_heard = time.monotonic()
         self._accepted = accepted
-        self._sequence = itertools.count(1)
+        self._sequence = sequence_numbers()
         self._context = context
         self._socket: Any = context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
@@ -112,9 +116,9 @@ class _Peer:
     def _encode(self, message: Message) -> list[bytes | memoryview]:
         return encode(message, self.run_id, next(self._sequence))
 
-    def _decode(self, frames: list[bytes]) -> Envelope:
+    def _decode(self, parts: list[zmq.Frame]) -> Envelope:
         self.last_heard = time.monotonic()
-        envelope = decode(frames, self._accepted)
+        envelope = decode(contents(parts), self._accepted)
         self.run_id = self.run_id or envelope.run_id
         if envelope.run_id != self.run_id:
             raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
@@ -155,7 +159,7 @@ class Dealer(_Peer):
             self._handshake.check()
             if time.monotonic() >= deadline:
                 return None
-        return self._decode(self._socket.recv_multipart())
+        return self._decode(self._socket.recv_multipart(copy=False))
 
     def __enter__(self) -> "Dealer":
         return self
@@ -203,7 +207,7 @@ class AsyncDealer(_Peer):
             self._handshake.check()
             if time.monotonic() >= deadline:
                 return None
-        return self._decode(await self._socket.recv_multipart(flags=zmq.NOBLOCK))
+        return self._decode(await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
 
 
 class AsyncRouter:
@@ -221,15 +225,17 @@ class AsyncRouter:
         insecure: bool = False,
     ) -> None:
         self.run_id = run_id
-        self._accepted = accepted
-        self._sequence = itertools.count(1)
+        limits = limits or Limits()
+        self._sequence = sequence_numbers()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
         try:
-            configure(self._socket, limits or Limits(), keys)
+            configure(self._socket, limits, keys)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
+            roster = self._gate.roster if self._gate is not None else None
+            self._arrivals = Arrivals(accepted, limits.max_message_bytes, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()
@@ -241,7 +247,9 @@ class AsyncRouter:
         return dict(self._gate.refused) if self._gate is not None else {}
 
     async def send(self, identity: str, message: Message) -> bool:
-        """Queue a message to one peer; False when that peer has no connection or a full queue."""
+        """Queue a message to one peer; False when it has no connection, a full queue, or a key that was removed."""
+        if not self._arrivals.may_have(identity):
+            return False
         frames = [identity.encode(), *encode(message, self.run_id, next(self._sequence))]
         try:
             await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
@@ -259,20 +267,13 @@ class AsyncRouter:
         """The next (identity, message), or None when there is none now. Never waits.
 
         Waiting and reading are apart because a receive that is cancelled (by a timeout, say) may lose its
-        message. A corrupt message comes as its WireError: the hub must go on.
+        message. A message that is refused comes as its WireError: the hub must go on.
         """
         try:
-            frames = await self._socket.recv_multipart(flags=zmq.NOBLOCK)
+            parts = await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        identity = frames[0].decode("utf-8", "replace")
-        try:
-            envelope = decode(frames[1:], self._accepted)
-        except WireError as error:
-            return identity, error
-        if envelope.run_id not in ("", self.run_id):
-            return identity, WireError(f"run id {envelope.run_id!r}, this is {self.run_id!r}")
-        return identity, envelope
+        return self._arrivals.take(parts, self.run_id)
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""

@@ -4,7 +4,7 @@ import os
 from pathlib import Path, PurePosixPath
 
 from replay.channel import KeysError, load_keys
-from replay.channel.keys import CLIENTS, LEARNER, PUBLIC, SECRET, SERVER
+from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER
 
 SHARED = "nodes"
 """The client key of every node that has none of its own name."""
@@ -29,7 +29,8 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
     if serves:
         keys.serving_secret()
         names += [SERVER + SECRET, f"{CLIENTS}/{LEARNER}{SECRET}"]
-        names += sorted(f"{CLIENTS}/{path.name}" for path in (root / CLIENTS).glob("*" + PUBLIC))
+        admitted = [*(root / CLIENTS).glob("*" + PUBLIC), *(root / CLIENTS).glob("*" + OLD)]
+        names += sorted(f"{CLIENTS}/{path.name}" for path in admitted)
     else:
         client = next((name for name in (node, SHARED) if (root / CLIENTS / (name + SECRET)).is_file()), None)
         if client is None:
@@ -69,7 +70,8 @@ def _remove_stale(folder: Path, keys: dict[str, str]) -> None:
     serves = SERVER + SECRET in keys
     if not serves and (folder / (SERVER + SECRET)).exists():
         return  # the folder that keys are handed out from
-    for path in (folder / CLIENTS).glob("*" + (PUBLIC if serves else SECRET)):
+    own = [PUBLIC, OLD] if serves else [SECRET]
+    for path in [path for suffix in own for path in (folder / CLIENTS).glob("*" + suffix)]:
         if f"{CLIENTS}/{path.name}" not in keys:
             path.unlink()
 

@@ -237,7 +237,7 @@ def test_the_limit_of_messages_is_the_same_with_keys(keys: dict[str, Keys], name
     own = keys[name] if name is not None else None
 
     async def body(router: AsyncRouter) -> None:
-        for size, arrives in ((20_000, True), (20_100, False)):
+        for size, arrives in ((19_800, True), (20_100, False)):
             dealer = AsyncDealer(router.address, f"of-{size}", KINDS, keys=own)
             try:
                 await dealer.send(Blob(data=np.zeros(size, dtype=np.uint8)))

@@ -1,8 +1,10 @@
 """Wire frames: every message survives the trip, and nothing that a peer can send raises anything but WireError."""
 
 import dataclasses
+import tracemalloc
 import types
 import typing
+import zlib
 from typing import Any
 
 import msgpack
@@ -12,7 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.channel.frames import DTYPES, MAX_ARRAYS, Message, WireError, decode, encode, registry
+from replay.channel import frames as frames_module
+from replay.channel.fields import MAX_DEPTH, MAX_INTEGER, MIN_INTEGER
+from replay.channel.frames import (
+    CRC_BYTES,
+    CRC_MARK,
+    DTYPES,
+    MAX_ARRAYS,
+    Message,
+    WireError,
+    checksum,
+    decode,
+    encode,
+    registry,
+)
 
 EVERY = {**m.TO_REPLAY, **m.FROM_REPLAY}
 PLAIN = st.recursive(
@@ -23,18 +38,26 @@ PLAIN = st.recursive(
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Values that fit an annotation of a message."""
+    """Values that fit an annotation of a message; a single number has bounds, those in lists and maps have none."""
+    if hint is int:
+        return st.integers(MIN_INTEGER, MAX_INTEGER)
+    if hint is float:
+        return st.floats(allow_nan=False, allow_infinity=False) | st.integers(-1000, 1000)
+    return items_of(hint)
+
+
+def items_of(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return st.one_of(*(values_of(option) for option in arguments))
     if origin is typing.Literal:
         return st.sampled_from(arguments)
     if origin is list:
-        return st.lists(values_of(arguments[0]), max_size=3)
+        return st.lists(items_of(arguments[0]), max_size=3)
     if origin is dict:
-        return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+        return st.dictionaries(items_of(arguments[0]), items_of(arguments[1]), max_size=3)
     simple: dict[Any, st.SearchStrategy[Any]] = {
-        int: st.integers(-(2**63), 2**63 - 1),
+        int: st.integers(-(2**63), 2**64 - 1),
         float: st.floats(allow_nan=False) | st.integers(-1000, 1000),
         str: st.text(max_size=12),
         bool: st.booleans(),
@@ -66,6 +89,14 @@ def messages(draw: st.DrawFn) -> Message:
 
 def wire(message: Message, run_id: str = "r1", sequence: int = 1) -> list[bytes]:
     return [bytes(frame) for frame in encode(message, run_id=run_id, sequence=sequence)]
+
+
+def sealed(header: Any, arrays: list[bytes]) -> list[bytes]:
+    """Frames with a header of any content and the right checksum, where the header still ends with one."""
+    packed = msgpack.packb(header)
+    if packed[:-CRC_BYTES][-len(CRC_MARK) :] != CRC_MARK:
+        return [packed, *arrays]
+    return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], arrays), *arrays]
 
 
 def accept(frames: list[bytes]) -> None:
@@ -133,7 +164,7 @@ def test_headers_with_another_value_somewhere_raise_only_wire_errors(message: Me
         del holder[key]
     else:
         holder[key] = value
-    accept([msgpack.packb(header), *frames[1:]])
+    accept(sealed(header, frames[1:]))
 
 
 ACK = m.Ack(pass_=0, index=7, attempt=1, status="accepted")
@@ -150,7 +181,19 @@ RESULT = m.EvaluationResult(
 
 def altered(message: Message, **changes: Any) -> list[bytes]:
     frames = wire(message)
-    return [msgpack.packb(msgpack.unpackb(frames[0]) | changes), *frames[1:]]
+    header = msgpack.unpackb(frames[0])
+    checksum_last = {"crc": header.pop("crc")}
+    return sealed(header | changes | checksum_last, frames[1:])
+
+
+def altered_arrays(described: list[Any]) -> list[bytes]:
+    """RESULT with another description, and as many frames of four bytes."""
+    header = msgpack.unpackb(wire(RESULT)[0]) | {"arrays": described}
+    return sealed(header, [b"1234"] * len(described))
+
+
+FIELDS = {"pass_": 0, "index": 7, "attempt": 1, "status": "accepted"}
+RESULT_FIELDS = msgpack.unpackb(wire(RESULT)[0])["fields"]
 
 
 @pytest.mark.parametrize(
@@ -158,21 +201,32 @@ def altered(message: Message, **changes: Any) -> list[bytes]:
     [
         ([], "0 frames"),
         ([wire(ACK)[0]] + [b""] * (MAX_ARRAYS + 1), "66 frames"),
-        (altered(ACK, schema=2), "schema version 2, this side speaks 1"),
+        (altered(ACK, schema=1), "schema version 1, this side speaks 2; update the older side"),
+        (altered(ACK, seq=-1), "header.seq -1 is not within 0 to 2^62"),
+        (altered(ACK, seq=2**62 + 1), "is not within 0 to 2^62"),
         (altered(ACK, kind="Exec"), "kind 'Exec' is not accepted"),
         (altered(ACK, seq="1"), "header.seq is a str"),
         (altered(ACK, extra=1), "header does not have the keys"),
         (altered(ACK, fields={"pass_": 0, "index": 7, "attempt": 1}), "Ack.status: missing"),
-        (altered(ACK, fields={"pass_": 0, "index": 7, "attempt": 1, "status": "ok"}), "Ack.status: 'ok'"),
-        (altered(ACK, fields={"pass_": True, "index": 7, "attempt": 1, "status": "accepted"}), "Ack.pass_: 'True'"),
+        (altered(ACK, fields=FIELDS | {"status": "ok"}), "Ack.status: 'ok'"),
+        (altered(ACK, fields=FIELDS | {"pass_": True}), "Ack.pass_: True is not a int"),
+        (altered(ACK, fields=FIELDS | {"index": -2}), "Ack.index: -2"),
+        (altered(ACK, fields=FIELDS | {"index": 2**64 - 1}), "Ack.index: 18446744073709551615"),
+        (altered(RESULT, fields=RESULT_FIELDS | {"seconds": float("nan")}), "EvaluationResult.seconds: nan"),
+        (altered(RESULT, fields=RESULT_FIELDS | {"rewards": []}), "unknown fields ['rewards']"),
         (
             altered(ACK, fields={"pass_": 0, "index": 7, "attempt": 1, "status": "accepted", "code": "x"}),
             "unknown fields ['code']",
         ),
-        (wire(RESULT)[:-1], "2 arrays described, 1 frames"),
-        ([*wire(RESULT)[:-1], b"123"], "3 bytes for shape [1]"),
+        (wire(RESULT)[:-1], "damaged on the way"),
+        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234"]), "2 arrays described, 1 frames"),
+        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234", b"123"]), "3 bytes for shape [1]"),
         (altered(RESULT, arrays=[["rewards", "float64", [1]], ["lengths", "int32", [1]]]), "dtype 'float64'"),
-        (altered(RESULT, arrays=[["rewards", "float32", [1]], ["rewards", "float32", [1]]]), "['lengths'] are missing"),
+        (altered_arrays([["rewards", "float32", [1]]]), "arrays ['lengths'] are missing"),
+        (
+            altered_arrays([["rewards", "float32", [1]], ["lengths", "int32", [1]], ["lengths", "int32", [1]]]),
+            "EvaluationResult.lengths: comes twice",
+        ),
         (altered(RESULT, arrays=[[["rewards"], "float32", [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
         (altered(RESULT, arrays=[[{}, "float32", [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
         (altered(RESULT, arrays=[["other", None, [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
@@ -200,3 +254,112 @@ def test_arrays_arrive_read_only_and_without_a_copy() -> None:
     assert isinstance(received, m.EvaluationResult)
     assert not received.rewards.flags.writeable
     assert np.shares_memory(received.rewards, np.frombuffer(frames[1], dtype=np.uint8))
+
+
+# ---- checksum -------------------------------------------------------------------------------------------
+
+
+def test_every_changed_bit_is_noticed() -> None:
+    frames = wire(RESULT)
+    for number, frame in enumerate(frames):
+        for bit in range(8 * len(frame)):
+            changed = bytearray(frame)
+            changed[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(WireError):
+                decode([*frames[:number], bytes(changed), *frames[number + 1 :]], EVERY)
+
+
+def test_a_damaged_array_is_named_as_such() -> None:
+    frames = wire(RESULT)
+    with pytest.raises(WireError, match=r"checksum [0-9a-f]{8} of \d+ bytes, which have [0-9a-f]{8}: damaged"):
+        decode([frames[0], b"\0\0\0\0", frames[2]], EVERY)
+
+
+def test_the_checksum_is_the_end_of_the_header() -> None:
+    """Others compute it too: the last four bytes, over the rest of the header and the arrays in order."""
+    frames = wire(RESULT)
+    body = frames[0][:-CRC_BYTES]
+    assert frames[0][-CRC_BYTES:] == zlib.crc32(b"".join([body, *frames[1:]])).to_bytes(4, "little")
+    header = msgpack.unpackb(frames[0])
+    moved = {"crc": header.pop("crc"), **header}
+    with pytest.raises(WireError, match="header does not end with its checksum"):
+        decode(sealed(moved, frames[1:]), EVERY)
+    with pytest.raises(WireError, match="does not have the keys schema, run, kind, seq, fields, arrays, crc"):
+        decode(sealed(header, frames[1:]), EVERY)
+
+
+# ---- what a small frame can cost ------------------------------------------------------------------------
+
+
+def nested(depth: int, kind: str = "list") -> bytes:
+    """`depth` lists or maps in one another, one or three bytes each."""
+    return (b"\x91" if kind == "list" else b"\x81\xa1a") * depth + b"\xc0"
+
+
+def with_raw(message: Message, field: str, raw: bytes) -> list[bytes]:
+    """A message with a field that consists of these bytes of msgpack, whatever they are."""
+    frames = wire(message)
+    header = msgpack.unpackb(frames[0])
+    mark = "<here>"
+    header["fields"] = {name: mark if name == field else value for name, value in header["fields"].items()}
+    packed = msgpack.packb(header).replace(msgpack.packb(mark), raw)
+    return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], frames[1:]), *frames[1:]]
+
+
+@pytest.mark.parametrize("kind", ["list", "map"])
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 2, 300, 900, 1_000, 100_000])
+@pytest.mark.parametrize("message", [ACK, m.Status(state={})], ids=lambda message: type(message).__name__)
+def test_deep_nesting_is_refused(message: Message, depth: int, kind: str) -> None:
+    field = "status" if isinstance(message, m.Ack) else "state"
+    with pytest.raises(WireError) as caught:
+        decode(with_raw(message, field, nested(depth, kind)), EVERY)
+    assert len(str(caught.value)) < 300
+
+
+def test_nesting_that_json_has_is_accepted() -> None:
+    state: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH - 2):
+        state = {"in": [1, None, True, 0.5, "x"], "deeper": state}
+    assert decode(wire(m.Status(state=state)), EVERY).message == m.Status(state=state)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x81\xc4\x01a\xc0",  # a key of bytes
+        b"\x81\xa1a\x81\xc4\x01a\xc0",  # one further down
+        b"\x81\x01\xc0",  # a key that is a number
+        b"\x81\xa1a\xc4\x01a",  # bytes
+        b"\xd6\xff\0\0\0\0",  # a timestamp
+        b"\x81\xa1a\xd4\x2a\0",  # an extension
+    ],
+)
+def test_what_json_does_not_know_is_refused(raw: bytes) -> None:
+    with pytest.raises(WireError):
+        decode(with_raw(m.Status(state={}), "state", raw), EVERY)
+
+
+FEW = 1 << 15
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\xdd" + (4 * FEW).to_bytes(4, "big") + b"\x80" * (4 * FEW),
+        b"\x94" + (b"\xdd" + (FEW // 2).to_bytes(4, "big") + b"\x90" * (FEW // 2)) * 4,
+        b"\xdd" + (40 * FEW).to_bytes(4, "big") + b"\xc0" * (40 * FEW),
+        b"\xdf" + (4 * FEW).to_bytes(4, "big") + b"".join(b"\xa5%05x\xc0" % number for number in range(4 * FEW)),
+    ],
+    ids=["one list", "four lists", "nothing, often", "one map"],
+)
+def test_a_header_of_many_small_objects_is_refused_before_it_takes_their_memory(
+    raw: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames_module, "MAX_ITEMS", FEW)
+    frames = with_raw(m.Status(state={}), "state", b"\x81\xa1a" + raw)
+    tracemalloc.start()
+    with pytest.raises(WireError, match="not msgpack"):
+        decode(frames, EVERY)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 120 * FEW, f"{peak} bytes for a frame of {len(frames[0])}"

@@ -62,7 +62,7 @@ def test_force_replaces_keys_and_nothing_else(folder: Path, capsys: pytest.Captu
     assert (folder / "thesis.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("names", ["a/b", "..", "node1,node1", "learner", "-x", "a b"])
+@pytest.mark.parametrize("names", ["a/b", "..", "node1,node1", "learner", "server", "-x", "a b"])
 def test_names_are_file_names_and_come_once(names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert make_keys.main(["--out", str(tmp_path / "keys"), f"--clients={names}"]) == 2
     assert "--clients" in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -168,3 +168,101 @@ def test_a_server_that_would_admit_nobody_is_refused(folder: Path) -> None:
 
 def test_no_keys_are_no_error() -> None:
     assert load_keys(None) is None
+
+
+# ---- changes of a folder in use -------------------------------------------------------------------------
+
+
+def command(folder: Path, *words: str) -> int:
+    return make_keys.main(["--out", str(folder), *words])
+
+
+def named(folder: Path, name: str) -> list[bytes]:
+    """Public keys that are admitted under a name."""
+    return [public for public, client in load_keys(folder).clients.items() if client == name]
+
+
+def test_a_client_is_added_and_removed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--add", "node3") == 0
+    assert "--export-node node3 --to node3-keys" in capsys.readouterr().out
+    after = load_keys(folder)
+    assert set(after.clients.values()) == {"learner", "node1", "node2", "node3"}
+    assert before.clients.items() <= after.clients.items() and after.server_secret == before.server_secret
+    assert stat.S_IMODE((folder / "clients" / "node3.key_secret").stat().st_mode) == 0o600
+    assert command(folder, "--export-node", "node3", "--to", str(tmp_path / "node3")) == 0
+    assert command(folder, "--rotate", "node3") == command(folder, "--remove", "node3") == 0
+    assert load_keys(folder) == before and not [path for path in files(folder) if "node3" in path]
+    assert all(not path.name.startswith(".") for path in folder.rglob("*")), "no half-made folder is left"
+
+
+def test_a_rotated_client_has_two_keys_until_the_old_one_is_removed(folder: Path, tmp_path: Path) -> None:
+    (old,) = named(folder, "node1")
+    assert command(folder, "--rotate", "node1") == 0
+    (new,) = {*named(folder, "node1")} - {old}
+    assert named(folder, "node1") == [new, old]
+    assert command(folder, "--export-node", "node1", "--to", str(tmp_path / "node1")) == 0
+    assert load_keys(tmp_path / "node1").client_public == new, "the node is given the new one"
+    assert command(folder, "--remove-old", "node1") == 0
+    assert named(folder, "node1") == [new]
+
+
+def test_the_learners_own_key_is_rotated_in_place(folder: Path) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--rotate", "learner") == 0
+    after = load_keys(folder)
+    assert after.client_public != before.client_public
+    assert after.clients[before.client_public] == after.clients[after.client_public] == "learner"
+
+
+def test_a_rotated_server_has_one_new_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--rotate", "server") == 0
+    after = load_keys(folder)
+    assert zmq.curve_public(after.serving_secret()) == after.server_public != before.server_public
+    assert after.clients == before.clients
+    assert "copy it to every node, and start the run again" in capsys.readouterr().out
+
+
+def test_a_rotation_of_the_server_that_was_cut_off_is_done_again(folder: Path) -> None:
+    mixed(folder)
+    with pytest.raises(KeysError, match="not of one pair"):
+        load_keys(folder)
+    assert command(folder, "--rotate", "server") == 0
+    load_keys(folder)
+
+
+def only_a_node(folder: Path) -> None:
+    (folder / "server.key_secret").unlink()
+
+
+CHANGES: dict[str, tuple[list[str], Callable[[Path], object], str]] = {
+    "twice": (["--add", "node1"], lambda f: None, "has that key; --rotate node1 replaces it"),
+    "no name": (["--add", "../x"], lambda f: None, "a name consists of letters"),
+    "unknown": (["--remove", "node9"], lambda f: None, "holds no such key; there are learner, node1, node2"),
+    "the learner": (["--remove", "learner"], lambda f: None, "the learner's node itself connects with it"),
+    "unknown rotation": (["--rotate", "node9"], lambda f: None, "holds no such key"),
+    "second rotation": (
+        ["--rotate", "node1"],
+        lambda f: make_keys.rotate(f, "node1"),
+        "node1.key_old is still valid; end that rotation first with --remove-old node1",
+    ),
+    "no rotation": (["--remove-old", "node1"], lambda f: None, "so no rotation is under way"),
+    "a node's folder": (["--add", "node3"], only_a_node, "keys are changed in the folder of the learner's node"),
+    "a node's server": (["--rotate", "server"], only_a_node, "keys are changed in the folder of the learner's node"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_that_make_no_sense_change_nothing(folder: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, prepare, says = CHANGES[case]
+    prepare(folder)
+    before = {path: (folder / path).read_bytes() for path in files(folder)}
+    assert command(folder, *words) == 2
+    assert says in capsys.readouterr().err
+    assert {path: (folder / path).read_bytes() for path in files(folder)} == before
+
+
+def test_one_change_at_a_time(folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        command(folder, "--add", "node3", "--remove", "node1")

@@ -8,7 +8,7 @@ from bus_harness import digests, weights
 
 from replay.channel import WireError, decode, encode
 from weight_bus.errors import NonFiniteWeights
-from weight_bus.manifest import plan
+from weight_bus.manifest import Manifest, plan
 from weight_bus.messages import TO_SUBSCRIBER, Begin, describe_manifest, manifest_of
 from weight_bus.staging import Packer, Pieces, Staging, view_of
 
@@ -182,3 +182,11 @@ def test_begin_carries_the_whole_manifest_over_the_wire() -> None:
 def test_a_begin_that_does_not_fit_together_is_refused(change: dict[str, object], reason: str) -> None:
     with pytest.raises(WireError, match=reason):
         manifest_of(dataclasses.replace(begin_of(1), **change))
+
+
+def test_a_manifest_that_no_memory_holds_is_refused_by_size() -> None:
+    staging = Staging(torch.device("cpu"))
+    with pytest.raises(WireError, match="a manifest of 1152921504606846976 bytes does not fit into the memory here"):
+        staging.prepare(Manifest((), (2**60,)))
+    staging.prepare(Manifest((), (64,)))
+    assert [bucket.numel() for bucket in staging.buckets] == [64], "and the next one is received as always"

@@ -1,0 +1,115 @@
+"""Whether what came in a header fits the annotation of its field: one check for each kind of message, made once.
+
+Annotations may be made of bool, int, float, str, None, Any, Literal, list, dict and unions. `Any` stands for what JSON
+knows: no bytes, no map with other keys than text, at most MAX_DEPTH levels.
+"""
+
+import dataclasses
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+MAX_DEPTH = 32
+MIN_INTEGER, MAX_INTEGER = -1, 2**62
+"""Of a field that is one number: id, version, step, rank, count (-1: none). What is computed from it fits 64 bits."""
+PLAIN = {type(None), bool, int, float, str}
+
+Check = Callable[[Any], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Field:
+    """One field of a message that travels in the header."""
+
+    name: str
+    hint: Any
+    required: bool
+    fits: Check
+
+
+def fields_of(kind: type[Any], arrays: typing.Container[str]) -> tuple[Field, ...]:
+    """The fields of a dataclass without its arrays."""
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        Field(
+            f.name,
+            hints[f.name],
+            f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING,
+            _bounded(hints[f.name]),
+        )
+        for f in dataclasses.fields(kind)
+        if f.name not in arrays
+    )
+
+
+def shown(value: Any) -> str:
+    """A value for a message: short, however deep or long it is."""
+    return _SHORT.repr(value)[:80]
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 60
+_SHORT.maxlevel = 2
+
+
+def _bounded(hint: Any) -> Check:
+    """The check of a whole field: as `_check`, and a single number has bounds."""
+    if hint is int:
+        return lambda value: type(value) is int and MIN_INTEGER <= value <= MAX_INTEGER
+    if hint is float:
+        return lambda value: type(value) is int or (type(value) is float and math.isfinite(value))
+    return _check(hint)
+
+
+def _check(hint: Any) -> Check:
+    """An int passes for a float, a bool never for an int."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return _is_plain
+    if origin in (types.UnionType, typing.Union):
+        options = [_bounded(option) for option in arguments]
+        return lambda value: any(fits(value) for fits in options)
+    if origin is typing.Literal:
+        return lambda value: type(value) is str and value in arguments
+    if origin is list:
+        return _check_list(*arguments)
+    if origin is dict:
+        key, item = (_check_items(argument) for argument in arguments)
+        return lambda value: type(value) is dict and key(value) and item(value.values())
+    allowed = _types(hint)
+    return lambda value: type(value) in allowed
+
+
+def _check_list(item: Any) -> Check:
+    items = _check_items(item)
+    return lambda value: type(value) is list and items(value)
+
+
+def _check_items(hint: Any) -> Check:
+    """The check of many values at once; for the simple types without a call for each."""
+    if typing.get_origin(hint) is None and hint is not Any:
+        allowed = _types(hint)
+        return lambda values: set(map(type, values)) <= allowed
+    fits = _check(hint)
+    return lambda values: all(map(fits, values))
+
+
+def _types(hint: Any) -> set[type]:
+    assert hint in (bool, int, float, str, None, types.NoneType), f"no check for {hint!r}"
+    if hint is float:
+        return {int, float}
+    return {types.NoneType if hint is None else hint}
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    kind = type(value)
+    if kind in PLAIN:
+        return True
+    if depth == MAX_DEPTH or kind not in (list, dict):
+        return False
+    if kind is dict:
+        return set(map(type, value)) <= {str} and all(_is_plain(item, depth + 1) for item in value.values())
+    return all(_is_plain(item, depth + 1) for item in value)

@@ -1,0 +1,1 @@
+"""Mutated messages through real sockets: what scripts/fuzz.py is made of."""

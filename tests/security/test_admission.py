@@ -1,0 +1,275 @@
+"""Whose identity it is, and which messages came before: the rules alone, then on real sockets."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay.channel import AsyncRouter, Dealer, DuplicateMessage, Envelope, Keys, WireError, load_keys, may_be, registry
+from replay.channel import admission as rules
+from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
+from replay.channel.frames import Message, encode
+from scripts import make_keys
+
+RUN = "r1"
+PATIENT_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Message):
+    ARRAYS: ClassVar[dict[str, str]] = {"data": "int32"}
+    text: str = ""
+    data: Any = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+
+KINDS = registry(Note)
+
+
+# ---- the window -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 40) | st.integers(0, 4 * WINDOW) | st.integers(0, 2**62), max_size=80))
+def test_every_number_is_taken_once_and_none_from_before_the_window(numbers: list[int]) -> None:
+    window, taken, highest = Window(), set(), -1
+    for number in numbers:
+        old = highest >= 0 and number <= highest - WINDOW
+        if old or number in taken:
+            with pytest.raises(DuplicateMessage, match="older than the last 1024" if old else "came before"):
+                window.take(number)
+        else:
+            window.take(number)
+            taken.add(number)
+            highest = max(highest, number)
+
+
+def test_out_of_order_within_the_window_is_accepted() -> None:
+    window = Window()
+    for number in (5000, 5000 - WINDOW + 1, 4999, 5001):
+        window.take(number)
+    with pytest.raises(DuplicateMessage):
+        window.take(5001 - WINDOW)
+
+
+def test_a_peer_that_starts_anew_goes_on_above_its_old_numbers() -> None:
+    first = rules.sequence_numbers()
+    used = [next(first) for _ in range(100)]
+    time.sleep(0.001)
+    assert next(rules.sequence_numbers()) > used[-1]
+
+
+# ---- identities -----------------------------------------------------------------------------------------
+
+
+def test_an_identity_belongs_to_the_first_key_that_used_it() -> None:
+    admission = Admission()
+    peer = admission.bind("learner-0.ab", "learner/0123")
+    assert admission.bind("learner-0.ab", "learner/4567") is peer, "another key of the same name: a rotation"
+    assert peer.user == "learner/4567", "what is sent to it depends on the key that it has now"
+    with pytest.raises(WireError, match=r"'learner-0\.ab' belongs to key 'learner', this came with key 'node1'"):
+        admission.bind("learner-0.ab", "node1/89ab")
+
+
+def test_a_sender_of_many_identities_pushes_out_only_its_own() -> None:
+    admission = Admission()
+    learner = admission.bind("learner-0", "learner/01")
+    for number in range(3 * MAX_IDENTITIES):
+        admission.bind(f"many-{number}", "node1/23")
+    assert len(admission) == MAX_IDENTITIES + 1
+    assert admission.get("learner-0") is learner and admission.get("many-0") is None
+    with pytest.raises(WireError, match="belongs to key 'learner'"):
+        admission.bind("learner-0", "node1/23")
+
+
+def test_the_identity_that_was_heard_last_is_kept() -> None:
+    admission = Admission()
+    kept = admission.bind("kept", "")
+    for number in range(2 * MAX_IDENTITIES):
+        admission.bind(f"many-{number}", "")
+        assert admission.bind("kept", "") is kept
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\0abcd", b"a\nreplay: the run ends", b"\xff\xfe", b"x" * 201, "a\u202eb".encode()]
+)
+def test_identities_are_printable_text(frame: bytes) -> None:
+    with pytest.raises(WireError, match="identity") as caught:
+        identity_of(frame)
+    assert str(caught.value).isprintable()
+
+
+def test_identities_of_ours_are_text() -> None:
+    assert identity_of("röllout 7.1f3a/beat".encode()) == "röllout 7.1f3a/beat"
+
+
+@pytest.mark.parametrize("role", ["learner", "launcher"])
+def test_only_the_learners_key_may_be_the_learner(role: str) -> None:
+    assert may_be(role, "learner") is None
+    assert may_be(role, "") is None, "without keys nothing is known of anybody"
+    problem = may_be(role, "node1")
+    assert problem is not None and f"the key 'node1' may not be a {role}" in problem and "'learner'" in problem
+
+
+def test_any_key_may_be_a_rollout_server() -> None:
+    assert may_be("rollout_server", "node1") is may_be("rollout_server", "learner") is None
+
+
+# ---- on sockets -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keys]:
+    root = tmp_path_factory.mktemp("keys")
+    make_keys.make(root / "learner", ["node1"], force=False)
+    make_keys.export(root / "learner", "node1", root / "node1")
+    return {name: load_keys(root / name) for name in ("learner", "node1")}
+
+
+def with_router(body: Callable[[AsyncRouter], Coroutine[Any, Any, None]], keys: Keys | None = None) -> None:
+    async def run() -> None:
+        router = AsyncRouter("127.0.0.1", 0, RUN, KINDS, keys=keys)
+        try:
+            await body(router)
+        finally:
+            router.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+async def arrivals(router: AsyncRouter, count: int) -> list[tuple[str, Envelope | WireError]]:
+    found: list[tuple[str, Envelope | WireError]] = []
+    while len(found) < count:
+        assert await router.wait(PATIENT_S), f"{len(found)} of {count} messages came"
+        while (arrived := await router.receive()) is not None:
+            found.append(arrived)
+    return found
+
+
+class Raw:
+    """A DEALER that sends what it is given."""
+
+    def __init__(self, address: str, identity: bytes, keys: Keys | None = None) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        if keys is not None:
+            keys.apply(self.socket)
+        self.socket.connect(address)
+
+    def __enter__(self) -> "zmq.Socket[bytes]":
+        return self.socket
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(linger=1000)
+        self._context.term()
+
+
+def test_a_recorded_message_is_refused_when_it_comes_again() -> None:
+    async def body(router: AsyncRouter) -> None:
+        with Raw(router.address, b"r0") as socket:
+            for sequence in (7, 9, 8, 7):
+                socket.send_multipart(encode(Note(text=str(sequence)), RUN, sequence))
+            *whole, (identity, last) = await arrivals(router, 4)
+        assert [envelope.message.text for _, envelope in whole] == ["7", "9", "8"]
+        assert identity == "r0" and isinstance(last, DuplicateMessage) and "message 7 came before" in str(last)
+
+    with_router(body)
+
+
+def test_a_damaged_message_uses_up_no_number() -> None:
+    """A number is believed only when the checksum has proven it: or one flipped bit would shut its peer out."""
+
+    async def body(router: AsyncRouter) -> None:
+        with Raw(router.address, b"r0") as socket:
+            header = bytearray(encode(Note(), RUN, 2**40)[0])
+            header[-1] ^= 1
+            socket.send_multipart([bytes(header), b""])
+            socket.send_multipart(encode(Note(), RUN, 1))
+            damaged, whole = await arrivals(router, 2)
+        assert isinstance(damaged[1], WireError) and isinstance(whole[1], Envelope)
+
+    with_router(body)
+
+
+def test_a_peer_that_comes_back_under_its_identity_is_heard() -> None:
+    async def body(router: AsyncRouter) -> None:
+        for _ in range(3):
+            with Dealer(router.address, "launcher.4711", KINDS) as dealer:
+                for _ in range(3):
+                    dealer.send(Note())
+                assert all(isinstance(envelope, Envelope) for _, envelope in await arrivals(router, 3))
+
+    with_router(body)
+
+
+def test_messages_say_whose_key_they_came_with(keys: dict[str, Keys]) -> None:
+    async def body(router: AsyncRouter) -> None:
+        for name in ("node1", "learner"):
+            with Dealer(router.address, f"of-{name}", KINDS, keys=keys[name]) as dealer:
+                dealer.send(Note())
+                ((_, envelope),) = await arrivals(router, 1)
+                assert isinstance(envelope, Envelope) and envelope.sender == name
+
+    with_router(body, keys["learner"])
+
+
+def test_without_keys_the_sender_is_nobody() -> None:
+    async def body(router: AsyncRouter) -> None:
+        with Dealer(router.address, "r0", KINDS) as dealer:
+            dealer.send(Note())
+            ((_, envelope),) = await arrivals(router, 1)
+            assert isinstance(envelope, Envelope) and envelope.sender == ""
+
+    with_router(body)
+
+
+def test_an_identity_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> None:
+    async def body(router: AsyncRouter) -> None:
+        with Dealer(router.address, "learner-0.1f", KINDS, keys=keys["learner"]) as dealer:
+            dealer.send(Note())
+            await arrivals(router, 1)
+        await asyncio.sleep(0.2)  # until its connection is gone: ZeroMQ ignores a second one of that identity
+        with Dealer(router.address, "learner-0.1f", KINDS, keys=keys["node1"]) as thief:
+            thief.send(Note())
+            ((_, refused),) = await arrivals(router, 1)
+        assert "identity 'learner-0.1f' belongs to key 'learner', this came with key 'node1'" in str(refused)
+
+    with_router(body, keys["learner"])
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_arrays_are_read_only_aligned_and_large_ones_not_copied(size: int) -> None:
+    async def body(router: AsyncRouter) -> None:
+        with Dealer(router.address, "r0", KINDS) as dealer:
+            for shift in range(4):  # of the place in ZeroMQ's receive buffer
+                dealer.send(Note(text="x" * shift, data=np.arange(size, dtype=np.int32)))
+            for _, envelope in await arrivals(router, 4):
+                assert isinstance(envelope, Envelope) and isinstance(envelope.message, Note)
+                data = envelope.message.data
+                assert not data.flags.writeable and data.flags.aligned and np.array_equal(data, np.arange(size))
+                assert isinstance(data.base, memoryview if size > 10 else bytes)
+
+    with_router(body)
+
+
+def test_many_frames_of_an_allowed_size_are_too_large_together() -> None:
+    from replay.channel import Limits
+
+    async def run() -> None:
+        router = AsyncRouter("127.0.0.1", 0, RUN, KINDS, Limits(max_message_bytes=10_000))
+        try:
+            with Raw(router.address, b"r0") as socket:
+                socket.send_multipart([b"x" * 9_000] * 3)
+                ((_, refused),) = await arrivals(router, 1)
+            assert "message of 27002 bytes is above 10000 (network.max_message_bytes)" in str(refused)
+        finally:
+            router.close()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))

@@ -1,0 +1,114 @@
+"""The fuzzer in a few seconds, and that it finds what it looks for."""
+
+import asyncio
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from replay import messages as m
+from replay.channel import WireError, decode
+from replay.channel.frames import encode
+from scripts import fuzz
+from scripts.fuzzing import worker
+from scripts.fuzzing.mutations import Mutator, seal
+from scripts.fuzzing.samples import Samples
+from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER
+
+EVERY = {"to replay": m.TO_REPLAY, "from replay": m.FROM_REPLAY, "to bus": TO_PUBLISHER, "from bus": TO_SUBSCRIBER}
+
+
+@pytest.mark.parametrize("target", sorted(worker.TARGETS))
+def test_mutated_messages_stop_nobody(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = fuzz.main(["--quick", "--seed", "7", "--targets", target])
+    lines = capsys.readouterr().out.splitlines()
+    found: dict[str, Any] = json.loads(lines[-1])
+    assert (code, found["crashes"], found["unhandled"]) == (0, 0, 0), "\n".join(lines)
+    assert found["frames"][target] >= fuzz.QUICK_FRAMES and found["resealed"] >= 0.5
+    assert found["accepted"][target] > 0.05 * found["messages"][target], "hardly any message gets past the checks"
+    assert found["rss_growth_bytes"] <= found["cap_bytes"]
+
+
+@pytest.mark.parametrize("kinds", EVERY)
+def test_samples_are_valid(kinds: str) -> None:
+    """Or the mutations would start from what is refused anyway."""
+    registry = EVERY[kinds]
+    samples = Samples(registry, random.Random(0), dict)
+    for kind in registry.values():
+        for number in range(20):
+            message = samples.of(kind)
+            assert type(decode(encode(message, "r", number), registry).message) is kind
+
+
+def test_mutations_reach_behind_the_checksum_and_behind_the_schema() -> None:
+    rng = random.Random(0)
+    samples, mutator = Samples(m.TO_REPLAY, rng, dict), Mutator(rng)
+    said: dict[str, int] = {"whole": 0, "checksum": 0, "schema": 0}
+    for number in range(3000):
+        frames = mutator.mutate([bytes(frame) for frame in encode(samples.any(), "r", number)])
+        try:
+            decode(frames, m.TO_REPLAY)
+        except WireError as error:
+            said["checksum" if "checksum" in str(error) else "schema"] += 1
+        else:
+            said["whole"] += 1
+    assert mutator.resealed >= mutator.mutated / 2
+    assert min(said.values()) > 300, said
+
+
+def test_the_same_seed_makes_the_same_messages() -> None:
+    def messages(seed: int) -> list[list[bytes]]:
+        rng = random.Random(seed)
+        samples, mutator = Samples(m.FROM_REPLAY, rng, dict), Mutator(rng)
+        return [mutator.mutate([bytes(f) for f in encode(samples.any(), "r", n)]) for n in range(200)]
+
+    assert messages(3) == messages(3) != messages(4)
+
+
+def test_sealing_makes_any_change_whole() -> None:
+    frames = [bytes(frame) for frame in encode(m.Goodbye(reason="a" * 9), "r", 1)]
+    frames[0] = frames[0].replace(b"a" * 9, b"b" * 9)
+    with pytest.raises(WireError, match="checksum"):
+        decode(frames, m.TO_REPLAY)
+    assert decode(seal(frames), m.TO_REPLAY).message == m.Goodbye(reason="b" * 9)
+
+
+class Fragile:
+    """A target that fails at a message of one kind, and one that nobody reads at another."""
+
+    kinds = m.TO_REPLAY
+    accepted = 0
+
+    async def open(self) -> None:
+        self.sent: list[list[bytes]] = []
+
+    def given(self) -> Mapping[str, Any]:
+        return {}
+
+    def send(self, frames: list[bytes]) -> None:
+        self.sent.append(frames)
+
+    async def drain(self, count: int) -> None:
+        if len(self.sent) > 3 * worker.BATCH:
+            raise KeyError("planted")
+
+    def close(self) -> None:
+        self.sent.clear()
+
+
+def test_an_exception_of_a_reader_is_counted_and_the_attack_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.Fragile", Fragile, raising=False)
+    monkeypatch.setitem(worker.TARGETS, "fragile", f"{__name__}:Fragile")
+    attack = worker.Attack("fragile", 1)
+    asyncio.run(attack.run(4000))
+    found = attack.result()
+    assert found["frames"] >= 4000 and len(found["unhandled"]) >= 2
+    assert "KeyError('planted')" in found["unhandled"][0]["error"]
+
+
+def test_a_process_that_dies_is_a_crash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(fuzz.sys, "executable", "/bin/false")
+    assert fuzz.main(["--frames", "10", "--targets", "replay"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["crashes"] == 1
