@@ -38,6 +38,12 @@ class Reward(Section):
     """Reward processes per rollout server."""
     timeout_s: float = Field(default=10.0, gt=0)
     """A call that takes longer is killed and counts as a reward error."""
+    memory_bytes: int = Field(default=8 * 1024**3, ge=64 * 1024**2)
+    """Address space of one reward process; a call that needs more fails as a reward error."""
+    max_file_bytes: int = Field(default=64 * 1024**2, ge=0)
+    """Largest file that reward code may write."""
+    max_open_files: int = Field(default=256, ge=32)
+    """Files and sockets that one reward process may have open."""
     max_error_rate: float = Field(default=0.2, ge=0, le=1)
     """Above this share of groups with a failed call among the last 32 the run stops and names the last error."""
 

@@ -1,4 +1,4 @@
-"""What may import what, which calls are forbidden, and what every main loop says about itself."""
+"""What may import what, and what every main loop says about itself. Forbidden calls: tests/security/test_no_code.py."""
 
 import ast
 import functools
@@ -23,21 +23,6 @@ TORCH_FREE = ("configs", "replay")
 MAIN_LOOPS = ("learner/train.py", "rollout_server/serve.py", "replay/serve.py")
 CONTRACT = ("consumes", "produces", "waits for", "unblocked by")
 SAYS_NOTHING = {"utils", "util", "common", "helpers", "helper", "misc"}
-CODE_FROM_BYTES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-FORBIDDEN_CALLS = {
-    "eval",
-    "exec",
-    "torch.load",
-    # pickle underneath
-    "recv_pyobj",
-    "send_pyobj",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object_list",
-    "broadcast_object_list",
-    "send_object_list",
-    "recv_object_list",
-}
 MODULES = sorted(path for package in MAY_IMPORT for path in (ROOT / package).rglob("*.py"))
 
 
@@ -70,23 +55,6 @@ def dotted(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def offences(tree: ast.Module) -> Iterator[str]:
-    """Forbidden imports, calls and arguments of one module, each with its line."""
-    for line, module in imports(tree):
-        if module.split(".")[0] in CODE_FROM_BYTES:
-            yield f"line {line}: import of {module}"
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        called = dotted(node.func)
-        if called in FORBIDDEN_CALLS or called.rsplit(".", 1)[-1] in FORBIDDEN_CALLS - {"eval", "exec"}:
-            yield f"line {node.lineno}: call of {called}"
-        for keyword in node.keywords:
-            trusting = keyword.arg in ("trust_remote_code", "allow_pickle")
-            if trusting and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False):
-                yield f"line {node.lineno}: {keyword.arg} is not False"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -152,44 +120,6 @@ def test_main_loops_open_with_their_contract(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_from_outside_is_run(path: Path) -> None:
-    assert list(offences(tree_of(path))) == []
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_packages_log_and_do_not_print(path: Path) -> None:
     calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     assert [node.lineno for node in calls if dotted(node.func) == "print"] == []
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import pickle",
-        "from marshal import loads",
-        "def f():\n    import dill.settings",
-        "eval('1')",
-        "exec(code)",
-        "import torch\ntorch.load(path, weights_only=True)",
-        "dist.broadcast_object_list(x)",
-        "socket.recv_pyobj()",
-        "AutoModel.from_pretrained(path, trust_remote_code=True)",
-        "AutoModel.from_pretrained(path, trust_remote_code=flag)",
-        "np.load(path, allow_pickle=True)",
-    ],
-)
-def test_the_check_itself_finds(source: str) -> None:
-    assert list(offences(ast.parse(source)))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()",
-        "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
-        "load(path)",
-        "AutoTokenizer.from_pretrained(path, trust_remote_code=False)",
-    ],
-)
-def test_the_check_itself_lets_pass(source: str) -> None:
-    assert list(offences(ast.parse(source))) == []

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_server.rewards import limits
 from rollout_server.rewards.base import Sample
 from rollout_server.rewards.framing import MAX_ERROR_CHARS, MAX_METRICS
 from rollout_server.rewards.loading import RewardFunction, describe
@@ -33,7 +34,7 @@ def reward_of(value: Any) -> tuple[float, dict[str, float]]:
         raise NotAReward(f"returned a dict without 'score' or 'reward' (keys {sorted(map(str, value))[:8]})")
     score = _number(value[key], f"returned {key} =")
     metrics = {
-        str(name)[:100]: _number(item, f"returned {name} =")
+        sendable(str(name)[:100]): _number(item, f"returned {name} =")
         for name, item in value.items()
         if name != key and _scalar(item) is not None
     }
@@ -65,8 +66,22 @@ def judge(function: RewardFunction, samples: Sequence[Sample], send: Callable[[l
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return call(), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
-        return None, describe(error)
+    except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
+        return None, explained(error)
+
+
+def explained(error: BaseException) -> str:
+    """What an exception of the user's code says, with the limit that it comes from.
+
+    Raises:
+        LimitReached: of a limit on what this process holds. A process that lives on might fail the next sample too.
+    """
+    key = limits.reached(error)
+    if key is None:
+        return describe(error)
+    if key in limits.EXIT_CODES:
+        raise limits.LimitReached(key)
+    return f"{describe(error)}: more than reward.{key} = {limits.value(key)} allows"
 
 
 def verdict(index: int, value: Any, error: str | None, seconds: float) -> Verdict:
@@ -77,7 +92,14 @@ def verdict(index: int, value: Any, error: str | None, seconds: float) -> Verdic
             return index, score, metrics, None, seconds
         except NotAReward as problem:
             error = f"the reward function {problem}; it must be a finite number or a dict with one under 'score'"
-    return index, None, {}, error[:MAX_ERROR_CHARS], seconds
+        except BaseException as problem:  # noqa: BLE001 - reading an object of the user runs code of the user
+            error = f"what the reward function returned cannot be read: {explained(problem)}"
+    return index, None, {}, sendable(error[:MAX_ERROR_CHARS]), seconds
+
+
+def sendable(text: str) -> str:
+    """The text, with a question mark for each surrogate: those have no UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def together(result: tuple[Any, str | None], num: int, seconds: float) -> list[Verdict]:

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollout_server.rewards.base import Sample
-from rollout_server.rewards.judging import Verdict, together, verdict
-from rollout_server.rewards.loading import RewardFunction, describe
+from rollout_server.rewards.judging import Verdict, explained, together, verdict
+from rollout_server.rewards.loading import RewardFunction
 
 
 class AsyncJudge:
@@ -56,6 +56,8 @@ class AsyncJudge:
         except TimeoutError as error:
             if limit.expired():
                 return None, f"timed out after {self._timeout_s:g} s"
-            return None, describe(error)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
-            return None, describe(error)
+            return None, explained(error)
+        except asyncio.CancelledError:
+            raise  # of the loop, which closes
+        except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
+            return None, explained(error)

@@ -13,7 +13,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,8 @@ from rollout_server.rewards.base import RewardError, Sample
 BUILT_IN = {"exact": "rollout_server.rewards.exact:reward", "numeric": "rollout_server.rewards.numeric:reward"}
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
+MAX_MESSAGE_CHARS = 1500
+"""Of an exception's own text, so that its place still fits into an error."""
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURES = (
     "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
@@ -173,7 +174,13 @@ def _load_module(spec: str, location: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and place of an exception, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    """Type, message and place of an exception, in one line. Never raises: the message is code of the user too."""
+    try:
+        text = str(error)[:MAX_MESSAGE_CHARS]
+    except BaseException:  # noqa: BLE001 - code of the user: whatever it raises, the type and place are known
+        text = "(its message cannot be read)"
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    return f"{type(error).__name__}: {text}{place}"

@@ -6,41 +6,54 @@ waits for     the next request, for as long as the pool lives
 unblocked by  the pool, or its end: the socket closes, and the parent-death signal arrives
 
 Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long,
-prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded.
+prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded. A supervisor of its own
+(rewards/supervisor.py) ends everything that it leaves behind, and limits (rewards/limits.py) hold what it takes.
 """
 
-import ctypes
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
+from rollout_server.rewards import limits
 from rollout_server.rewards.base import RewardError
-from rollout_server.rewards.framing import LENGTH, pack, unpack
-from rollout_server.rewards.judging import Verdict, judge
+from rollout_server.rewards.framing import LENGTH, MAX_ERROR_CHARS, pack, unpack
+from rollout_server.rewards.judging import Verdict, judge, sendable
 from rollout_server.rewards.loading import RewardFunction, load_function
-
-PR_SET_PDEATHSIG = 1
+from rollout_server.rewards.supervisor import supervise
 
 
 def main() -> int:
     """Entry point."""
-    die_with(int(sys.argv[1]))
+    supervise(int(sys.argv[1]))
     channel = private_channel()
     threading.Thread(target=_die_with_channel, args=(channel,), daemon=True).start()
     order = receive(channel)
     if order is None:
         return 0
+    limits.confine(order["limits"])
     try:
-        function = load_function(order["function"])
+        return work(channel, order["function"], order["timeout_s"])
+    except MemoryError:
+        limits.leave("memory_bytes")
+
+
+def work(channel: socket.socket, name: str, timeout_s: float) -> int:
+    """Load the function and serve until the pool closes the channel."""
+    try:
+        function = load_function(name)
     except RewardError as error:
-        channel.sendall(pack({"error": str(error)}))
+        key = limits.reached(error)
+        if key in limits.EXIT_CODES:
+            limits.leave(key)
+        channel.sendall(pack({"error": sendable(str(error)[:MAX_ERROR_CHARS])}))
         return 1
     channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
-    serve(channel, function, order["timeout_s"])
+    serve(channel, function, timeout_s)
     return 0
 
 
@@ -50,23 +63,23 @@ def serve(channel: socket.socket, function: RewardFunction, timeout_s: float) ->
     def send(verdicts: list[Verdict]) -> None:
         channel.sendall(pack(verdicts))
 
+    def answer_all(answer: Callable[[Any], None]) -> None:
+        while (samples := receive(channel)) is not None:
+            try:
+                answer(samples)
+            except limits.LimitReached as limit:
+                limits.leave(limit.key)
+            except MemoryError:
+                limits.leave("memory_bytes")
+
     if function.is_async:
         # asyncio costs 40 ms of start-up that synchronous functions do not need.
         from rollout_server.rewards.judging_async import AsyncJudge
 
         with AsyncJudge(function, timeout_s) as async_judge:
-            while (samples := receive(channel)) is not None:
-                async_judge.judge(samples, send)
+            answer_all(lambda samples: async_judge.judge(samples, send))
     else:
-        while (samples := receive(channel)) is not None:
-            judge(function, samples, send)
-
-
-def die_with(parent: int) -> None:
-    """End this process when the thread that started it ends; at once when that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
+        answer_all(lambda samples: judge(function, samples, send))
 
 
 def private_channel() -> socket.socket:

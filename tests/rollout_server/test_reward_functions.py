@@ -115,9 +115,9 @@ def test_numeric_reads_what_python_formats(number: int, places: int) -> None:
     "text", ["1,111" * 30_000, "1" + ",111" * 60_000 + "1", "1" * 300_000, "-" * 300_000, "\\boxed{" * 50_000]
 )
 def test_adversarial_answers_cost_little(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     final_number(text)
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 def test_own_signature_sync_and_async() -> None:

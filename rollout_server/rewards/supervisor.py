@@ -1,0 +1,120 @@
+"""Stands between the pool and a worker, so that nothing that reward code has started outlives it.
+
+consumes      SIGTERM from the pool, or from the kernel when the pool's process is gone
+produces      its own end, by the worker's signal or exit code, once no descendant is left
+waits for     the end of the worker, for as long as the pool lives
+unblocked by  the worker, the pool, or the pool's end
+
+A process that leaves its group and session and lets its parents end would be handed to init. As a child subreaper
+this process gets it instead, and can find it. No code of the user runs here.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from typing import NoReturn
+
+from rollout_server.rewards.limits import PR_SET_CHILD_SUBREAPER, control, die_with, hold_back
+
+KILL_S = 4.0
+"""The pool waits for longer than this (process.KILL_TIMEOUT_S) before it kills the supervisor itself."""
+ROUND_S = 0.001
+WATCHED = (signal.SIGTERM, signal.SIGCHLD)
+
+
+def supervise(pool: int) -> None:
+    """Fork. The child returns, in a session of its own, and becomes the worker; the parent never returns.
+
+    Args:
+        pool: pid of the process whose thread started this one.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    die_with(pool, signal.SIGTERM)
+    control(PR_SET_CHILD_SUBREAPER, 1)
+    hold_back()
+    supervisor, worker = os.getpid(), os.fork()
+    if worker:
+        _watch(worker)
+    os.setsid()
+    die_with(supervisor, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+
+def _watch(worker: int) -> NoReturn:
+    """Wait for the worker's end or the order to end it, then end all that is left and follow it."""
+    _let_go_of_stdin()
+    while signal.sigwaitinfo(WATCHED).si_signo == signal.SIGCHLD and not _has_ended(worker):
+        pass
+    # Not reaped yet, so neither the pid nor the group can belong to anybody else.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(worker, signal.SIGKILL)
+    status = _end_descendants(worker)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _let_go_of_stdin() -> None:
+    """Only the worker may hold the channel: its end is how the pool learns of a death."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _has_ended(worker: int) -> bool:
+    """Reap what was handed over to this process; the worker, when it has ended, is left for later."""
+    while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+        if ended.si_pid == worker:
+            return True
+        os.waitpid(ended.si_pid, 0)
+    return False
+
+
+def _end_descendants(worker: int) -> int:
+    """Kill round after round until no child is left: each round may bring the orphans of the one before.
+
+    Returns:
+        The wait status of the worker.
+    """
+    status, deadline = signal.SIGKILL.value, time.monotonic() + KILL_S
+    while True:
+        try:
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == worker:
+                    status = ended[1]
+        except ChildProcessError:
+            return status
+        left = _descendants()
+        if time.monotonic() > deadline:
+            named = ", ".join(map(str, left[:8]))
+            sys.stderr.write(f"{len(left)} processes do not end {KILL_S:g} s after SIGKILL: {named}\n")
+            return status
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(ROUND_S)
+
+
+def _descendants() -> list[int]:
+    """Children of this process, their children and so on, from one reading of /proc."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = file.read().rpartition(b")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended meanwhile
+        children[int(parent)].append(int(name))
+    found, next_ones = [], [os.getpid()]
+    while next_ones:
+        next_ones = [child for parent in next_ones for child in children[parent]]
+        found += next_ones
+    return found

@@ -1,0 +1,128 @@
+"""Watches every Python process of a run for code that is made from data. Python imports this file by its name.
+
+Opt-in: with this folder on PYTHONPATH and SLIPSTREAM_AUDIT naming a folder, each process that starts writes there
+
+    live-<pid>      the command line: the hook is in place
+    allowed-<pid>   every place that made code and may, once
+    caught-<pid>    the first place that made code and may not, with its stack; the process is killed
+
+The nearest frame that is known decides. The import system and the places in ALLOWED may; a frame of ours that comes
+first may not, and neither may a library on its behalf. What has no frame of ours on its stack is a library's own.
+
+SLIPSTREAM_AUDIT_PLANT names a function (package.module:function) that shall unpickle on every call, to prove the rest.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+WATCHED = {"pickle.find_class", "marshal.loads", "marshal.load", "exec", "compile", "code.__new__", "os.system"}
+ROOT = str(Path(__file__).resolve().parents[3])
+OURS = tuple(f"{ROOT}/{name}/" for name in ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts"))
+IMPORTS = ("<frozen importlib", "<frozen zipimport", "<frozen runpy", "<frozen posixpath")
+CODE = {"exec", "compile"}
+ALLOWED = {
+    # place: what it may do, and why
+    "/torch/distributed/checkpoint/": (WATCHED, "our own checkpoints, and what their ranks tell each other"),
+    "/torch/fx/operator_schemas.py": (CODE, "names of types in the schemas of torch's own operators"),
+    f"{os.path.dirname(os.__file__)}/typing.py": (CODE, "get_type_hints: annotations of classes that were imported"),
+}
+FUNCTION = 1
+"""CO_OPTIMIZED, which the bodies of modules and classes lack: they run when they are imported, and pydantic and
+dataclasses make code of what they say."""
+MAX_FRAMES = 40
+
+
+def install(folder):
+    """Watch this process from now on."""
+    seen = set()
+
+    def note(kind, record):
+        with open(f"{folder}/{kind}-{os.getpid()}", "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def hook(event, arguments):
+        if event not in WATCHED:
+            return
+        frame = sys._getframe().f_back
+        where = judge(event, frame)
+        if where is None:
+            note("caught", {"event": event, "what": repr(arguments)[:200], "stack": stack_of(frame)})
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif (event, where) not in seen:
+            seen.add((event, where))
+            note("allowed", {"event": event, "where": where})
+
+    note("live", {"command": sys.orig_argv})
+    sys.addaudithook(hook)
+
+
+def judge(event, frame):
+    """Who made code, in one word, when he may; None when he may not."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(IMPORTS):
+            return "import"
+        for place, (events, _) in ALLOWED.items():
+            if place in file and event in events:
+                return place
+        if file.startswith(OURS) and frame.f_code.co_flags & FUNCTION:
+            return None
+        frame = frame.f_back
+    return "library"
+
+
+def stack_of(frame):
+    """Innermost first."""
+    found = []
+    while frame is not None and len(found) < MAX_FRAMES:
+        found.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found
+
+
+PLANTED = """
+def planted(function):
+    import functools, pickle
+
+    @functools.wraps(function)
+    def wrapper(*arguments, **named):
+        pickle.loads(b"cbuiltins\\nlen\\n.")
+        return function(*arguments, **named)
+
+    return wrapper
+"""
+
+
+class Planter(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Replaces one function of one module while the module is imported, so that everybody gets the replacement."""
+
+    def __init__(self, module, function):
+        self.module, self.function = module, function
+        self.loader = None
+
+    def find_spec(self, name, path, target=None):
+        if name != self.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        scope = {}
+        exec(compile(PLANTED, module.__file__, "exec"), scope)  # its frames are the module's own
+        setattr(module, self.function, scope["planted"](getattr(module, self.function)))
+
+
+if os.environ.get("SLIPSTREAM_AUDIT"):
+    install(os.environ["SLIPSTREAM_AUDIT"])
+    if os.environ.get("SLIPSTREAM_AUDIT_PLANT"):
+        sys.meta_path.insert(0, Planter(*os.environ["SLIPSTREAM_AUDIT_PLANT"].split(":")))

@@ -1,0 +1,190 @@
+"""Nothing from outside is ever executed: no package and no script holds a call that makes code from data.
+
+The check reads the source. It follows names through imports (`from torch import load as read`), not through getattr
+or tables; what runs is watched by tests/security/audit.
+"""
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+CODE_FROM_BYTES = {
+    "pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle", "code",
+    "codeop", "runpy", "imp", "multiprocessing.connection", "multiprocessing.managers", "torch.package", "torch.hub",
+}  # fmt: skip
+"""Modules that are not imported at all."""
+FORBIDDEN = {
+    "eval", "exec", "compile", "__import__", "builtins.eval", "builtins.exec", "builtins.compile",
+    "importlib.import_module", "importlib.__import__", "importlib.reload", "importlib.util.spec_from_file_location",
+    "torch.load", "torch.jit.load", "torch.serialization.load", "torch.package", "torch.hub", "torch.export.load",
+    "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.unsafe_load_all", "yaml.full_load", "yaml.full_load_all",
+    "yaml.Loader", "yaml.UnsafeLoader", "yaml.FullLoader", "yaml.CLoader",
+    "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
+    "multiprocessing.Queue", "multiprocessing.SimpleQueue", "multiprocessing.JoinableQueue", "multiprocessing.Pipe",
+    "multiprocessing.Manager", "multiprocessing.Pool",
+}  # fmt: skip
+"""Names that are not even mentioned, called or not."""
+FORBIDDEN_ENDS = {
+    # of torch.load and its kind, whatever they are called on
+    "exec_module", "load_module", "read_pickle", "recv_pyobj", "send_pyobj", "unsafe_load",
+    # collectives that pickle
+    "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list", "send_object_list",
+    "recv_object_list",
+}  # fmt: skip
+MUST_BE = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "weights_only": True}
+"""Arguments that, where they are given, are given like this."""
+ALLOWED = {
+    ("configs/loading.py", "yaml.load"): "its loader is a SafeLoader: test_the_loader_of_configurations_is_a_safe_one",
+    ("rollout_server/rewards/loading.py", "importlib.import_module"): "the user's reward.function, named by a module",
+    ("rollout_server/rewards/loading.py", "importlib.util.spec_from_file_location"): "reward.function, named by a file",
+    ("rollout_server/rewards/loading.py", "description.loader.exec_module"): "reward.function, named by a file",
+    ("rollout_server/engines/sglang_path.py", "importlib.import_module"): "packages of a table in that file",
+    ("scripts/fuzzing/worker.py", "importlib.import_module"): "targets of a table in that file",
+}
+"""(file, what): why it may. Each is needed: test_every_exception_is_used."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """What each imported name stands for, in full."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def dotted(node: ast.expr, known: dict[str, str]) -> str:
+    """`a.b.c` of a name or attribute, its first part in full; what comes from a call or an index is left out."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value, known)}.{node.attr}"
+    return known.get(node.id, node.id) if isinstance(node, ast.Name) else ""
+
+
+def modules_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def offences(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, what) of every forbidden import, name and argument."""
+    known = aliases(tree)
+    for node in ast.walk(tree):
+        for module in modules_of(node):
+            parts = module.split(".")
+            if {".".join(parts[:end]) for end in range(1, len(parts) + 1)} & (CODE_FROM_BYTES | FORBIDDEN):
+                yield node.lineno, module
+        if isinstance(node, ast.Attribute) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)):
+            name = dotted(node, known)
+            if name in FORBIDDEN or name.rsplit(".", 1)[-1] in FORBIDDEN_ENDS:
+                yield node.lineno, name
+        if isinstance(node, ast.keyword) and node.arg in MUST_BE:
+            value = node.value
+            if not (isinstance(value, ast.Constant) and value.value is MUST_BE[node.arg]):
+                yield node.value.lineno, f"{node.arg}="
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_nothing_from_outside_is_run(path: Path) -> None:
+    found = [(line, what) for line, what in offences(tree_of(path)) if (name_of(path), what) not in ALLOWED]
+    assert found == [], "code from data; read it with msgpack, JSON, safetensors or yaml.SafeLoader"
+
+
+def test_every_exception_is_used_once() -> None:
+    found = Counter((name_of(path), what) for path in MODULES for _, what in offences(tree_of(path)))
+    assert {key: found[key] for key in ALLOWED} == dict.fromkeys(ALLOWED, 1)
+
+
+def test_the_loader_of_configurations_is_a_safe_one() -> None:
+    from configs.loading import _Loader, load
+
+    assert [base.__name__ for base in _Loader.__mro__ if "Constructor" in base.__name__] == [
+        "SafeConstructor",
+        "BaseConstructor",
+    ]
+    assert not [tag for tag in _Loader.yaml_constructors if tag and "python" in tag]
+    assert not [tag for tag in _Loader.yaml_multi_constructors if tag and "python" in tag]
+    with pytest.raises(Exception, match=r"python/object|constructor"):
+        load("quickstart", ["data.train=!!python/object/apply:os.getcwd []"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from marshal import loads",
+        "from multiprocessing.connection import Client",
+        "from multiprocessing import connection",
+        "def f():\n    import dill.settings",
+        "eval('1')",
+        "exec(code)",
+        "run = eval",
+        "compile(text, 'x', 'exec')",
+        "from builtins import exec as run",
+        "__import__(name)",
+        "import importlib\nimportlib.import_module(message.kind)",
+        "from importlib import import_module as find\nfind(name)",
+        "import torch\ntorch.load(path, weights_only=True)",
+        "import torch as t\nt.load(path)",
+        "from torch import load as read\nread(path)",
+        "import torch\nlist(map(torch.load, files))",
+        "torch.jit.load(path)",
+        "dist.broadcast_object_list(x)",
+        "from torch.distributed import all_gather_object as gather\ngather(x, y)",
+        "socket.recv_pyobj()",
+        "pd.read_pickle(path)",
+        "spec.loader.exec_module(module)",
+        "import yaml\nyaml.load(text, yaml.Loader)",
+        "import yaml\nyaml.unsafe_load(text)",
+        "import os\nos.system(command)",
+        "subprocess.run(command, shell=True)",
+        "subprocess.run(command, shell=flag)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=flag)",
+        "np.load(path, allow_pickle=True)",
+        "load_state(path, weights_only=False)",
+        "import multiprocessing as mp\nmp.Queue()",
+    ],
+)
+def test_the_check_itself_finds(source: str) -> None:
+    assert list(offences(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "import re\nre.compile(pattern)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
+        "load(path)",
+        "import yaml\nyaml.safe_load(text)",
+        "import importlib.util\nimportlib.util.find_spec('torch')",
+        "import subprocess\nsubprocess.run(['ls'], shell=False)",
+        "AutoTokenizer.from_pretrained(path, trust_remote_code=False)",
+        "import multiprocessing\nmultiprocessing.active_children()",
+    ],
+)
+def test_the_check_itself_lets_pass(source: str) -> None:
+    assert list(offences(ast.parse(source))) == []
