@@ -60,6 +60,22 @@ class Replay(Section):
     """A lease that is not renewed for this long goes back to the queue."""
     max_attempts: int = Field(default=3, ge=1)
     """Leases of one prompt before it is dropped as `poison`."""
+    partial_rollouts: bool = False
+    """Servers report the tokens of running answers, and a server that takes over a lease goes on from them."""
+    fsync: Literal["every", "interval", "never"] = "interval"
+    """When the journal reaches the disk: before each ack, every second, or when the system likes. `kill -9` costs
+    nothing in any mode; a power failure costs nothing, about a second, or about half a minute."""
+    journal_keep: Literal["checkpoint", "all"] = "checkpoint"
+    """`checkpoint` deletes what no kept checkpoint needs; `all` keeps every group, for `--replay` from step 0."""
+    journal_max_bytes: int = Field(default=32 * 1024**3, ge=1024 * 1024)
+    """Above this size replay asks the learner for a checkpoint, which frees the journal (not with journal_keep all)."""
+    on_divergence: Literal["supersede", "stop"] = "supersede"
+    """A resumed step whose weights differ from the journalled ones: `supersede` throws away what the lost policies have
+    sampled and goes on; `stop` ends the run."""
+    wait_for_learner_s: float = Field(default=300.0, gt=0)
+    """How long replay waits for a learner that died to come back before the run stops with an error."""
+    restarts: int = Field(default=3, ge=0)
+    """How often the launcher starts a dead replay again, in place."""
 
 
 class Algorithm(Section):
@@ -71,6 +87,10 @@ class Algorithm(Section):
     """Divide by the group's standard deviation (off: Dr. GRPO)."""
     advantage_epsilon: float = Field(default=1e-4, gt=0)
     """Added to the standard deviation."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
+    max_flat_drops: float = Field(default=4.0, gt=0)
+    """Most groups that dynamic sampling drops for a step, in units of rollout.groups_per_step; more are kept."""
     drop_zero_advantage: bool = True
     """Leave trajectories of zero advantage out of the batch and of its token count."""
     loss: Literal["ppo_clip", "decoupled_ppo", "policy_gradient"] = "ppo_clip"

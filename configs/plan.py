@@ -85,7 +85,7 @@ def assign(
         config_file: what every process gets as --config.
         python: the interpreter, on every node.
         replay: its address; none makes it of the first learner node and network.replay_port.
-        resume: the learner goes on from its newest checkpoint.
+        resume: replay goes on from its journal, the learner from its newest checkpoint.
         only: plan the processes of this node alone.
         learner_module: what the learner ranks run.
 
@@ -108,7 +108,7 @@ def assign(
     first = shares[0].node
     address = replay or f"tcp://{bracketed(machines[first].address)}:{config.network.replay_port}"
     words = _Words(config, machines, (python, "-m"), config_file, address, [share.node for share in wanted])
-    processes = (*words.replay(first), *words.learners(shares, learner_module, resume), *words.servers(shares))
+    processes = (*words.replay(first, resume), *words.learners(shares, learner_module, resume), *words.servers(shares))
     return Plan(processes, first, dict(machines))
 
 
@@ -137,13 +137,13 @@ class _Words:
     wanted: Sequence[str]
     """Nodes whose processes are asked for."""
 
-    def replay(self, node: str) -> Iterator[Process]:
+    def replay(self, node: str, resume: bool) -> Iterator[Process]:
         if node in self.wanted:
             yield Process(
                 name="replay",
                 role="replay",
                 node=node,
-                command=self._command("replay.main", node),
+                command=(*self._command("replay.main", node), *(["--recover"] if resume else [])),
                 environment=self._environment(node, 1, ()),
                 ports={"replay": self.config.network.replay_port},
             )

@@ -9,17 +9,19 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Limits, Message, WireError, load_keys
 
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer", bound=Message)
 
 POLL_S = 0.2
-ASK_AGAIN_S = 5.0
+ASK_AGAIN_S = 2.0
+"""Messages are lost when replay is killed; whatever is asked for is asked for again this often."""
 
 
 class RunEnded(RuntimeError):
@@ -43,45 +45,51 @@ class BatchReader:
         self.incarnation = 0
         self.inbox = Inbox([], {})
         self._fingerprint = dict(fingerprint)
-        self._last_commit: m.Committed | None = None
+        self._hello: m.Hello | None = None
+        self._said: dict[str, Message] = {}
+        """What replay must know, to be said again when it was restarted; each of them may come twice."""
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
         identity = f"learner-{rank}.{secrets.token_hex(4)}"
         self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=load_keys(config.network.keys))
 
-    def connect(self) -> str:
-        """Find out which run replay serves; its id is part of everything on the wire.
+    def connect(self) -> tuple[str, int]:
+        """Find out which run replay serves, and how many learners it had: (run id, incarnation of the last one).
 
         Raises:
             ChannelError: replay does not answer within network.silent_after_s.
         """
-        self._dealer.send(m.StatusRequest())
-        self._wait_for(m.Status, "an answer", self.config.network.silent_after_s)
-        return self._dealer.run_id
+        status = self._ask(m.StatusRequest(), m.Status, "an answer")
+        return self._dealer.run_id, int(status.state["incarnation"])
 
-    def join(self, *, version: int, bus_address: str | None, cursor: dict[str, Any] | None) -> None:
+    def join(self, *, version: int, digest: str, bus_address: str | None, cursor: dict[str, Any] | None) -> m.Welcome:
         """Say Hello and wait for Welcome.
+
+        Args:
+            version: of the weights that this rank holds.
+            digest: of those weights.
+            bus_address: control address of the weight bus (rank 0).
+            cursor: replay's state from the checkpoint (rank 0 of a resumed learner).
 
         Raises:
             ChannelError: replay does not answer within network.silent_after_s, or refuses this rank.
         """
-        self._dealer.send(
-            m.Hello(
-                role="learner",
-                name=f"learner-{self.rank}",
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                rank=self.rank,
-                world_size=self.config.num_learner_ranks,
-                fingerprint=self._fingerprint,
-                bus_address=bus_address,
-                version=version,
-                cursor=cursor,
-            )
+        self._hello = m.Hello(
+            role="learner",
+            name=f"learner-{self.rank}",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            rank=self.rank,
+            world_size=self.config.num_learner_ranks,
+            fingerprint=self._fingerprint,
+            bus_address=bus_address,
+            version=version,
+            digest=digest,
+            cursor=cursor,
         )
-        welcome = self._wait_for(m.Welcome, "Welcome", self.config.network.silent_after_s)
-        assert isinstance(welcome, m.Welcome)
+        welcome = self._ask(self._hello, m.Welcome, "Welcome")
         self.incarnation = welcome.incarnation
+        return welcome
 
     def take(self, step: int) -> m.Batch:
         """This rank's part of batch `step`, once all ranks hold theirs (invariant 9).
@@ -103,8 +111,8 @@ class BatchReader:
                     "slow",
                 )
             if now - asked > ASK_AGAIN_S:  # idempotent, so a lost message costs a repetition and nothing else
-                if asked >= 0 and self._last_commit is not None:
-                    self._dealer.send(self._last_commit)
+                if asked >= 0 and "committed" in self._said:
+                    self._dealer.send(self._said["committed"])
                 self._dealer.send(m.Take(step=step, rank=self.rank, have=batch is not None))
                 asked = now
             message = self._next(f"batch {step}")
@@ -116,29 +124,34 @@ class BatchReader:
 
     def commit(self, step: int, digest: str) -> None:
         """Step `step` is in the weights (rank 0)."""
-        self._last_commit = m.Committed(step=step, digest=digest)
-        self._dealer.send(self._last_commit)
+        self._say("committed", m.Committed(step=step, digest=digest))
 
-    def published(self, version: int, digest: str, *, evaluate: bool) -> None:
-        """Announce a version before it goes out, with its evaluation if it has one (rank 0)."""
-        if evaluate:
-            self._dealer.send(m.Evaluate(version=version))
-        self._dealer.send(m.Published(version=version, digest=digest))
+    def evaluate(self, version: int) -> None:
+        """Have a version evaluated; sent before it goes out (rank 0)."""
+        self._say(f"evaluate {version}", m.Evaluate(version=version))
+
+    def published(self, version: int, digest: str) -> None:
+        """Announce a version before it goes out (rank 0)."""
+        self._say("published", m.Published(version=version, digest=digest))
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Replay's state for a checkpoint (rank 0). Raises ChannelError when replay is silent."""
-        self._dealer.send(m.CursorRequest(step=step))
-        cursor = self._wait_for(m.Cursor, f"the cursor of step {step}", self.config.network.silent_after_s)
-        assert isinstance(cursor, m.Cursor)
-        return cursor.state
+        return self._ask(m.CursorRequest(step=step), m.Cursor, f"the cursor of step {step}").state
 
-    def checkpointed(self, step: int) -> None:
-        """The checkpoint of `step` is complete (rank 0)."""
-        self._dealer.send(m.Checkpointed(step=step))
+    def checkpointed(self, step: int, kept: list[int]) -> None:
+        """The checkpoint of `step` is complete, and these are on the disk (rank 0)."""
+        self._say("checkpointed", m.Checkpointed(step=step, kept=kept))
 
     def drain(self) -> None:
         """Read what has arrived, without waiting."""
-        while (envelope := self._dealer.poll(0)) is not None:
+        while True:
+            try:
+                envelope = self._dealer.poll(0)
+            except WireError as error:
+                log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
+                continue
+            if envelope is None:
+                return
             self._aside(envelope.message)
 
     def wait_for_evaluation(self, version: int, num_parts: int, deadline_s: float) -> None:
@@ -151,6 +164,10 @@ class BatchReader:
                 return
             self._next(f"the evaluation of version {version}")
         log.error("the evaluation of version %d did not come within %g s [slow]", version, deadline_s)
+
+    def abandon(self) -> None:
+        """Leave without a word: whoever comes in this rank's place goes on with the run."""
+        self._dealer.close()
 
     def close(self, reason: str, *, failed: bool) -> None:
         """Say Goodbye; rank 0's ends the run."""
@@ -177,6 +194,8 @@ class BatchReader:
 
     def _aside(self, message: Message) -> Message | None:
         match message:
+            case m.Refused() if message.reason.startswith("say Hello") and self._hello is not None:
+                self._come_back(self._hello)
             case m.Refused():
                 raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
             case m.Goodbye():
@@ -185,16 +204,33 @@ class BatchReader:
                 self.inbox.results.append(message)
             case m.EvaluationClosed():
                 self.inbox.closed[message.version] = message.reason
+                self._said.pop(f"evaluate {message.version}", None)
             case m.Heartbeat():
                 pass
             case _:
                 return message
         return None
 
-    def _wait_for(self, kind: type[Message], what: str, deadline_s: float) -> Message:
+    def _say(self, what: str, message: Message) -> None:
+        self._said[what] = message
+        self._dealer.send(message)
+
+    def _come_back(self, hello: m.Hello) -> None:
+        """Replay was restarted, or took this rank for dead: the same learner goes on."""
+        log.warning("learner rank %d says Hello to replay again", self.rank)
+        self._dealer.send(replace(hello, incarnation=self.incarnation, cursor=None))
+        for message in self._said.values():
+            self._dealer.send(message)
+
+    def _ask(self, question: Message, kind: type[Answer], what: str) -> Answer:
+        """The answer to a question that may be asked twice. Raises ChannelError after network.silent_after_s."""
         self._waiting_since = time.monotonic()
-        deadline = self._waiting_since + deadline_s
-        while time.monotonic() < deadline:
+        deadline_s = self.config.network.silent_after_s
+        asked = -ASK_AGAIN_S
+        while (now := time.monotonic()) < self._waiting_since + deadline_s:
+            if now - asked > ASK_AGAIN_S:
+                self._dealer.send(question)
+                asked = now
             message = self._next(what)
             if isinstance(message, kind):
                 return message

@@ -59,6 +59,11 @@ class Checkpointer:
         save(folder, self._policy, self._optimizer, state, keep=self._config.checkpoint.keep)
         return folder
 
+    def kept(self) -> list[int]:
+        """Steps of the complete checkpoints, the newest first."""
+        folders = _numbered(Path(self._config.run_dir) / "checkpoints")
+        return [_step_of(folder) for folder in folders if not incomplete(folder)]
+
     def resume(self) -> dict[str, Any] | None:
         """Load the newest complete checkpoint and return its state (step, version, seed, replay), or none."""
         found = find_latest(Path(self._config.run_dir)) if self._policy.rank == 0 else None

@@ -51,29 +51,41 @@ class Learner:
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.tripwires = Tripwires(config)
         self.digests: dict[str, int] = {}
+        self._withheld = False
+        """The version made last does not go out: a resumed learner repeats a step that engines are past already."""
         self._step_started = time.monotonic()
         self._groups_trained_twice = 0
         self._trained: set[tuple[int, int]] = set()
 
     def start(self, *, resume: bool) -> int:
-        """Load the checkpoint if there is one to resume from, join replay; the version to go on from."""
+        """Load the checkpoint if there is one to resume from, join replay; the version to go on from.
+
+        Without a checkpoint a resumed run goes on from version 0, if its journal has every step since.
+        """
         state = self.checkpoints.resume() if resume else None
-        if resume and state is None:
+        if resume and state is None and self.ranks.is_first and not has_journal(self.config):
             raise CheckpointError(
-                f"--resume: {self.config.run_dir}/checkpoints has no complete checkpoint; leave --resume out to start"
-                " anew"
+                f"--resume: {self.config.run_dir} has neither a complete checkpoint nor a journal; leave --resume out"
+                " to start anew"
             )
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
-        self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if state else None)
-        if state and self.ranks.is_first:
+        self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if resume else None)
+        if resume and self.ranks.is_first:
             self._trained = surviving_groups(Path(self.config.run_dir) / "ledger.jsonl", version)
-        run_id = self.batches.connect()
-        incarnation = int(cursor["incarnation"]) + 1 if cursor else 1
-        self.bus = WeightPublisher(self.config, self.policy, self.ranks, run_id=run_id, incarnation=incarnation)
-        self.batches.join(version=version, bus_address=self.bus.address, cursor=cursor)
+        run_id, last = self.batches.connect()
+        if cursor is not None:
+            last = max(last, int(cursor["incarnation"]))
+        self.bus = WeightPublisher(self.config, self.policy, self.ranks, run_id=run_id, incarnation=last + 1)
         self.digests = self.bus.digests()
-        log.info("rank %d starts at version %d, policy digest %s", self.ranks.rank, version, self.policy_digest())
+        digest = self.policy_digest()
+        welcome = self.batches.join(version=version, digest=digest, bus_address=self.bus.address, cursor=cursor)
+        self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
+        self._withheld = repeats > version
+        log.info(
+            "rank %d starts at version %d, policy digest %s%s", self.ranks.rank, version, digest,
+            f"; repeats the journal's steps up to {repeats}" if self._withheld else "",
+        )  # fmt: skip
         return version
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -87,8 +99,12 @@ class Learner:
     def publish(self, version: int) -> None:
         """Hand the weights to the bus; they travel while the next batch is awaited."""
         evaluate = self.config.is_evaluated(version)
+        if evaluate and self.ranks.is_first:
+            self.batches.evaluate(version)
+        if self._withheld:
+            return
         if self.ranks.is_first:
-            self.batches.published(version, digest_of(self.digests), evaluate=evaluate)
+            self.batches.published(version, digest_of(self.digests))
         self.bus.start(version, self.digests, evaluate=evaluate)
 
     def wait_for_broadcast(self) -> PublishReport | None:
@@ -126,12 +142,19 @@ class Learner:
         values = sums.metrics() | result.metrics() | _advantage_metrics(advantages)
         return Update(values, result.applied, packed.global_tokens > 0)
 
-    def commit(self, step: int) -> str:
-        """Digest the new weights (a collective) and tell replay that the step is in them."""
+    def commit(self, batch: Batch) -> str:
+        """Digest the new weights (a collective) and tell replay that the batch's step is in them.
+
+        While a resumed learner repeats journalled steps, their versions stay here, unless the weights are not those
+        that the journal has: then all that was sampled since is gone, and engines need the new ones.
+        """
         self.digests = self.bus.digests()
         digest = self.policy_digest()
+        if batch.expected_digest not in ("", digest):
+            log.error("step %d: weights %s, the journal has %s", batch.step, digest, batch.expected_digest)
+        self._withheld = not batch.publish and digest == batch.expected_digest
         if self.ranks.is_first:
-            self.batches.commit(step, digest)
+            self.batches.commit(batch.step, digest)
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
@@ -155,16 +178,16 @@ class Learner:
             self._record_evaluations()
         self.tripwires.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
 
-    def checkpoint_if_due(self, step: int) -> None:
-        """Write a checkpoint every checkpoint.every_steps and after the last step."""
-        every = self.config.checkpoint.every_steps
-        if step != self.config.learner.total_steps and (every == 0 or step % every):
+    def checkpoint_if_due(self, batch: Batch) -> None:
+        """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""
+        step, every = batch.step, self.config.checkpoint.every_steps
+        if step != self.config.learner.total_steps and (every == 0 or step % every) and not batch.checkpoint:
             return
         with self.span("checkpoint"):
             cursor = self.batches.cursor(step) if self.ranks.is_first else {}
             self.checkpoints.save(step, replay=cursor)
         if self.ranks.is_first:
-            self.batches.checkpointed(step)
+            self.batches.checkpointed(step, self.checkpoints.kept())
 
     def finish(self, version: int) -> None:
         """Wait for the last broadcast and the last evaluation, and leave."""
@@ -191,9 +214,16 @@ class Learner:
             self._groups_trained_twice += (pass_, index) in self._trained
             self._trained.add((pass_, index))
         line = {"step": step, "incarnation": self.batches.incarnation, "digest": digest, "groups": batch.group_ids}
+        if batch.expected_digest:
+            line["expected"] = batch.expected_digest
         with (Path(self.config.run_dir) / "ledger.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         return self._groups_trained_twice
+
+
+def has_journal(config: Config) -> bool:
+    """Whether the run folder holds a journal."""
+    return any((Path(config.run_dir) / "journal").glob("*.seg"))
 
 
 def surviving_groups(ledger: Path, version: int) -> set[tuple[int, int]]:

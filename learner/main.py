@@ -17,17 +17,28 @@ from configs.loading import ConfigError, add_arguments, from_arguments, load, ov
 from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
+from learner.launch import playback
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
+from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
-from replay.quickstart_input import InputError, make_if_missing
+from replay.prompts.quickstart_input import InputError, make_if_missing
 
-REFUSALS = (ConfigError, PlacementError, PreflightError, InputError, DataError, FingerprintError, ChannelError)
+REFUSALS = (
+    ConfigError,
+    PlacementError,
+    PreflightError,
+    InputError,
+    DataError,
+    FingerprintError,
+    ChannelError,
+    JournalError,
+)
 """What is said in one line, with exit code 2."""
 
 
@@ -41,7 +52,12 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
-    parser.add_argument("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help="go on with this run, from its newest checkpoint and journal"
+    )
+    parser.add_argument(
+        "--replay", metavar="RUN_DIR", help="train again what this run's journal holds, without any engine"
+    )
     args = parser.parse_args()
     if args.parent is not None:
         die_with_parent(args.parent)
@@ -50,7 +66,7 @@ def main() -> int:
         config = prepare(args)
         say(config.arithmetic())
         view = LiveView(config, "off" if args.dry_run else config.tracking.live)
-        launcher = Launcher(config, args.resume is not None, view)
+        launcher = Launcher(config, args.resume is not None, view, play=args.replay)
         plan = launcher.plan()
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
@@ -58,7 +74,8 @@ def main() -> int:
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         check_available(config, runs_servers=config.placement.local_rollouts)
-        return run(launcher)
+        code = run(launcher)
+        return playback.report(config, code) if args.replay is not None else code
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
@@ -74,6 +91,8 @@ def prepare(args: argparse.Namespace) -> Config:
         overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0"]
         overrides += overrides_of(args)
         config = load(path, overrides)
+    elif args.replay is not None:
+        config = playback.configuration(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
         make_if_missing(config, args.config)

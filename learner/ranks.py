@@ -32,6 +32,12 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
 
+    def agree(self, *values: int) -> list[int]:
+        """What rank 0 says (a collective)."""
+        told = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.broadcast(told, src=0)
+        return [int(value) for value in told]
+
     @property
     def is_first(self) -> bool:
         """Rank 0 talks to people: metrics, evaluations, the weight bus."""

@@ -26,16 +26,29 @@ from learner.policy import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
 from learner.tripwires import SilentlyWrong
-from replay.agreement import run_fingerprint
-from replay.channel import ChannelError
+from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
-from replay.fingerprint import FingerprintError
+from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)
 
 
+REFUSALS = (
+    ConfigError,
+    FingerprintError,
+    PolicyError,
+    CheckpointError,
+    MetricsError,
+    SilentlyWrong,
+    PackingError,
+    WeightBusError,
+    RanksError,
+    InterfaceError,
+    KeysError,
+)
+"""What another start would run into as well: the run ends."""
 MakeLearner = Callable[[Config, Ranks, BatchReader], Learner]
 
 
@@ -56,10 +69,10 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
                 with learner.span("publish_wait"):
                     report = learner.wait_for_broadcast()
                 with learner.span("param_sync"):
-                    digest = learner.commit(step)
+                    digest = learner.commit(batch)
                     learner.publish(step)
             learner.record(step, batch, update, report=report, digest=digest)
-            learner.checkpoint_if_due(step)
+            learner.checkpoint_if_due(batch)
             version = step
 
         learner.finish(version)
@@ -67,14 +80,17 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
 
 @contextmanager
 def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader]:
-    """The channel to replay; says how the run ended when it closes."""
+    """The channel to replay; says how the run ended when it closes, unless another learner may go on with it."""
     reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config))
     try:
         yield reader
     except RunEnded:
         raise  # replay knows
-    except BaseException as error:
+    except REFUSALS as error:
         reader.close(f"learner rank {rank} failed: {error}", failed=True)
+        raise
+    except BaseException:
+        reader.abandon()  # a peer that was killed, a device that failed: another start goes on from here
         raise
     reader.close("all steps are done", failed=False)
 
@@ -92,12 +108,13 @@ def main() -> NoReturn:
         config = from_arguments(args)
         set_up_logging(f"learner-{rank}", config.run_dir)
         train(config, args.replay, resume=args.resume)
-    except (ConfigError, FingerprintError, PolicyError, CheckpointError, MetricsError, ChannelError, RunEnded) as error:
+    except (*REFUSALS, RunEnded) as error:
         stop(rank, error)
-    except (SilentlyWrong, PackingError, WeightBusError, RanksError, InterfaceError, dist.DistError) as error:
-        stop(rank, error)
-    except Exception as error:  # the edge of the process: whatever it is, the log names it and the run ends
-        log.exception("learner rank %s stops: %s: %s", rank, type(error).__name__, error)
+    except (ChannelError, dist.DistError) as error:
+        log.error("learner rank %s breaks off: %s", rank, error)
+        leave(1)
+    except Exception as error:  # the edge of the process: whatever it is, the log names it
+        log.exception("learner rank %s breaks off: %s: %s", rank, type(error).__name__, error)
         leave(1)
     leave(0)
 

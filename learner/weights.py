@@ -26,6 +26,8 @@ class WeightPublisher:
         self.config = config
         self.policy = policy
         self._publisher: Publisher | None = None
+        self._is_out = False
+        """A broadcast was started and not waited for."""
         if ranks.is_first:
             self._publisher = Publisher(
                 config.weight_bus,
@@ -51,6 +53,7 @@ class WeightPublisher:
         Raises:
             NonFiniteWeights: a tensor is not finite; nothing was sent.
         """
+        self._is_out = True
         dtype = DTYPES[self.config.rollout.dtype]
         tensors = gather_pieces(self.policy.shards(), dtype, self.policy.group)
         if self._publisher is None:
@@ -60,8 +63,9 @@ class WeightPublisher:
         self._publisher.start_publish(version, tensors, digests, evaluate=evaluate)
 
     def wait(self) -> PublishReport | None:
-        """Wait for the last broadcast for weight_bus.deadline_s at most; None on other ranks."""
-        return self._publisher.wait() if self._publisher else None
+        """Wait for the last broadcast for weight_bus.deadline_s at most; None on other ranks, and where none is out."""
+        was_out, self._is_out = self._is_out, False
+        return self._publisher.wait() if self._publisher and was_out else None
 
     def metrics(self, report: PublishReport | None) -> dict[str, Any]:
         """Numbers of the last broadcast for metrics.jsonl."""

@@ -4,6 +4,7 @@ Replay decides which rank gets which trajectory and in which microbatch, so that
 number of microbatches and no rank is alone in a collective (invariant 9).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +72,7 @@ def build(
 ) -> list[Batch]:
     """One Batch per rank."""
     columns = _columns(groups)
-    lag = step - 1 - np.concatenate([g.versions[g.loss_mask != 0] for g in groups])
-    values, counts = np.unique(lag, return_counts=True)
-    histogram = {str(int(v)): int(c) for v, c in zip(values, counts, strict=True)}
+    lag = _lag(step, groups)
     stats = stats | _stats(groups, columns, lag)
     batches = []
     for r in range(num_ranks):
@@ -86,7 +85,7 @@ def build(
                 total_loss_tokens=int(columns.loss_tokens.sum(dtype=np.int64)),
                 group_ids=[[g.pass_, g.index] for g in groups],
                 stats=stats,
-                lag_histogram=histogram,
+                lag_histogram={str(lag): count for lag, count in lag.items()},
                 trajectory=mine,
                 microbatch=assignment.microbatch[mine],
                 prompt_lengths=columns.prompt_lengths[mine],
@@ -105,39 +104,61 @@ def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
     return np.concatenate([g.lengths.astype(np.int64) + g.prompt_ids.size for g in groups])
 
 
+def in_the_loss(group: Group, values: NDArray[Any]) -> NDArray[Any]:
+    """[tokens in the loss] of a token array; the array itself, uncopied, where every token is in the loss."""
+    return values if group.loss_mask.min() else values[group.loss_mask != 0]
+
+
 def _columns(groups: list[Group]) -> _Columns:
     sizes = [g.lengths.size for g in groups]
-    masks = [np.add.reduceat(g.loss_mask.astype(np.int32), _starts(g.lengths)) for g in groups]
+    masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
     return _Columns(
         groups=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
         lengths=np.concatenate([g.lengths for g in groups]),
         prompt_lengths=np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes),
         rewards=np.concatenate([g.rewards for g in groups]),
-        loss_tokens=np.concatenate(masks).astype(np.int32),
+        loss_tokens=np.concatenate(masks),
     )
+
+
+def _lag(step: int, groups: list[Group]) -> dict[int, int]:
+    """Tokens in the loss by their lag in `step`, the smallest lag first."""
+    sampled = [in_the_loss(g, g.versions) for g in groups]
+    oldest = min((int(versions.min()) for versions in sampled if versions.size), default=0)
+    counts: Counter[int] = Counter()
+    for versions in sampled:
+        for above, count in enumerate(np.bincount(versions - np.int32(oldest)).tolist()):
+            counts[step - 1 - oldest - above] += count
+    return {lag: counts[lag] for lag in sorted(counts) if counts[lag]}
 
 
 def _starts(lengths: Int32) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)])
 
 
-def _tokens(groups: list[Group], mine: Int32) -> dict[str, NDArray[Any]]:
+def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
     """Token arrays of one rank's trajectories, concatenated in the order of `mine`."""
     token_ids: list[Int32] = []
-    rest: dict[str, list[NDArray[Any]]] = {"loss_mask": [], "logprobs": [], "versions": []}
-    starts = [_starts(g.lengths) for g in groups]
+    pieces: list[tuple[Group, slice]] = []
+    starts = [[*_starts(g.lengths).tolist(), g.token_ids.size] for g in groups]
     size = groups[0].lengths.size
     for i in mine.tolist():
-        group, k = groups[i // size], i % size
-        piece = slice(int(starts[i // size][k]), int(starts[i // size][k]) + int(group.lengths[k]))
-        token_ids += [group.prompt_ids, group.token_ids[piece]]
-        for name, parts in rest.items():
-            parts.append(getattr(group, name)[piece])
-    return {"token_ids": np.concatenate(token_ids)} | {name: np.concatenate(parts) for name, parts in rest.items()}
+        number, k = divmod(i, size)
+        group = groups[number]
+        start, end = starts[number][k : k + 2]
+        token_ids += [group.prompt_ids, group.token_ids[start:end]]
+        if pieces and pieces[-1][0] is group and pieces[-1][1].stop == start:  # one copy for neighbours
+            start = pieces.pop()[1].start
+        pieces.append((group, slice(start, end)))
+    rest = ("loss_mask", "logprobs", "versions")
+    return {"token_ids": np.concatenate(token_ids)} | {
+        name: np.concatenate([getattr(group, name)[piece] for group, piece in pieces]) for name in rest
+    }
 
 
-def _stats(groups: list[Group], columns: _Columns, lag: NDArray[np.int64]) -> dict[str, float]:
+def _stats(groups: list[Group], columns: _Columns, lag: dict[int, int]) -> dict[str, float]:
     rewards = columns.rewards.reshape(len(groups), -1)
+    num_tokens = sum(lag.values())
     reasons = [reason for g in groups for reason in g.finish_reasons]
     stats = {
         "critic/score/mean": float(columns.rewards.mean()),
@@ -149,8 +170,8 @@ def _stats(groups: list[Group], columns: _Columns, lag: NDArray[np.int64]) -> di
         "response_length/clip_ratio": reasons.count("length") / len(reasons),
         "prompt_length/mean": float(columns.prompt_lengths.mean()),
         "perf/total_num_tokens": float(columns.lengths.sum() + columns.prompt_lengths.sum()),
-        "training/off_policy/trajectory_staleness/mean": float(lag.mean()) if lag.size else 0.0,
-        "training/off_policy/trajectory_staleness/max": float(lag.max()) if lag.size else 0.0,
+        "training/off_policy/trajectory_staleness/mean": sum(n * d for d, n in lag.items()) / max(1, num_tokens),
+        "training/off_policy/trajectory_staleness/max": float(max(lag, default=0)),
         "reward/flat_groups_ratio": float((rewards.max(axis=1) == rewards.min(axis=1)).mean()),
         "training/epoch": float(max(g.pass_ for g in groups)),
     }

@@ -32,7 +32,8 @@ class EvaluationBoard:
         self.modes = modes
         self.deadline_s = deadline_s
         self.open: dict[int, Evaluation] = {}
-        self.holders: dict[int, list[str]] = {}
+        self.holders: dict[int, dict[str, None]] = {}
+        """Servers by version, in the order in which they reported it."""
         self.closed: dict[int, str] = {}
 
     def request(self, version: int, now: float) -> None:
@@ -42,9 +43,7 @@ class EvaluationBoard:
 
     def holds(self, server: str, version: int) -> None:
         """A server reports that `version` is live there (and so pinned, if it is to be evaluated)."""
-        holders = self.holders.setdefault(version, [])
-        if server not in holders:
-            holders.append(server)
+        self.holders.setdefault(version, {})[server] = None
         for old in [v for v in self.holders if v not in self.open and v < version - 16]:
             del self.holders[old]
 
@@ -53,7 +52,7 @@ class EvaluationBoard:
         started = []
         for evaluation in self.open.values():
             if evaluation.server is None:
-                holders = self.holders.get(evaluation.version, [])
+                holders = list(self.holders.get(evaluation.version, ()))
                 candidates = [s for s in holders if s not in evaluation.tried]
                 if holders and not candidates and evaluation.rounds < MAX_ROUNDS:
                     evaluation.rounds += 1
@@ -72,7 +71,7 @@ class EvaluationBoard:
             return False
         evaluation.open_modes.remove(greedy)
         if not evaluation.open_modes:
-            self._close(version, "")
+            self.close(version, "")
         return True
 
     def failed(self, server: str, version: int) -> bool:
@@ -81,16 +80,15 @@ class EvaluationBoard:
         if evaluation is None or evaluation.server != server:
             return False
         evaluation.server = None
-        if evaluation.rounds < MAX_ROUNDS or set(self.holders.get(version, [])) - set(evaluation.tried):
+        if evaluation.rounds < MAX_ROUNDS or set(self.holders.get(version, ())) - set(evaluation.tried):
             return False
-        self._close(version, "every server that holds it failed")
+        self.close(version, "every server that holds it failed")
         return True
 
     def server_lost(self, server: str) -> None:
         """Its evaluations are free for another holder."""
         for holders in self.holders.values():
-            if server in holders:
-                holders.remove(server)
+            holders.pop(server, None)
         for evaluation in self.open.values():
             if evaluation.server == server:
                 evaluation.server = None
@@ -100,10 +98,20 @@ class EvaluationBoard:
         late = [e for e in self.open.values() if now - e.opened_at > self.deadline_s]
         for evaluation in late:
             where = f"at {evaluation.server}" if evaluation.server else "no server holds that version"
-            self._close(evaluation.version, f"not done within {self.deadline_s:g} s ({where})")
+            self.close(evaluation.version, f"not done within {self.deadline_s:g} s ({where})")
         return [(e.version, self.closed[e.version]) for e in late]
 
-    def _close(self, version: int, reason: str) -> None:
+    def supersede(self, version: int) -> list[int]:
+        """Forget the versions from `version` on, which others will take the place of; those that anybody asked for."""
+        gone = sorted(v for v in (*self.open, *self.closed) if v >= version)
+        for old in gone:
+            self.open.pop(old, None)
+            self.closed.pop(old, None)
+        self.holders = {v: servers for v, servers in self.holders.items() if v < version}
+        return gone
+
+    def close(self, version: int, reason: str) -> None:
+        """Nobody needs this version any more; an empty reason says that all parts are there."""
         del self.open[version]
         self.closed[version] = reason
         while len(self.closed) > MAX_CLOSED:

@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.schema import Config
+
 ARCHITECTURE_KEYS = (
     "architectures",
     "model_type",
@@ -35,6 +37,22 @@ NO_TEMPLATE = "none"
 
 class FingerprintError(ValueError):
     """A model folder cannot be used; the message names the file that is missing or broken."""
+
+
+def run_fingerprint(config: Config) -> dict[str, str]:
+    """What all processes of a run must agree on: model folder, sampling and group shape, by name.
+
+    It travels in Hello; replay refuses a peer that differs.
+
+    Raises:
+        FingerprintError: a file of the model folder is missing or broken.
+    """
+    return model_fingerprint(config.model.path, config.model.chat_template) | {
+        "rollout.group_size": str(config.rollout.group_size),
+        "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
+        "rollout.temperature": repr(config.rollout.temperature),
+        "rollout.dtype": config.rollout.dtype,
+    }
 
 
 def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, str]:

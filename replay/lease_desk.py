@@ -7,13 +7,20 @@ socket, and time is an argument.
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush
 from typing import Any, Literal
+
+import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
 from replay.buffer import GroupBuffer
 from replay.channel import Message
+from replay.channel.frames import encode
+from replay.journal import Journal
+from replay.journal.format import Frames
 from replay.leases import GroupId, Leases, Slot, SlotState
+from replay.partials import Partials
 from replay.peers import Peer, Peers
 from replay.prompts import PromptSource
 from replay.validation import Bounds, problem_with
@@ -24,7 +31,9 @@ REWARD_WINDOW = 32
 """Groups over which the share of reward errors is taken."""
 NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
 """Reasons for which a prompt is not leased a second time."""
-RELEASES = NEVER_AGAIN | {"expired", "server_lost", "rejected", "reward_error", "engine_error", "aborted"}
+RELEASES = NEVER_AGAIN | {
+    "expired", "server_lost", "rejected", "reward_error", "engine_error", "aborted", "diverged",
+}  # fmt: skip
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
 Send = Callable[[str, Message], None]
@@ -41,36 +50,46 @@ class LeaseDesk:
         source: PromptSource,
         peers: Peers,
         *,
+        journal: Journal,
         vocab_size: int | None,
         send: Send,
         fail: Callable[[str], None],
     ) -> None:
         self.vocab_size = vocab_size
         self.config = config
+        self.journal = journal
         self.buffer = buffer
         self.source = source
         self.peers = peers
         self.leases = Leases(config.replay.lease_s, config.replay.max_attempts)
         self.counters = buffer.counters
+        self.partials: Partials | None = None
+        """What running answers have got so far; None without replay.partial_rollouts."""
+        if config.replay.partial_rollouts:
+            self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens)
+            self.partials.counters = self.counters
         self.published = 0
-        """Newest version that an engine can have."""
+        """Newest version that the present learner can have made."""
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
+        self.gone: list[tuple[int, int]] = []
+        """(incarnation, version) each: policies of earlier incarnations from this version on are not on the line."""
+        self.flat_drops = 0
+        """Groups that dynamic sampling has dropped since the last batch was taken."""
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
         self._send = send
         self._fail = fail
 
     @property
     def newest_possible(self) -> int:
-        """No token can be of a newer version: the learner makes version s only from a batch s formed here.
-
-        Published alone would not do: it comes on another socket than the groups, which may overtake it.
-        """
-        formed = self.buffer.formed
-        return max(self.published, formed.step if formed is not None else self.buffer.version)
+        """No token can be of a newer version: the learner makes version s only from a batch s that it got from here."""
+        return max(self.published, self.buffer.version)
 
     def newest(self, version: int) -> None:
-        """The learner has handed `version` to the bus: tokens of it are possible from now on."""
+        """Tokens of `version` are possible from now on: its batch goes out, or the learner has published it.
+
+        The latter alone would not do: it comes on another socket than the groups, which may overtake it.
+        """
         self.published = max(self.published, version)
 
     def expire(self, now: float) -> None:
@@ -95,28 +114,104 @@ class LeaseDesk:
 
     def grant(self, now: float) -> None:
         """Hand out what servers have room for: the oldest admitted first, to the least loaded server."""
-        servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity > 0]
-        held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
         queued = deque(s for s in self.buffer.slots.values() if s.state is SlotState.QUEUED)
-        while servers and (queued or self.buffer.room > 0):
-            peer = min(servers, key=lambda p: held[p.identity] / p.capacity)
-            slot = self._next_slot(queued, peer.version) if held[peer.identity] < peer.capacity else None
+        if not queued and self.buffer.room <= 0:
+            return  # mostly: this runs after every few messages, with a thousand servers too
+        held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
+        free = [
+            (held[peer.identity] / peer.capacity, order, peer)
+            for order, peer in enumerate(self.peers.role("rollout_server"))
+            if held[peer.identity] < peer.capacity and self.is_on_line(peer)
+        ]
+        heapify(free)
+        while free and (queued or self.buffer.room > 0):
+            _, order, peer = heappop(free)
+            slot = self._next_slot(queued, peer.version)
             if slot is None:
-                servers.remove(peer)
                 continue
             self.leases.grant(slot, peer.identity, now)
             held[peer.identity] += 1
+            self._write("lease", slot, attempt=slot.attempt, min_version=slot.min_version, server=peer.identity)
             self._send(peer.identity, self._lease(slot))
+            if held[peer.identity] < peer.capacity:
+                heappush(free, (held[peer.identity] / peer.capacity, order, peer))
+
+    def is_on_line(self, peer: Peer) -> bool:
+        """Whether the policy that this server holds is one that the learner has made on the surviving line."""
+        return not self._is_gone(peer, peer.version)
+
+    def _is_gone(self, peer: Peer, version: int) -> bool:
+        return any(peer.incarnation < incarnation and version >= first for incarnation, first in self.gone)
+
+    def lose(self, version: int, incarnation: int) -> None:
+        """Policies from `version` on that incarnations before `incarnation` made are not on the line (any more)."""
+        self.gone = [(made_by, first) for made_by, first in self.gone if first < version] + [(incarnation, version)]
+        if self.partials is not None:
+            self.partials.forget_newer(version - 1)
+
+    def off_line(self, peer: Peer) -> None:
+        """A server holds a policy that is not on the line: what it has begun does not count."""
+        for slot in list(Leases.held_by(self.buffer.slots.values(), peer.identity)):
+            self._recall(slot)
+
+    def restart(self, version: int, incarnation: int) -> int:
+        """A new incarnation starts, and nobody has told of the commits from `version` on.
+
+        Its predecessor may have made and published such a version all the same, if replay and learner died together:
+        the new one makes it anew, perhaps with other weights. Returns how many groups are sampled anew for that.
+        """
+        self.lose(version, incarnation)
+        for peer in self.peers.role("rollout_server"):
+            if not self.is_on_line(peer):
+                self.off_line(peer)
+        slots = self.buffer.slots.values()
+        lost = [slot for slot in slots if slot.group is not None and int(slot.group.versions.max()) >= version]
+        for slot in lost:
+            self._recall(slot)
+        self.counters["superseded"] += len(lost)
+        return len(lost)
+
+    def void(self, version: int, incarnation: int) -> list[GroupId]:
+        """Policies from `version` on that earlier incarnations made are gone, and with them what they have sampled.
+
+        Returns the groups that are sampled anew. What runs is cancelled: nobody can tell which policy goes on with it.
+        """
+        self.lose(version, incarnation)
+        lost = []
+        for slot in list(self.buffer.slots.values()):
+            if slot.state is SlotState.LEASED:
+                self._recall(slot)
+            elif slot.state is SlotState.QUEUED:
+                slot.recall()  # attempts that have expired may still send their groups
+            elif slot.group is not None and int(slot.group.versions.max()) >= version:
+                slot.recall()
+                lost.append(slot.group_id)
+        self.counters["superseded"] += len(lost)
+        return lost
+
+    def _recall(self, slot: Slot) -> None:
+        if slot.server is not None and self.peers.get(slot.server) is not None:
+            self._cancel(slot, slot.server, "its policy is not on the learner's line any more")
+        self.counters["leases_released/diverged"] += 1
+        self._write("release", slot, attempt=slot.attempt, reason="diverged")
+        slot.recall()
 
     def _next_slot(self, queued: deque[Slot], version: int) -> Slot | None:
         """The oldest group that may start at `version`; admits the next prompt when there is room."""
         if queued:  # its min_version is the lowest: they only grow in the order of admission
-            return queued.popleft() if queued[0].min_version <= version else None
+            slot, needed = queued[0], queued[0].min_version
+            if needed > self.buffer.version:  # the line has gone back since, and nobody must wait for himself
+                needed = min(needed, self.buffer.needed(slot))
+            if needed > version:
+                return None
+            slot.min_version = needed
+            return queued.popleft()
         if self.buffer.room > 0 and self.buffer.next_min_version() <= version:
-            return self.buffer.admit(*self._next_prompt())
+            return self.buffer.admit(*self.next_prompt())
         return None
 
-    def _next_prompt(self) -> tuple[GroupId, dict[str, Any]]:
+    def next_prompt(self) -> tuple[GroupId, dict[str, Any]]:
+        """The prompt that is admitted next."""
         if self.again:
             group_id = self.again.popleft()
             return group_id, self.source.row(group_id[1])
@@ -125,6 +220,7 @@ class LeaseDesk:
 
     def _lease(self, slot: Slot) -> m.Lease:
         pass_, index = slot.group_id
+        prefix = self.partials.prefix(slot.group_id, slot.min_version) if self.partials is not None else {}
         return m.Lease(
             pass_=pass_,
             index=index,
@@ -133,37 +229,79 @@ class LeaseDesk:
             lease_s=self.leases.lease_s,
             seed=stream_seed(self.config.run.seed, pass_, index),
             prompt=slot.row,
+            **prefix,
         )
 
     def renew(self, peer: Peer, message: m.Renew, now: float) -> None:
-        """Push the deadlines of leases that are still worked on."""
-        for pass_, index, attempt, tokens in (lease for lease in message.leases if len(lease) == 4):
+        """Push the deadlines of leases that are still worked on, and keep what their answers have got."""
+        held: dict[int, Slot] = {}
+        for position, lease in enumerate(message.leases):
+            if len(lease) != 4:
+                continue
+            pass_, index, attempt, tokens = lease
             slot = self.buffer.slots.get((pass_, index))
-            if slot is None or not self.leases.renew(slot, peer.identity, attempt, tokens, now):
-                self.counters["renewals_refused"] += 1
-                cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
-                self._send(peer.identity, cancel)
+            if slot is not None and self.leases.renew(slot, peer.identity, attempt, tokens, now):
+                held[position] = slot
+                continue
+            self.counters["renewals_refused"] += 1
+            cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
+            self._send(peer.identity, cancel)
+        if self.partials is not None:
+            for problem in self.partials.take(message, held, Bounds(self.newest_possible, self.vocab_size)):
+                log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
 
     def _release(self, slot: Slot, reason: str) -> None:
         reason = reason if reason in RELEASES else "other"
         self.counters[f"leases_released/{reason}"] += 1
+        self._write("release", slot, attempt=slot.attempt, reason=reason)
+        if self.partials is not None:
+            self.partials.released(slot.group_id, reason)
+        attempts_left = self.leases.release(slot)
         if reason in NEVER_AGAIN:
-            self.buffer.drop(slot, reason)
-        elif not self.leases.release(slot):
+            self.drop(slot, reason)
+        elif not attempts_left:
             log.error(
                 "replay: group %s is poison: %d attempts failed, the last: %s", slot.group_id, slot.attempt, reason
             )
-            self.buffer.drop(slot, "poison")
+            self.drop(slot, "poison")
+
+    def drop(self, slot: Slot, reason: str) -> None:
+        """This group is never trained; counted under its reason."""
+        self.buffer.drop(slot, reason)
+        self._write("drop", slot, reason=reason)
+        if self.partials is not None:
+            self.partials.forget(slot.group_id)
+
+    def treat_stale(self, slots: list[Slot]) -> None:
+        """Apply on_stale to groups with tokens above the lag bound. Under `wait` they show that a guard failed."""
+        for slot in slots:
+            if slot.stale_retries:
+                self.drop(slot, "too_slow")
+                continue
+            self.buffer.lease_again(slot)
+            self._write("stale", slot, min_version=slot.min_version)
+
+    def _write(self, kind: str, slot: Slot, **fields: Any) -> None:
+        self.journal.append(kind, {"group": list(slot.group_id), **fields})
 
     def _cancel(self, slot: Slot, identity: str, reason: str) -> None:
         pass_, index = slot.group_id
         self._send(identity, m.Cancel(pass_=pass_, index=index, attempt=slot.attempt, reason=reason))
 
-    def group(self, peer: Peer, group: m.Group) -> None:
-        """Take a finished group in; the first valid result of a prompt wins (invariant 2)."""
+    def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
+        """Take a finished group in; the first valid result of a prompt wins (invariant 2).
+
+        Args:
+            peer: who sent it.
+            group: the message.
+            frames: the message as it came, for the journal; encoded again where they are not at hand.
+        """
         slot = self.buffer.slots.get((group.pass_, group.index))
         if slot is None:
             self._ack(peer, group, "superseded", "this group is finished")
+            return
+        if group.attempt <= slot.voided:
+            self._ack(peer, group, "superseded", "this attempt was called back: too old, or not of the learner's line")
             return
         if slot.group is not None:
             repeated = slot.group.attempt == group.attempt
@@ -179,13 +317,32 @@ class LeaseDesk:
             if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
                 self._release(slot, "rejected")
             return
+        if self._is_gone(peer, int(group.versions.max())):
+            self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
+            if slot.server == peer.identity:
+                self._recall(slot)
+            return
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
             self._cancel(slot, str(slot.server), "another server was first")
-        slot.group, slot.state, slot.server = group, SlotState.BUFFERED, None
+        self._accept(peer, slot, group, frames or encode(group, "", group.attempt))
         peer.groups_accepted += 1
         self.counters["groups_accepted"] += 1
         self.reward_errors.append(False)
         self._ack(peer, group, "accepted")
+
+    def _accept(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
+        fields = {"group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity}
+        slot.location = self.journal.append("group", fields, frames)
+        slot.group, slot.state, slot.server = group, SlotState.BUFFERED, None
+        if self.partials is not None:
+            self.partials.forget(slot.group_id)
+        if not self.config.algorithm.dynamic_sampling or np.ptp(group.rewards) > 0:
+            return
+        if self.flat_drops < self.config.algorithm.max_flat_drops * self.buffer.groups_per_step:
+            self.flat_drops += 1
+            self.drop(slot, "flat_rewards")
+        else:
+            self.counters["flat_groups_kept"] += 1
 
     def _ack(self, peer: Peer, group: m.Group, status: AckStatus, reason: str = "") -> None:
         if status == "superseded" and reason:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from replay.journal.format import Location
 from replay.messages import Group
 
 GroupId = tuple[int, int]
@@ -41,7 +42,16 @@ class Slot:
     progress_at: float = 0.0
     """When the server last reported more tokens."""
     stale_retries: int = 0
+    voided: int = 0
+    """Attempts up to this one do not count any more: too old, or of policies that are not on the line."""
     group: Group | None = None
+    location: Location | None = None
+    """Of the group in the journal."""
+
+    def recall(self) -> None:
+        """→ QUEUED: the prompt is sampled anew, and no answer of an attempt so far counts, whenever it comes."""
+        self.group, self.location, self.server, self.state = None, None, None, SlotState.QUEUED
+        self.voided = self.attempt
 
 
 class Leases:

@@ -17,7 +17,8 @@ PARENT = "SLIPSTREAM_PARENT_PID"
 CANNOT_START = 78
 """Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
 RUN_FAILED = 3
-"""Exit code of a rollout server that was told that the run has failed: starting it again is no use either."""
+"""Exit code of replay after a run that has failed, and of a rollout server that was told so: starting it again is no
+use either."""
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:

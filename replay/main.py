@@ -1,7 +1,7 @@
 """`python -m replay.main`: the replay process. CPU only.
 
 It prints one line `replay ready at tcp://host:port` on standard output once it serves; the launcher and
-scripts read the address from there.
+scripts read the address from there. With --recover it goes on from the journal of the run folder.
 """
 
 import argparse
@@ -11,46 +11,118 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from replay.agreement import run_fingerprint
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
-from replay.fingerprint import FingerprintError
-from replay.lifeline import die_with_parent, set_up_logging
+from replay.fingerprint import FingerprintError, run_fingerprint
+from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter, PlayedJournal
+from replay.journal.format import Record, segments
+from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.prompts import DataError, PromptSource, load_rows
-from replay.serve import serve
+from replay.recovery import boot_fields, restore, whole_line
+from replay.serve import flush, serve
 from replay.service import Service
 
 log = logging.getLogger(__name__)
 
 
-async def run(config: Config, run_id: str) -> int:
+async def run(config: Config, run_id: str, *, port: int, recover: bool, play: str | None) -> int:
     """Serve one run; 0 when it ended well."""
     rows = load_rows(config.data.train)
     source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
     evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
     fingerprint = run_fingerprint(config)
-    service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint)
     network = config.network
     limits, keys = Limits(network.max_message_bytes), load_keys(network.keys)
-    router = AsyncRouter(
-        network.host, network.replay_port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure
-    )
+    # Before the journal is begun: a port that is taken must not leave one behind. Messages wait meanwhile.
+    router = AsyncRouter(network.host, port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(sig, stop.set)
+    service: Service | None = None
     try:
+        if play is not None:
+            service = played(config, source, Path(play), fingerprint)
+        else:
+            journal, records = open_journal(config, run_id, recover=recover)
+            now = time.monotonic()
+            service = Service(config, source, evaluation_rows, now, fingerprint=fingerprint, journal=journal)
+            go_on(service, records)
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
         await serve(router, service, config.network.heartbeat_s, stop.is_set)
+        if service.ended is None:
+            service.end("replay was told to stop", failed=True)
+            await flush(router, service)
     finally:
         router.close()
-    return 1 if service.failed else 0
+        if service is not None and isinstance(service.journal, JournalWriter):
+            service.journal.close()
+    return RUN_FAILED if service.failed else 0
+
+
+def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal, list[Record]]:
+    """The journal of the run folder, and what is in it from its newest snapshot on.
+
+    Raises:
+        JournalError: it is damaged, cannot be written or is being written by another process, or there is one and
+            nobody asked to go on from it.
+    """
+    folder = Path(config.run_dir) / "journal"
+    if segments(folder) and not recover:
+        raise JournalError(
+            f"{folder}: this run has a journal; go on from it with --resume {config.run_dir} (replay.main: --recover),"
+            " or take another run.name"
+        )
+    lock = FolderLock(folder)  # before anything is cut: a second --resume must not touch the journal of a live run
+    reader = JournalReader(folder)
+    records = list(reader.records(reader.newest_snapshot(), cut=True))
+    fsync = config.replay.fsync
+    end = {"number": reader.number, "last": reader.last, "end": reader.end}
+    return JournalWriter(folder, run_id, fsync=fsync, **end, lock=lock), records
+
+
+def go_on(service: Service, records: list[Record]) -> None:
+    """Bring a service to where its journal ends, and say so in the journal. Raises JournalError."""
+    started = time.monotonic()
+    count = restore(service, records, started)
+    service.journal.append("boot", boot_fields(service.config, service.source.state(), os.getpid()))
+    if count > 1:
+        buffer = service.buffer
+        log.info(
+            "replay: recovered from %d records in %.2f s: version %d, incarnation %d, %d groups admitted, %d taken,"
+            " %d servers awaited",
+            count, time.monotonic() - started, buffer.version, service.incarnation, len(buffer.slots), buffer.taken,
+            len(service.missing),
+        )  # fmt: skip
+
+
+def played(config: Config, source: PromptSource, run_dir: Path, fingerprint: Mapping[str, Any]) -> Service:
+    """A service that takes the batches of another run's journal, and nothing else.
+
+    Raises:
+        JournalError: there is no journal, or it does not reach back to step 1.
+    """
+    journal = PlayedJournal(run_dir / "journal")
+    service = Service(config, source, [], time.monotonic(), fingerprint=fingerprint, journal=journal, playback=True)
+    whole_line(service, journal.records())
+    line = service.buffer.line
+    if not line.steps or not line.reaches(0) or min(line.steps) != 1:
+        found = f"steps {min(line.steps)} to {line.last}" if line.steps else "no step"
+        raise JournalError(
+            f"{run_dir}/journal: it holds {found}, and --replay needs all from step 1 on; a run with"
+            " replay.journal_keep=all keeps them"
+        )
+    log.info("replay: plays the %d steps of %s/journal", line.last, run_dir)
+    return service
 
 
 def main() -> int:
@@ -59,15 +131,20 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--run-id", default=None, help="identifies the run on the wire (default: name and pid)")
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
+    parser.add_argument("--port", type=int, default=None, help="instead of network.replay_port")
+    parser.add_argument("--recover", action="store_true", help="go on from the journal of the run folder")
+    parser.add_argument("--play", metavar="RUN_DIR", default=None, help="hand out the batches of this run's journal")
     args = parser.parse_args()
     if args.parent is not None:
         die_with_parent(args.parent)
     try:
         config = from_arguments(args)
         set_up_logging("replay", None if args.parent else config.run_dir)
+        port = config.network.replay_port if args.port is None else args.port
+        run_id = args.run_id or f"{config.run.name}-{os.getpid()}"
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.run_id or f"{config.run.name}-{os.getpid()}"))
-    except (ConfigError, DataError, FingerprintError, ChannelError) as error:
+            return runner.run(run(config, run_id, port=port, recover=args.recover, play=args.play))
+    except (ConfigError, DataError, FingerprintError, ChannelError, JournalError) as error:
         log.error("%s", error)
         sys.stderr.write(f"replay: {error}\n")
         return 2

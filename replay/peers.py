@@ -1,9 +1,27 @@
 """Who is connected to replay: names, roles, what they do, when they were last heard. No socket, no clock."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from replay.messages import Hello, Role
+from replay.channel import Message
+from replay.messages import (
+    Cancel,
+    Checkpointed,
+    Committed,
+    CursorRequest,
+    Evaluate,
+    EvaluationFailed,
+    EvaluationResult,
+    Group,
+    Hello,
+    LeaseRequest,
+    Published,
+    Renew,
+    Role,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -14,6 +32,8 @@ class Peer:
     hello: Hello
     last_heard: float
     version: int = 0
+    incarnation: int = 0
+    """Of the learner that made `version`."""
     capacity: int = 0
     activity: str = ""
     since: float = 0.0
@@ -69,6 +89,10 @@ class Peers:
         """All peers of a role."""
         return [peer for peer in self.by_identity.values() if peer.role == role]
 
+    def others_of_rank(self, rank: int, identity: str) -> list[Peer]:
+        """Connections of this learner rank besides `identity`: of processes that it has replaced."""
+        return [p for p in self.role("learner") if p.hello.rank == rank and p.identity != identity]
+
     def rank(self, rank: int) -> Peer | None:
         """The learner rank, if it is connected."""
         return next((p for p in self.role("learner") if p.hello.rank == rank), None)
@@ -87,3 +111,20 @@ class Peers:
                     f" give {hello.name!r} the run's model folder and configuration"
                 )
         return None
+
+
+FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)
+FROM_SERVER = (LeaseRequest, Renew, Cancel, EvaluationFailed, Group, EvaluationResult)
+
+
+def may_say(peer: Peer, message: Message) -> bool:
+    """Whether this message is one that the peer's role sends: a rollout server commits nothing."""
+    if isinstance(message, FROM_SERVER):
+        right = peer.role == "rollout_server"
+    elif isinstance(message, FROM_RANK_0):
+        right = peer.role == "learner" and peer.hello.rank == 0
+    else:
+        right = True
+    if not right:
+        log.warning("replay: %r is a %s and may not send %s [corrupt]", peer.name, peer.role, type(message).__name__)
+    return right

@@ -50,16 +50,17 @@ async def take_in(router: AsyncRouter, service: Service) -> bool:
             break
         identity, received = arrived
         if isinstance(received, WireError):
-            service.corrupt(identity, str(received))
+            service.corrupt(identity, received)
         else:
-            service.receive(identity, received.message, time.monotonic())
+            frames, sender = received.frames, received.sender
+            service.receive(identity, received.message, time.monotonic(), frames=frames, sender=sender)
     service.advance(time.monotonic())
     return arrived is not None
 
 
 async def flush(router: AsyncRouter, service: Service) -> None:
-    """Send what the service has to say; a peer that cannot be reached is lost (closed or full)."""
-    while service.outbox:
+    """Send what the service has to say, once the journal has it; who cannot be reached is lost (closed or full)."""
+    while service.outbox and service.is_written(time.monotonic()):
         outbox, service.outbox = service.outbox, []
         for identity, message in outbox:
             if not await router.send(identity, message) and service.peers.get(identity) is not None:

@@ -1,7 +1,8 @@
 """What replay does with each message: the whole protocol, without sockets and with time as an argument.
 
-`handle` and `tick` put answers into `outbox`; replay/serve.py carries them. That makes the service a pure
-state machine that tests drive with any order of messages and any clock.
+`handle` and `tick` put answers into `outbox`; replay/serve.py carries them, once what they tell of is in the journal.
+That makes the service a pure state machine that tests drive with any order of messages and any clock, and that
+replay/recovery.py builds again from its journal.
 """
 
 import logging
@@ -15,20 +16,26 @@ from configs.schema import Config
 from replay import messages as m
 from replay.batch_desk import BatchDesk
 from replay.buffer import GroupBuffer
-from replay.channel import Message
-from replay.evaluations import EvaluationBoard
-from replay.lease_desk import LeaseDesk, stream_seed
-from replay.leases import SlotState
-from replay.peers import Peer, Peers
+from replay.channel import Message, WireError, may_be
+from replay.evaluation_desk import EvaluationDesk
+from replay.incarnations import Incarnations
+from replay.journal import Journal, JournalError, MemoryJournal
+from replay.journal.format import Frames, Location
+from replay.lease_desk import LeaseDesk
+from replay.leases import GroupId
+from replay.peers import Peer, Peers, may_say
 from replay.prompts import PromptSource
-from replay.status import status_of
-from replay.validation import problem_with_evaluation
+from replay.snapshot import snapshot_of
+from replay.status import batch_stats, status_of
 
 log = logging.getLogger(__name__)
 
+LOUD = 100
+"""So many refused messages have a line each in the log, then every so many-th."""
+
 
 class Service:
-    """The only owner of the prompt cursor, the leases and the buffer."""
+    """The only owner of the prompt cursor, the leases, the buffer and the journal."""
 
     def __init__(
         self,
@@ -38,54 +45,74 @@ class Service:
         now: float,
         *,
         fingerprint: Mapping[str, str] | None = None,
+        journal: Journal | None = None,
+        playback: bool = False,
     ) -> None:
+        """Start anew.
+
+        Args:
+            config: of the run.
+            source: prompts.
+            evaluation_rows: prompts of evaluations.
+            now: monotonic seconds.
+            fingerprint: what every peer must agree on.
+            journal: where decisions go; none keeps them in memory.
+            playback: only take again what the journal has (`--replay`): no prompts, no servers, no evaluations.
+        """
         expected = fingerprint or {}
-        self.config = config
-        self.source = source
-        self.evaluation_rows = evaluation_rows[: config.evaluation.num_prompts]
-        self.buffer = GroupBuffer(config.rollout.groups_per_step, config.replay.async_lag, config.replay.on_stale)
+        self.config, self.source, self.playback = config, source, playback
+        self.journal: Journal = MemoryJournal() if journal is None else journal
+        lag, on_stale = config.replay.async_lag, config.replay.on_stale
+        self.buffer = GroupBuffer(config.rollout.groups_per_step, lag, on_stale, load=self.load_group)
         self.peers = Peers(expected)
-        wanted = {True: config.evaluation.greedy, False: config.evaluation.sampled}
-        modes = [greedy for greedy, on in wanted.items() if on]
-        self.evaluations = EvaluationBoard(modes if evaluation_rows else [], config.evaluation.deadline_s)
         self.outbox: list[tuple[str, Message]] = []
         self.counters = self.buffer.counters
-        self.incarnation = 0
-        self.bus_address: str | None = None
-        fail = partial(self.end, failed=True)
-        size = expected.get("vocab_size", "")
+        fail, size = partial(self.end, failed=True), expected.get("vocab_size", "")
         self.desk = LeaseDesk(
             config,
             self.buffer,
             source,
             self.peers,
+            journal=self.journal,
             vocab_size=int(size) if size.isdigit() else None,
             send=self._send,
             fail=fail,
         )
-        self.batch_desk = BatchDesk(config, self.buffer, self.peers, send=self._send, fail=fail)
+        self.batch_desk = BatchDesk(config, self.desk, self.peers, journal=self.journal, send=self._send, fail=fail)
+        rows = [] if playback else evaluation_rows
+        self.evaluations = EvaluationDesk(config, rows, self.buffer, self.peers, journal=self.journal, send=self._send)
+        self.incarnations = Incarnations(self, now)
         self.no_server_since = now
-        self._handlers: dict[type[Message], Callable[[Peer, Any, float], None]] = {
-            m.Heartbeat: self._heartbeat,
-            m.LeaseRequest: self._lease_request,
-            m.Renew: self.desk.renew,
-            m.Group: lambda peer, group, _: self.desk.group(peer, group),
-            m.Cancel: lambda peer, cancel, _: self.desk.failed(peer, cancel),
-            m.EvaluationResult: lambda peer, result, _: self._evaluation_result(peer, result),
-            m.EvaluationFailed: lambda peer, failed, _: self._evaluation_failed(peer, failed),
-            m.Take: self.batch_desk.take,
-            m.Committed: lambda _, committed, __: self.batch_desk.committed(committed),
-            m.Published: lambda _, published, __: self.desk.newest(published.version),
-            m.Evaluate: lambda _, evaluate, now: self.evaluations.request(evaluate.version, now),
-            m.CursorRequest: lambda peer, request, _: self._send(
-                peer.identity, m.Cursor(step=request.step, state=self.cursor())
-            ),
-            m.Checkpointed: lambda _, __, ___: self.counters.update(checkpoints=1),
-            m.Goodbye: self._goodbye,
-        }
+        self.missing: dict[str, float] = {}
+        """Servers that held leases when replay was restarted, and until when they have to come back."""
+        self.unwritten_since: float | None = None
+        """Since when the journal could not be written."""
         self.ended: str | None = None
         self.ended_at = 0.0
         self.failed = False
+        self._handlers = self._reactions()
+
+    def _reactions(self) -> dict[type[Message], Callable[[Peer, Any, float], None]]:
+        """What follows from each message of an admitted peer; groups and results, which have frames, are apart."""
+        return {
+            m.Heartbeat: self._heartbeat,
+            m.LeaseRequest: self._lease_request,
+            m.Renew: self.desk.renew,
+            m.Cancel: lambda peer, cancel, _: self.desk.failed(peer, cancel),
+            m.EvaluationFailed: lambda peer, failed, _: self.evaluations.failed(peer, failed),
+            m.Take: self.batch_desk.take,
+            m.Committed: lambda _, committed, __: self._committed(committed),
+            m.Published: lambda _, published, __: self.desk.newest(published.version),
+            m.Evaluate: lambda _, evaluate, now: self.evaluations.request(evaluate.version, now),
+            m.CursorRequest: self._cursor_request,
+            m.Checkpointed: lambda _, checkpointed, __: self._checkpointed(checkpointed),
+            m.Goodbye: self._goodbye,
+        }
+
+    @property
+    def incarnation(self) -> int:
+        """Starts of the learner so far."""
+        return self.incarnations.number
 
     # ---- incoming -------------------------------------------------------------------------------------
 
@@ -94,10 +121,18 @@ class Service:
         self.receive(identity, message, now)
         self.advance(now)
 
-    def receive(self, identity: str, message: Message, now: float) -> None:
-        """Process one message without handing anything out: many of them cost one `advance`."""
+    def receive(self, identity: str, message: Message, now: float, *, frames: Frames = (), sender: str = "") -> None:
+        """Process one message without handing anything out: many of them cost one `advance`.
+
+        Args:
+            identity: of the peer's socket.
+            message: as decoded.
+            now: monotonic seconds.
+            frames: the message as it came, for the journal.
+            sender: name of the key that the peer has proven; empty without keys.
+        """
         if isinstance(message, m.Hello):
-            self._hello(identity, message, now)
+            self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
             self._send(identity, m.Status(state=status_of(self, now)))
@@ -107,15 +142,24 @@ class Service:
             self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
             return
         peer.last_heard, peer.unreachable_since = now, None
-        handler = self._handlers.get(type(message))
-        if handler is not None:
+        if not may_say(peer, message):
+            self.counters["corrupt_messages"] += 1
+        elif isinstance(message, m.Group):
+            self.desk.group(peer, message, frames)
+        elif isinstance(message, m.EvaluationResult):
+            self.evaluations.result(peer, message, frames)
+        elif (handler := self._handlers.get(type(message))) is not None:
             handler(peer, message, now)
 
-    def corrupt(self, identity: str, problem: str) -> None:
-        """A message that did not decode: counted and named, never used."""
+    def corrupt(self, identity: str, problem: WireError) -> None:
+        """A message that cannot be used: counted and named."""
         peer = self.peers.get(identity)
-        self.counters["corrupt_messages"] += 1
-        log.warning("replay: message of %s refused: %s [corrupt]", peer.name if peer else identity[:40], problem)
+        symptom = getattr(problem, "symptom", "corrupt")
+        self.counters[f"{symptom}_messages"] += 1
+        count = self.counters[f"{symptom}_messages"]
+        if count <= LOUD or count % LOUD == 0:  # nobody fills the disk with our log
+            name = peer.name if peer else identity[:40]
+            log.warning("replay: message of %s refused: %s [%s], %d so far", name, problem, symptom, count)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
             self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 
@@ -130,11 +174,13 @@ class Service:
         if not late:
             for peer in self.peers.silent(now, self.config.network.silent_after_s):
                 self.lost(peer.identity, "silent", now)
-            self._watch_the_learner(now)
-        for version, reason in self.evaluations.overdue(now):
-            log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)
-            self.counters["evaluations_given_up"] += 1
-            self._evaluation_closed(version, reason)
+            self.incarnations.watch(now)
+        for identity in [i for i, until in self.missing.items() if now > until]:
+            del self.missing[identity]
+            self.evaluations.board.server_lost(identity)
+            held = self.desk.server_lost(identity)
+            log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
+        self.evaluations.expire(now)
         self._watch_for_servers(now)
         self.advance(now)
 
@@ -151,7 +197,7 @@ class Service:
         peer = self.peers.remove(identity)
         if peer is None:
             return
-        self.evaluations.server_lost(identity)
+        self.evaluations.board.server_lost(identity)
         held = self.desk.server_lost(identity)
         if peer.role == "rollout_server" and self.ended is None:
             self.counters["servers_lost"] += 1
@@ -165,91 +211,136 @@ class Service:
         """End the run: everyone is told once."""
         if self.ended is None:
             self.ended, self.failed, self.ended_at = reason, failed, time.monotonic()
+            self.journal.append("end", {"reason": reason, "failed": failed})
             (log.error if failed else log.info)("replay: the run ends: %s", reason)
             for peer in list(self.peers.by_identity.values()):
                 self._send(peer.identity, m.Goodbye(reason=reason, failed=failed))
 
-    def cursor(self) -> dict[str, Any]:
-        """State for a checkpoint: where the data stands, and which admitted prompts were not trained yet."""
-        # Rank 0 asks between its commit and its next Take, so no batch is formed: nothing here was trained.
-        untrained = list(self.buffer.slots)
-        return {
-            "incarnation": self.incarnation,
-            "version": self.buffer.version,
-            "source": self.source.state(),
-            "untrained": [list(g) for g in [*untrained, *self.desk.again]],
-            "counters": dict(self.counters),
-        }
+    def is_written(self, now: float) -> bool:
+        """Write the journal; while that fails nobody is told anything, except how the run ended."""
+        try:
+            self.journal.flush()
+        except JournalError as error:
+            if self.unwritten_since is None:
+                self.unwritten_since = now
+                self.counters["journal_full"] += 1
+                log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
+            if now - self.unwritten_since > (limit := self.config.learner.batch_deadline_s):
+                self.end(f"replay waited {limit:g} s for the disk of its journal: {error} [full]", failed=True)
+            self.outbox = [(peer, said) for peer, said in self.outbox if self.ended is None or is_goodbye(said)]
+            return self.ended is not None
+        if self.unwritten_since is not None:
+            log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
+            self.unwritten_since = None
+        return True
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float) -> None:
         peer.activity, peer.gauges = message.activity, message.gauges
         peer.since = now - message.since_s
+        if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
+            self._send(peer.identity, self.welcome())  # it may have missed that a learner has started
 
     def _lease_request(self, peer: Peer, message: m.LeaseRequest, now: float) -> None:
-        peer.capacity, peer.version = message.capacity, message.version
-        self.evaluations.holds(peer.identity, message.version)
-        if message.version in self.evaluations.closed:  # it got the version after everybody was told
-            self._send(peer.identity, m.EvaluationClosed(version=message.version))
+        peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
+        if message.incarnation < self.incarnation:  # it may not have heard of the learner that is here now
+            self._send(peer.identity, self.welcome())
+        if self.desk.is_on_line(peer):
+            self.evaluations.holds(peer, message.version)
+        else:
+            self.desk.off_line(peer)
 
-    def _evaluation_failed(self, peer: Peer, message: m.EvaluationFailed) -> None:
-        log.warning("replay: %r could not evaluate version %d: %s", peer.name, message.version, message.reason)
-        self._evaluation_failed_at(peer, message.version)
+    # ---- the learner ----------------------------------------------------------------------------------
 
-    def _evaluation_failed_at(self, peer: Peer, version: int) -> None:
-        if self.evaluations.failed(peer.identity, version):
-            self.counters["evaluations_given_up"] += 1
-            self._evaluation_closed(version, self.evaluations.closed[version])
+    def _committed(self, message: m.Committed) -> None:
+        expected = self.batch_desk.committed(message)
+        if expected is not None:
+            self.incarnations.diverged(message.step, expected, message.digest)
+        self.evaluations.made(self.buffer.version)
+
+    def cursor(self) -> dict[str, Any]:
+        """State for a checkpoint: where the data stands, and which admitted prompts were not trained yet."""
+        # Rank 0 asks between its commit and its next Take, so no batch is formed: nothing here was trained.
+        ahead = [taken.group_id for step in self.buffer.line.ahead(self.buffer.version)
+                 for taken in self.buffer.line.steps[step].groups]  # fmt: skip
+        return {
+            "incarnation": self.incarnation,
+            "version": self.buffer.version,
+            "source": self.source.state(),
+            "untrained": [list(g) for g in [*ahead, *self.buffer.slots, *self.desk.again]],
+            "counters": dict(self.counters),
+        }
+
+    def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float) -> None:
+        if request.step != self.buffer.version:
+            reason = (
+                f"say Hello first: replay is at version {self.buffer.version}, the commit of {request.step} was lost"
+            )
+            self._send(peer.identity, m.Refused(reason=reason))
+            return
+        self.journal.want_sync()  # a durable checkpoint must not be ahead of the journal
+        self._send(peer.identity, m.Cursor(step=request.step, state=self.cursor()))
+
+    def _checkpointed(self, message: m.Checkpointed) -> None:
+        """What no kept checkpoint needs is not kept either."""
+        self.counters["checkpoints"] += 1
+        oldest = min(message.kept, default=message.step)
+        self.journal.append("checkpoint", {"step": message.step, "kept": list(message.kept)})
+        self.buffer.line.forget(oldest)
+        self.evaluations.forget(oldest)
+        try:
+            self.journal.begin_segment()
+            self.journal.append("snapshot", snapshot_of(self))
+            self.journal.want_sync()
+            self.journal.flush()  # before the files that it takes the place of are gone
+        except JournalError as error:
+            log.error("replay: no journal file was freed: %s [full]", error)
+            return
+        if self.config.replay.journal_keep == "checkpoint" and not self.playback:
+            self.journal.release(self.first_segment())
+
+    def first_segment(self) -> int:
+        """Number of the oldest file of the journal that is still needed."""
+        held = [slot.location.segment for slot in self.buffer.slots.values() if slot.location is not None]
+        others = [self.buffer.line.first_segment(), self.evaluations.first_segment()]
+        return min([self.journal.segment, *held, *(segment for segment in others if segment is not None)])
 
     # ---- peers ----------------------------------------------------------------------------------------
 
-    def _hello(self, identity: str, hello: m.Hello, now: float) -> None:
-        problem = self.peers.disagreement(hello)
+    def _hello(self, identity: str, hello: m.Hello, now: float, sender: str) -> None:
+        problem = self._may_be(hello, sender) or self.peers.disagreement(hello)
+        known = self.peers.get(identity) is not None
+        if problem is None and hello.role == "learner" and not known:
+            problem = self.incarnations.hello(identity, hello, now)
         if problem is not None:
             self.counters["peers_refused"] += 1
             log.error("replay: refused %r (pid %d on %s): %s", hello.name, hello.pid, hello.host, problem)
             self._send(identity, m.Refused(reason=problem))
             return
-        known = self.peers.get(identity) is not None
-        if hello.role == "learner" and hello.rank == 0 and not known:
-            problem = self._learner_started(hello)
-            if problem is not None:
-                log.error("replay: refused %r (pid %d on %s): %s", hello.name, hello.pid, hello.host, problem)
-                self._send(identity, m.Refused(reason=problem))
-                return
         peer = self.peers.add(identity, hello, now)
+        self.missing.pop(identity, None)
         if not known:
             log.info("replay: %s %s joined", peer.role, peer.describe(now))
         if self.ended is not None:
             self._send(identity, m.Goodbye(reason=self.ended, failed=self.failed))
-        self._send(identity, self._welcome())
+        self._send(identity, self.welcome())
         if hello.role == "rollout_server":
-            for version in self.evaluations.closed:  # it may hold one of them, from before it was silent
-                self._send(identity, m.EvaluationClosed(version=version))
+            self.evaluations.joined(peer)
 
-    def _welcome(self) -> m.Welcome:
-        return m.Welcome(incarnation=self.incarnation, version=self.buffer.version, bus_address=self.bus_address)
+    def _may_be(self, hello: m.Hello, sender: str) -> str | None:
+        """Only the learner's own node speaks for the run; ranks of other learner nodes have keys of their own."""
+        nodes = sum(bool(share.learner) for share in self.config.shares)
+        other_node = hello.role == "learner" and hello.rank > 0 and nodes > 1
+        return None if other_node else may_be(hello.role, sender)
 
-    def _learner_started(self, hello: m.Hello) -> str | None:
-        """A learner begins an incarnation: the line of policies goes on from its version. Or why it may not."""
-        if self.incarnation > 0:
-            return "this replay has served a learner before; start replay anew with it (the launcher's --resume does)"
-        cursor = hello.cursor
-        try:
-            self.incarnation = (int(cursor["incarnation"]) if cursor else 0) + 1
-            if cursor is not None:
-                self.source.restore(cursor["source"])
-                self.desk.again = deque((int(p), int(i)) for p, i in cursor["untrained"])
-                self.counters.update({str(name): int(count) for name, count in cursor["counters"].items()})
-                self.counters["resume_without_journal"] += len(self.desk.again)
-        except (KeyError, TypeError, ValueError) as error:
-            self.incarnation = 0
-            return f"the checkpoint's cursor cannot be used: {error!r}"
-        self.buffer.version = self.desk.published = hello.version
-        self.bus_address = hello.bus_address
-        log.info("replay: incarnation %d starts at version %d", self.incarnation, hello.version)
-        for peer in self.peers.role("rollout_server"):
-            self._send(peer.identity, self._welcome())
-        return None
+    def welcome(self) -> m.Welcome:
+        """The run as a newcomer needs it."""
+        line, address = self.buffer.line, self.incarnations.bus_address
+        return m.Welcome(
+            incarnation=self.incarnation,
+            version=self.buffer.version,
+            bus_address=address,
+            resumes_until=line.last_committed,
+        )
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
@@ -258,16 +349,9 @@ class Service:
         elif peer.role == "rollout_server":
             self.lost(peer.identity, "closed", now)
 
-    def _watch_the_learner(self, now: float) -> None:
-        for peer in self.peers.role("learner"):
-            gone = peer.unreachable_since is not None and now - peer.unreachable_since
-            if gone and gone > self.config.network.silent_after_s:
-                self.end(f"lost {peer.describe(now)}: its connection is gone [closed]", failed=True)
-            elif now - peer.last_heard > self.config.learner.batch_deadline_s:
-                self.end(f"lost {peer.describe(now)} [silent]", failed=True)
-
     def _watch_for_servers(self, now: float) -> None:
-        if self.peers.role("rollout_server") or self.incarnation == 0 or self.ended is not None:
+        waits = self.incarnation > 0 and self.ended is None and not self.playback
+        if not waits or self.peers.role("rollout_server") or not self.incarnations.learner_is_here:
             self.no_server_since = now
         elif now - self.no_server_since > self.config.rollout.wait_for_servers_s:
             waited = self.config.rollout.wait_for_servers_s
@@ -277,57 +361,35 @@ class Service:
         """Hand out what can be handed out: leases, evaluations, the batch that the ranks ask for."""
         if self.ended is not None or self.incarnation == 0:
             return
-        self._assign_evaluations()
-        self.desk.grant(now)
-        self.batch_desk.form(self._stats)
+        self.evaluations.assign()
+        if not self.playback:
+            self.desk.grant(now)
+        self.batch_desk.form(partial(batch_stats, self))
 
-    def _stats(self) -> dict[str, float]:
-        servers = self.peers.role("rollout_server")
-        idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
-        stats = {
-            "buffer/size": float(self.buffer.count(SlotState.BUFFERED)),
-            "buffer/leased": float(self.buffer.count(SlotState.LEASED)),
-            "buffer/taken": float(self.buffer.count(SlotState.TAKEN)),
-            "buffer/dropped": float(sum(n for key, n in self.counters.items() if key.startswith("dropped/"))),
-            "buffer/superseded": float(self.counters["superseded"]),
-            "rollout/servers": float(len(servers)),
-            "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),
-            "reward/error_rate": sum(self.desk.reward_errors) / max(1, len(self.desk.reward_errors)),
-        }
-        if idle:
-            stats["rollout/idle_ratio"] = sum(idle) / len(idle)
-        return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers}
+    def restart_at(self, version: int, again: deque[GroupId]) -> None:
+        """Forget all groups; the prompts of `again` are leased before the source goes on.
 
-    # ---- evaluation -----------------------------------------------------------------------------------
+        Raises:
+            JournalError: the journal could not take the new state.
+        """
+        self.buffer.slots.clear()
+        self.buffer.line.steps.clear()
+        self.buffer.line.initial = None
+        self.buffer.version, self.buffer.formed = version, None
+        self.desk.again = again
+        self.journal.begin_segment()
+        self.journal.append("snapshot", snapshot_of(self))
 
-    def _assign_evaluations(self) -> None:
-        for server, evaluation in self.evaluations.assign():
-            for greedy in evaluation.open_modes:
-                self._send(
-                    server,
-                    m.EvaluationLease(
-                        version=evaluation.version,
-                        greedy=greedy,
-                        seed=stream_seed(self.config.run.seed, evaluation.version, 1 << 20),
-                        prompts=self.evaluation_rows,
-                    ),
-                )
-
-    def _evaluation_result(self, peer: Peer, result: m.EvaluationResult) -> None:
-        problem = problem_with_evaluation(result, len(self.evaluation_rows))
-        if problem is not None:
-            log.warning("replay: evaluation of version %d by %r rejected: %s", result.version, peer.name, problem)
-            self._evaluation_failed_at(peer, result.version)
-            return
-        if self.evaluations.result(peer.identity, result.version, result.greedy):
-            self.batch_desk.to_rank(0, result)
-            if result.version in self.evaluations.closed:
-                self._evaluation_closed(result.version, "")
-
-    def _evaluation_closed(self, version: int, reason: str) -> None:
-        for peer in self.peers.role("rollout_server"):
-            self._send(peer.identity, m.EvaluationClosed(version=version, reason=reason))
-        self.batch_desk.to_rank(0, m.EvaluationClosed(version=version, reason=reason))
+    def load_group(self, location: Location) -> m.Group:
+        """A group from the journal."""
+        group = self.journal.read(location)
+        assert isinstance(group, m.Group)
+        return group
 
     def _send(self, identity: str, message: Message) -> None:
         self.outbox.append((identity, message))
+
+
+def is_goodbye(message: Message) -> bool:
+    """Whether it only says how the run ended."""
+    return isinstance(message, m.Goodbye)

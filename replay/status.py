@@ -45,6 +45,8 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
             for peer in service.peers.by_identity.values()
         ],
         "counters": dict(service.counters),
+        "journal_bytes": service.journal.size_bytes,
+        "repeats_until": buffer.line.last_committed if buffer.line.last_committed > buffer.version else None,
         "ended": service.ended,
     }
 
@@ -69,6 +71,28 @@ def waits(service: "Service", now: float) -> list[dict[str, Any]]:
             {"who": "rollout servers", "for": f"room: {buffer.max_groups} groups are in flight", "since_s": 0.0}
         )
     return found
+
+
+def batch_stats(service: "Service") -> dict[str, float]:
+    """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
+    servers = service.peers.role("rollout_server")
+    idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
+    stats = {
+        "buffer/size": float(service.buffer.count(SlotState.BUFFERED)),
+        "buffer/leased": float(service.buffer.count(SlotState.LEASED)),
+        "buffer/taken": float(service.buffer.count(SlotState.TAKEN)),
+        "buffer/dropped": float(sum(n for key, n in service.counters.items() if key.startswith("dropped/"))),
+        "buffer/superseded": float(service.counters["superseded"]),
+        "buffer/stale_leased_again": float(service.counters["stale_leased_again"]),
+        "buffer/tokens_masked": float(service.counters["tokens_masked"]),
+        "buffer/journal_bytes": float(service.journal.size_bytes),
+        "rollout/servers": float(len(servers)),
+        "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),
+        "reward/error_rate": sum(service.desk.reward_errors) / max(1, len(service.desk.reward_errors)),
+    }
+    if idle:
+        stats["rollout/idle_ratio"] = sum(idle) / len(idle)
+    return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers}
 
 
 def _name(service: "Service", identity: str | None) -> str | None:

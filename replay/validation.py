@@ -1,12 +1,13 @@
 """Whether a group that arrived is one that may be trained. Pure: every refusal is a sentence."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from configs.schema import Config
 from replay.leases import Slot
-from replay.messages import EvaluationResult, Group
+from replay.messages import EvaluationResult, Float32, Group
 
 LOGPROB_SLACK = 1e-3
 
@@ -61,16 +62,25 @@ def _value_problem(group: Group, vocab_size: int | None) -> str | None:
         return f"token id {largest} of a vocabulary of {vocab_size}"
     if int(group.loss_mask.max()) > 1:
         return "a loss mask that is not 0 or 1"
-    sampled = group.logprobs[group.loss_mask != 0]
-    if not np.isfinite(sampled).all():
-        return "a logprob that is not finite"
-    if sampled.size and float(sampled.max()) > LOGPROB_SLACK:
-        return f"a positive logprob ({float(sampled.max()):.3g})"
+    problem = _logprob_problem(group.logprobs)
+    if problem is not None:  # tokens that were not sampled may carry anything
+        problem = _logprob_problem(group.logprobs[group.loss_mask != 0])
+    if problem is not None:
+        return problem
     if not np.isfinite(group.rewards).all():
         return "a reward that is not finite"
-    if not np.isfinite([group.generate_s, *group.reward_metrics.values()]).all():
+    if not all(map(math.isfinite, (group.generate_s, *group.reward_metrics.values()))):
         return "a metric that is not finite"
     return None
+
+
+def _logprob_problem(logprobs: Float32) -> str | None:
+    if not logprobs.size:
+        return None
+    lowest, highest = float(logprobs.min()), float(logprobs.max())  # both are NaN where one token's is
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return "a logprob that is not finite"
+    return f"a positive logprob ({highest:.3g})" if highest > LOGPROB_SLACK else None
 
 
 def _version_problem(group: Group, slot: Slot, config: Config, newest_version: int) -> str | None:

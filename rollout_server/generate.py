@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 from configs.schema import Config
 from replay import messages as m
 from replay.lease_desk import stream_seed
-from rollout_server.engines.base import Completion, Engine, EngineError, Sampling
+from rollout_server.engines.base import Completion, Engine, EngineError, Partial, Sampling
+from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, RewardPool
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
@@ -40,6 +41,8 @@ class Generator:
     rewards: RewardPool
     _evaluation_ids: dict[str, list[int]] = field(default_factory=dict)
     """Token ids of evaluation prompts, which come again with every evaluation."""
+    _sampled: dict[str, dict[str, list[Completion]]] = field(default_factory=dict)
+    """By lease in work: what those of its requests that have ended came to. The engine has forgotten them by then."""
 
     def sampling(self, seed: int, *, greedy: bool = False) -> Sampling:
         """How this run samples."""
@@ -57,9 +60,16 @@ class Generator:
         Raises:
             LeaseFailed: the prompt is too long, the reward function failed, or the request was aborted.
         """
+        self._sampled[request_id] = {}
+        try:
+            return await self._group(lease, request_id)
+        finally:
+            del self._sampled[request_id]
+
+    async def _group(self, lease: m.Lease, request_id: str) -> m.Group:
         started = time.monotonic()
         prompt_ids = self.encode(lease.prompt)
-        completions = await self._sample(prompt_ids, lease.seed, request_id)
+        completions = await self._sample(prompt_ids, lease, request_id)
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         seconds = time.monotonic() - started
@@ -69,20 +79,35 @@ class Generator:
                 raise LeaseFailed("reward_error", outcome.error)
         return _group_message(lease, prompt_ids, completions, texts=texts, outcomes=outcomes, seconds=seconds)
 
-    async def _sample(self, prompt_ids: list[int], seed: int, request_id: str) -> list[Completion]:
-        """The answers of a group: one request, or one for each answer where lengths are forced."""
-        rollout, n = self.config.rollout, self.config.rollout.group_size
-        if not rollout.forced_length_median:
-            return await self.engine.generate(prompt_ids, self.sampling(seed), n, request_id=request_id)
-        parts = [
-            self.engine.generate(prompt_ids, self._forced(seed, index), 1, request_id=f"{request_id}{PART}{index}")
-            for index in range(n)
-        ]
+    async def _sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
+        """The answers of a group, each from its prefix on where the lease brings one."""
+        prefixes = prefixes_of(lease, self.config.rollout.group_size)
+        sampled = self._sampled[request_id]
+
+        async def run(name: str, answers: range) -> list[Completion]:
+            sampling = self._forced(lease.seed, answers.start) if self._lengths_forced else self.sampling(lease.seed)
+            given = prefixes[answers.start : answers.stop] if prefixes is not None else None
+            found = await self.engine.generate(prompt_ids, sampling, len(answers), request_id=name, prefixes=given)
+            sampled[name] = found
+            return found
+
         try:
-            return [completions[0] for completions in await asyncio.gather(*parts)]
+            parts = await asyncio.gather(*(run(name, answers) for name, answers in self._requests(request_id)))
         except EngineError:
             self.abort(request_id)  # nobody waits for the others any more
             raise
+        return [completion for part in parts for completion in part]
+
+    @property
+    def _lengths_forced(self) -> bool:
+        return self.config.rollout.forced_length_median > 0
+
+    def _requests(self, request_id: str) -> list[tuple[str, range]]:
+        """The engine's requests for a lease, with their answers: one, or one for each where lengths are forced."""
+        n = self.config.rollout.group_size
+        if not self._lengths_forced:
+            return [(request_id, range(n))]
+        return [(f"{request_id}{PART}{index}", range(index, index + 1)) for index in range(n)]
 
     def _forced(self, seed: int, index: int) -> Sampling:
         """Sampling of one answer of a forced length: no token stops it, and its random stream is its own."""
@@ -98,11 +123,8 @@ class Generator:
 
     def abort(self, request_id: str) -> None:
         """End a lease's request, or its parts, at the next decode step; unknown ones are ignored."""
-        if not self.config.rollout.forced_length_median:
-            self.engine.abort(request_id)
-            return
-        for index in range(self.config.rollout.group_size):
-            self.engine.abort(f"{request_id}{PART}{index}")
+        for name, _ in self._requests(request_id):
+            self.engine.abort(name)
 
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens generated so far by the lease's request id, parts added up."""
@@ -110,6 +132,19 @@ class Generator:
         for name, tokens in self.engine.running_tokens().items():
             counts[name.partition(PART)[0]] += tokens
         return counts
+
+    def progress(self, request_id: str, since: Sequence[int]) -> list[Partial]:
+        """What each answer of a lease in work has, from its token number since[i] on; its prefix is counted."""
+        found: list[Partial] = []
+        sampled = self._sampled.get(request_id, {})
+        for name, answers in self._requests(request_id):
+            told = since[answers.start : answers.stop]
+            if name in sampled:
+                parts = [Partial.of(c).since(first) for c, first in zip(sampled[name], told, strict=True)]
+            else:
+                parts = self.engine.progress(name, told)
+            found += parts or [Partial() for _ in answers]
+        return found
 
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.

@@ -14,12 +14,11 @@ import uvloop
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from replay.agreement import run_fingerprint
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
-from replay.fingerprint import FingerprintError
+from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
-from replay.quickstart_input import InputError, make_if_missing
+from replay.prompts.quickstart_input import InputError, make_if_missing
 from rollout_server.engines import EngineError, EngineStartFailed, build_engine
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool

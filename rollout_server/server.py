@@ -11,14 +11,15 @@ from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, Message, WireError
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.generate import Generator, LeaseFailed
+from rollout_server.progress import LeaseKey, ProgressReports
 from rollout_server.weights import WeightFollower
 
 log = logging.getLogger(__name__)
 
+WELCOME_BEATS = 2.0
+"""Heartbeats after which a Hello that got no Welcome, or none with the bus's address, is said again."""
 RESEND_S = 5.0
 """A group that was not acked for this long is sent again; replay deduplicates."""
-
-LeaseKey = tuple[int, int, int]
 
 
 class RunEnded(Exception):
@@ -46,9 +47,16 @@ class RolloutServer:
         )
         self.version: int | None = None
         """Version that is live and proven; None while no lease may be asked for."""
+        self.incarnation = 0
+        """Of the learner that made it."""
+        self._hello_at, self._waits_for_welcome = 0.0, False
+        """When Hello was said last, and whether no Welcome with the bus's address has come since."""
+        self.evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
+        """Results of evaluations that are not closed yet, by version and mode; a restarted replay gets them again."""
         self.working: dict[LeaseKey, asyncio.Task[None]] = {}
         self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
         self.evaluating: set[asyncio.Task[None]] = set()
+        self.reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
         self.started = time.monotonic()
         self.activity, self.activity_since = "joining", self.started
         self._busy_s, self._tokens, self._beat_at = 0.0, 0, self.started
@@ -60,6 +68,8 @@ class RolloutServer:
 
     async def join(self) -> None:
         """Say Hello (again)."""
+        self.reports.begin_again()
+        self._hello_at, self._waits_for_welcome = time.monotonic(), True
         await self.dealer.send(
             m.Hello(
                 role="rollout_server",
@@ -71,6 +81,11 @@ class RolloutServer:
         )
         if self.version is not None:
             await self._ask()
+        for key, (group, _) in list(self.unacked.items()):
+            self.unacked[key] = (group, time.monotonic())
+            await self.dealer.send(group)
+        for result in list(self.evaluated.values()):
+            await self.dealer.send(result)
 
     async def next_message(self) -> Message:
         """The next message of replay. Raises ChannelError when replay is silent for too long."""
@@ -96,11 +111,13 @@ class RolloutServer:
         match message:
             case m.Welcome():
                 if message.bus_address is not None:
-                    self.follower.follow(message.bus_address, self.dealer.run_id)
+                    self._waits_for_welcome = False
+                    self.follower.follow(message.bus_address, self.dealer.run_id, message.incarnation)
                 else:
                     self._now("waiting for the learner")
             case m.Lease():
                 key = (message.pass_, message.index, message.attempt)
+                self.reports.leased(message)
                 self.working[key] = tasks.create_task(self._work(message, key))
             case m.Cancel():
                 self._cancel((message.pass_, message.index, message.attempt))
@@ -111,6 +128,7 @@ class RolloutServer:
                 self.evaluating.add(task)
                 task.add_done_callback(self.evaluating.discard)
             case m.EvaluationClosed():
+                self.evaluated = {key: result for key, result in self.evaluated.items() if key[0] != message.version}
                 await self.engine.unpin(message.version)
             case m.Refused():
                 await self._refused(message)
@@ -168,14 +186,18 @@ class RolloutServer:
             failed = m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error))
             await self.dealer.send(failed)
             return
+        self.evaluated[lease.version, lease.greedy] = result
         await self.dealer.send(result)
 
     async def _ask(self) -> None:
         if self.version is not None:
-            await self.dealer.send(m.LeaseRequest(capacity=self.capacity, version=self.version))
+            await self.dealer.send(self._request(self.capacity, self.version))
 
-    async def _went_live(self, version: int) -> None:
-        self.version = version
+    def _request(self, capacity: int, version: int) -> m.LeaseRequest:
+        return m.LeaseRequest(capacity=capacity, version=version, incarnation=self.incarnation)
+
+    async def _went_live(self, version: int, incarnation: int) -> None:
+        self.version, self.incarnation = version, incarnation
         await self._ask()
 
     async def _went_dark(self, reason: str) -> None:
@@ -183,7 +205,7 @@ class RolloutServer:
         held, self.version = self.version, None
         self._now(f"quarantined: {reason}")
         if held is not None:
-            await self.dealer.send(m.LeaseRequest(capacity=0, version=held))
+            await self.dealer.send(self._request(0, held))
 
     # ---- heartbeat -------------------------------------------------------------------------------------
 
@@ -198,15 +220,22 @@ class RolloutServer:
             await self.dealer.send(
                 m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges)
             )
+            await self._repeat(now)
             running = self.generator.running_tokens()
             if self.working:
-                await self.dealer.send(
-                    m.Renew(leases=[[*key, running.get(_request_id(key), 0)] for key in self.working])
-                )
+                working = [(key, _request_id(key)) for key in self.working]
+                await self.dealer.send(self.reports.renew(working, running, self.generator))
             for key, (group, sent) in list(self.unacked.items()):
                 if now - sent > RESEND_S:
                     self.unacked[key] = (group, now)
                     await self.dealer.send(group)
+
+    async def _repeat(self, now: float) -> None:
+        """Say again what replay must know: any message may be lost when a process or a connection dies."""
+        if self._waits_for_welcome and now - self._hello_at > WELCOME_BEATS * self.config.network.heartbeat_s:
+            await self.join()
+        else:
+            await self._ask()
 
     async def _gauges(self) -> dict[str, float]:
         health = await self.engine.health()

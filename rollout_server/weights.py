@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
@@ -39,7 +40,7 @@ class WeightFollower:
         engine: Engine,
         name: str,
         *,
-        on_live: Callable[[int], Awaitable[None]],
+        on_live: Callable[[int, int], Awaitable[None]],
         on_quarantine: Callable[[str], Awaitable[None]],
     ) -> None:
         self.config = config
@@ -61,8 +62,8 @@ class WeightFollower:
         updates = direct_updates(config, engine)
         self._direct = DirectEnd(self, updates) if updates is not None else None
 
-    def follow(self, address: str, run_id: str) -> None:
-        """Subscribe to the publisher at `address`; a new address replaces the old subscription."""
+    def follow(self, address: str, run_id: str, incarnation: int) -> None:
+        """Subscribe to the publisher of an incarnation of the learner; a new address replaces the old subscription."""
         if address == self.address:
             return
         if self._subscriber is not None:
@@ -79,7 +80,7 @@ class WeightFollower:
         )
         before, self._subscriber = self._thread, subscriber
         self._thread = threading.Thread(
-            target=self._run, args=(subscriber, before), name="weight-follower", daemon=True
+            target=self._run, args=(subscriber, before, incarnation), name="weight-follower", daemon=True
         )
         self._thread.start()
 
@@ -90,12 +91,13 @@ class WeightFollower:
             self._thread.join(timeout=self.config.weight_bus.collective_timeout_s + 1)
             self._subscriber = self._thread = None
 
-    def _run(self, subscriber: Subscriber, before: threading.Thread | None) -> None:
+    def _run(self, subscriber: Subscriber, before: threading.Thread | None, incarnation: int) -> None:
         try:
             if before is not None:
                 before.join()  # ends at its next message, or with the update that it is in: one load at a time
+            activate = partial(self._activate, incarnation)
             while True:
-                subscriber.receive(self._load, activate=self._activate, quarantine=self._quarantine)
+                subscriber.receive(self._load, activate=activate, quarantine=self._quarantine)
         except BusClosed as closed:
             log.info("weight bus: %s", closed)
         except BaseException as error:  # the heartbeat raises it: a follower must not die silently
@@ -123,8 +125,8 @@ class WeightFollower:
         if self._subscriber is not None:
             self._subscriber.hold(limit_s, reason)
 
-    def _activate(self, version: int, evaluate: bool) -> None:
-        self.wait_for(self._go_live(version, evaluate))
+    def _activate(self, incarnation: int, version: int, evaluate: bool) -> None:
+        self.wait_for(self._go_live(incarnation, version, evaluate))
 
     def _quarantine(self, version: int, reason: str) -> None:
         self.gauges["quarantines"] += 1
@@ -164,7 +166,7 @@ class WeightFollower:
         """The engine is about to receive a part of an update."""
         self._proven = False
 
-    async def _go_live(self, version: int, evaluate: bool) -> None:
+    async def _go_live(self, incarnation: int, version: int, evaluate: bool) -> None:
         if evaluate:
             await self.engine.pin(version)
         await self.engine.resume()
@@ -173,7 +175,7 @@ class WeightFollower:
             self.gauges["pause_s"] = time.monotonic() - self._paused_at
         self._proven = True
         self.gauges["weight_updates"] += 1
-        await self._on_live(version)
+        await self._on_live(version, incarnation)
 
 
 class DirectEnd:

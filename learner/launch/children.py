@@ -44,7 +44,7 @@ class Child:
         code = self.exit_code()
         if code is None:
             return "still running"
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = f"killed by {signal.Signals(-code).name} [closed]" if code < 0 else f"exit code {code}"
         error = last_error(self.log_path, self.offset)
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
@@ -100,12 +100,12 @@ def last_error(log_path: Path, offset: int = 0) -> str:
     return without_time((named or errors)[-1])
 
 
-def stop_lines(log_path: Path, offset: int) -> list[str]:
+def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     """Lines in which a learner rank says why it stops; they begin with their time, so the least is the first."""
     if not log_path.exists():
         return []
     return [
-        line for line in _tail(log_path, offset).splitlines() if re.search(r" ERROR learner rank \d+ stops: ", line)
+        line for line in _tail(log_path, offset).splitlines() if re.search(rf" ERROR learner rank \d+ {verb}: ", line)
     ]
 
 
@@ -116,7 +116,7 @@ def killed_rank(log_path: Path, offset: int) -> str:
     )
     if found is None:
         return ""
-    return f"learner rank {found[1]} (pid {found[3]}) was killed by {signal.Signals(int(found[2])).name}"
+    return f"learner rank {found[1]} (pid {found[3]}) was killed by {signal.Signals(int(found[2])).name} [closed]"
 
 
 def without_time(line: str) -> str:

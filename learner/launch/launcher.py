@@ -1,7 +1,9 @@
 """The launcher: starts replay, the learner ranks and local rollout servers, and watches over them.
 
 When a child dies: a rollout server is started again (N times, with backoff), then the run waits for any
-server; replay and learner end the run. One root-cause line each time.
+server; replay and a learner that was killed are started again in place: replay goes on from its journal, the learner
+from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run. One root-cause line
+each time.
 """
 
 import json
@@ -23,12 +25,15 @@ from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
-from replay.lifeline import PARENT
+from replay.lifeline import PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 REPLAY_START_S = 60.0
+OVER_S = 1.0
+CANNOT_GO_ON = 2
+"""Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
 FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
 
@@ -47,7 +52,12 @@ class Launcher:
     servers: LocalServers | None = None
     machine: Machine | None = None
     """This machine, as the plan needs it; found out where it is not given."""
+    play: str | None = None
+    """Run folder whose journal is played back instead of rolling out."""
     address: str = ""
+    _run_id: str = ""
+    _replay_restarts: int = 0
+    _learner_restarts: int = 0
     _metrics_offset: int = 0
     _metrics_inode: int = 0
     _started_at: float = field(default_factory=time.time)
@@ -66,16 +76,11 @@ class Launcher:
         """Start all processes of the run. Raises RunFailed when replay does not come up."""
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
-        (replay,) = self.plan().of(self.node, "replay")
-        parent = ("--parent", str(os.getpid()))
-        self.replay = self._start(replay, "--run-id", run_id, *parent)
+        self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
-        ready = children.wait_for_line(self.replay, r"^replay ready at (\S+)$", REPLAY_START_S)
-        if ready is None:
-            raise RunFailed(f"replay did not start: {self.replay.how_it_ended()}")
-        self.address = ready[1]
+        self.replay, self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
         plan = self.plan()
+        parent = ("--parent", str(os.getpid()))
         self.learner = self._start_learner(*plan.of(self.node, "learner"))
         by_name = {server.name: server for server in plan.of(self.node, "rollout")}
         self.servers = LocalServers(
@@ -95,17 +100,17 @@ class Launcher:
         status: dict[str, Any] | None = None
         keys = load_keys(self.config.network.keys)
         with Dealer(self.address, f"launcher.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
-            while (code := self.learner.exit_code()) is None:
+            while (code := self.learner.exit_code()) != 0:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())
-                if self.replay.exit_code() is not None and not self._learner_leaves():
-                    raise RunFailed(root_cause("replay", self.replay))
+                if self.replay.exit_code() is not None:
+                    self._replay_died()
+                if code is not None:
+                    self._learner_died(dealer)
                 self.servers.watch(self._run_is_over(status))
                 time.sleep(POLL_S)
             status = self._ask_status(dealer, status)
             self.view.update(status, self._new_rows())
-        if code != 0:
-            raise RunFailed(self._learner_root_cause())
 
     def leave(self) -> None:
         """Give the others time to leave by themselves after the learner's Goodbye."""
@@ -130,7 +135,72 @@ class Launcher:
             time.sleep(POLL_S)
         return self.learner.exit_code() is not None
 
+    # ---- in place ---------------------------------------------------------------------------------------
+
+    def _replay_died(self) -> None:
+        """Start replay again where it was, with its journal. Raises RunFailed when that is no use."""
+        assert self.replay is not None
+        code, limit = self.replay.exit_code(), self.config.replay.restarts
+        cause = root_cause("replay", self.replay)
+        if code in (0, CANNOT_GO_ON, RUN_FAILED) or self.play is not None:
+            if not self._learner_leaves():
+                raise RunFailed(cause)
+            return
+        if self._replay_restarts >= limit:
+            raise RunFailed(f"{cause}; no restart left (replay.restarts {limit})" if limit else cause)
+        self._replay_restarts += 1
+        self.view.event(f"{cause}; restart {self._replay_restarts} of {limit} in place, from its journal")
+        self.resume = True
+        try:
+            self.replay, _ = self._start_replay("--port", self.address.rpartition(":")[2])
+        except RunFailed:
+            if not self._was_killed(self.replay):
+                raise
+            self._replay_died()  # killed while it read its journal
+
+    def _learner_died(self, dealer: Dealer) -> None:
+        """Start the learner again from its newest checkpoint. Raises RunFailed when that is no use."""
+        assert self.learner is not None and self.machine is not None
+        limit, cause = self.config.learner.restarts, self._learner_root_cause()
+        several_nodes = sum(bool(share.learner) for share in self.config.shares) > 1
+        if several_nodes or self._stop_lines() or self._replay_says_over(dealer):
+            raise RunFailed(cause)
+        if self._learner_restarts >= limit:
+            raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
+        self._learner_restarts += 1
+        self.view.event(f"{cause}; restart {self._learner_restarts} of {limit} from its newest checkpoint")
+        children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
+        self.resume = True
+        self.learner = self._start_learner(*self.plan().of(self.node, "learner"))
+
+    def _replay_says_over(self, dealer: Dealer) -> bool:
+        """Whether the learner has ended the run, as replay knows a moment later."""
+        deadline = time.monotonic() + OVER_S
+        status: dict[str, Any] | None = None
+        while time.monotonic() < deadline:
+            self._status_asked = 0.0
+            status = self._ask_status(dealer, status)
+            if self._run_is_over(status):
+                return not self._was_killed(self.replay)
+            time.sleep(POLL_S)
+        return False
+
+    @staticmethod
+    def _was_killed(child: Child | None) -> bool:
+        code = child.exit_code() if child is not None else None
+        return code is not None and code not in (0, CANNOT_GO_ON, RUN_FAILED)
+
     # ---- starting --------------------------------------------------------------------------------------
+
+    def _start_replay(self, *arguments: str) -> tuple[Child, str]:
+        """Replay and its address. Raises RunFailed when it does not come up."""
+        (process,) = self.plan().of(self.node, "replay")
+        child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
+        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", REPLAY_START_S)
+        if ready is None:
+            self.replay = child
+            raise RunFailed(f"replay did not start: {child.how_it_ended()}")
+        return child, ready[1]
 
     @property
     def node(self) -> str:
@@ -175,10 +245,14 @@ class Launcher:
         killed = children.killed_rank(self.learner.log_path, self.learner.offset)
         if killed:
             return f"the learner stopped: {killed}"
-        stops = [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset)]
+        stops = self._stop_lines() or self._stop_lines("breaks off")
         if stops:
             return f"the learner stopped: {children.without_time(min(stops))}"
         return root_cause("learner", self.learner)
+
+    def _stop_lines(self, verb: str = "stops") -> list[str]:
+        """Lines in which ranks say why they stop (for good) or break off."""
+        return [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset, verb)]
 
     def _ask_status(self, dealer: Dealer, status: dict[str, Any] | None) -> dict[str, Any] | None:
         now = time.monotonic()

@@ -8,6 +8,7 @@ from rollout_server.engines.base import (
     EngineError,
     EngineStartFailed,
     Health,
+    Partial,
     Sampling,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "EngineError",
     "EngineStartFailed",
     "Health",
+    "Partial",
     "Sampling",
     "build_engine",
     "direct_updates",

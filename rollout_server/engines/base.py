@@ -1,8 +1,9 @@
 """What a rollout server asks of an engine. Two implementations: `torch` (embedded) and `sglang`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,50 @@ class Completion:
     finish_reason: FinishReason
 
 
+def nothing(dtype: type[np.generic]) -> NDArray[Any]:
+    """No tokens."""
+    return np.empty(0, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Tokens of an answer that may still be running: its beginning (a prefix to go on from), or what came since."""
+
+    token_ids: NDArray[np.int32] = field(default_factory=partial(nothing, np.int32))
+    """[L] sampled tokens."""
+    logprobs: NDArray[np.float32] = field(default_factory=partial(nothing, np.float32))
+    """[L], as in `Completion`."""
+    versions: NDArray[np.int32] = field(default_factory=partial(nothing, np.int32))
+    """[L], as in `Completion`; a token that is in doubt has the older version."""
+    finish_reason: Literal["stop", "length"] | None = None
+    """How the answer has ended; None while it goes on."""
+
+    @classmethod
+    def of(cls, answer: Completion) -> "Partial":
+        """An answer that has ended; one that was aborted has not come to its end."""
+        return cls(
+            token_ids=answer.token_ids,
+            logprobs=answer.logprobs,
+            versions=answer.versions,
+            finish_reason=None if answer.finish_reason == "abort" else answer.finish_reason,
+        )
+
+    def as_completion(self, reason: FinishReason) -> Completion:
+        """The answer that this is the whole of."""
+        return Completion(
+            token_ids=self.token_ids, logprobs=self.logprobs, versions=self.versions, finish_reason=reason
+        )
+
+    def since(self, first: int) -> "Partial":
+        """Without the tokens before number `first`."""
+        return replace(
+            self,
+            token_ids=self.token_ids[first:],
+            logprobs=self.logprobs[first:],
+            versions=self.versions[first:],
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """What an engine says of itself."""
@@ -75,7 +120,14 @@ class Engine(Protocol):
         """Policy version of the live weights."""
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, n: int, *, request_id: str, pinned: int | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        n: int,
+        *,
+        request_id: str,
+        pinned: int | None = None,
+        prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
         """Sample `n` answers to one prompt; updates in between show in the versions of the tokens.
 
@@ -85,9 +137,12 @@ class Engine(Protocol):
             n: answers.
             request_id: name under which `running_tokens` and `abort` know this request.
             pinned: sample with exactly this pinned version instead of the live one.
+            prefixes: one per answer: it goes on from there, and `max_new_tokens` counts the prefix. An answer that has
+                ended comes back as it is. What follows a prefix need not be what the engine it comes from would have
+                sampled; it is of the same distribution.
 
         Raises:
-            EngineError: the prompt does not fit the context, `pinned` is not held, or the engine died.
+            EngineError: the prompt or a prefix does not fit, `pinned` is not held, or the engine died.
         """
 
     async def pause(self, mode: PauseMode) -> None:
@@ -122,7 +177,15 @@ class Engine(Protocol):
         """End a request at the next decode step; its answers come back with finish_reason `abort`."""
 
     def running_tokens(self) -> Mapping[str, int]:
-        """Tokens generated so far, by request id."""
+        """Tokens generated so far, by request id; those of prefixes are counted."""
+
+    def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
+        """What each answer of a running request has, prefix included; nothing for unknown requests.
+
+        Args:
+            request_id: as given to `generate`.
+            since: tokens of each answer to leave out at its beginning, because the caller has them; none if empty.
+        """
 
     async def health(self) -> Health:
         """Numbers about the engine. Raises EngineError when its loop has died, with the cause."""

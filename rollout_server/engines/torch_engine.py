@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_server.engines.base import Completion, EngineError, Health, PauseMode, Sampling
+from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
+from rollout_server.engines.prefixes import settled
 from rollout_server.engines.torch_family import read_spec
 from rollout_server.engines.torch_loop import DecodeLoop
 from rollout_server.engines.torch_rows import Request
@@ -88,9 +89,19 @@ class TorchEngine:
         return self._weights.layout()
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, n: int, *, request_id: str, pinned: int | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        n: int,
+        *,
+        request_id: str,
+        pinned: int | None = None,
+        prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
         """See `Engine.generate`. A caller that is cancelled aborts its request.
+
+        A token's random number depends on its position in the answer: what follows a prefix is drawn with the numbers
+        of an answer that was never interrupted.
 
         Raises:
             EngineError: the request does not fit or is malformed, `request_id` is in use, `pinned` is not held, or
@@ -99,7 +110,10 @@ class TorchEngine:
         self._check_request(token_ids, sampling, n)
         keys = [stream_key(self._seed, sampling.seed, index) for index in range(n)]
         prompt = np.array(token_ids, dtype=np.int32)
-        request = Request(request_id=request_id, prompt=prompt, sampling=sampling, keys=keys, future=Future())
+        given = settled(prefixes, n, sampling, self._spec.vocab_size)
+        request = Request(
+            request_id=request_id, prompt=prompt, sampling=sampling, keys=keys, future=Future(), prefixes=given
+        )
         try:
             completions: list[Completion] = await self._loop.mailbox.ask(
                 lambda _: self._loop.enqueue(request, pinned), request.future
@@ -191,8 +205,12 @@ class TorchEngine:
         self._post_unwatched(lambda: self._loop.abort(request_id))
 
     def running_tokens(self) -> Mapping[str, int]:
-        """See `Engine.running_tokens`; waiting requests are there with 0."""
+        """See `Engine.running_tokens`; waiting answers count as 0."""
         return self._loop.running_tokens()
+
+    def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
+        """See `Engine.progress`."""
+        return self._loop.progress(request_id, since)
 
     async def health(self) -> Health:
         """See `Engine.health`."""

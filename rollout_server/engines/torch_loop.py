@@ -12,13 +12,13 @@ load runs elsewhere: it may block on a network, the live lane stands still meanw
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from rollout_server.engines.base import EngineError, Health, PauseMode
+from rollout_server.engines.base import EngineError, Health, Partial, PauseMode
 from rollout_server.engines.torch_lane import Lane
 from rollout_server.engines.torch_mailbox import Mailbox
 from rollout_server.engines.torch_model import TorchModel
@@ -82,6 +82,14 @@ class DecodeLoop:
                         counts[request.request_id] += produced
         return counts
 
+    def progress(self, request_id: str, since: Sequence[int]) -> list[Partial]:
+        """What each answer of a request has, from its token number since[i] on (0 where empty); [] if unknown."""
+        with self._lock:
+            if request_id not in self._requests:
+                return []
+            request, lane = self._requests[request_id]
+            return lane.rows.progress(request, since or [0] * len(request.keys))
+
     def health(self) -> Health:
         """Numbers; `running` and `waiting` count answers, live and pinned."""
         with self._lock:
@@ -116,6 +124,8 @@ class DecodeLoop:
             self._requests[request.request_id] = (request, lane)
             lane.rows.enqueue(request)
         request.future.add_done_callback(lambda _: self._forget(request))
+        if request.complete:
+            request.future.set_result(request.completions())
 
     def _forget(self, request: Request) -> None:
         with self._lock:

@@ -5,14 +5,14 @@ is a few numpy operations over all rows; Python touches a single answer only whe
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion, FinishReason, Sampling
+from rollout_server.engines.base import Completion, FinishReason, Partial, Sampling
 
 ADMIT_FRACTION = 8
 NO_TOKEN = -1
@@ -20,7 +20,10 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`len(keys)` answers to one prompt; `future` gets the completions in order."""
+    """`len(keys)` answers to one prompt; `future` gets the completions in order.
+
+    Prefixes that have ended are done from the start.
+    """
 
     request_id: str
     prompt: NDArray[np.int32]
@@ -28,7 +31,18 @@ class Request:
     keys: list[int]
     """Random stream of each answer."""
     future: "Future[list[Completion]]"
+    prefixes: Sequence[Partial] = ()
+    """What each answer has at its start; none where empty."""
     done: dict[int, Completion] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, prefix in enumerate(self.prefixes):
+            if prefix.finish_reason is not None:
+                self.done[index] = prefix.as_completion(prefix.finish_reason)
+
+    def prefix(self, index: int) -> Partial:
+        """What this answer has at its start."""
+        return self.prefixes[index] if self.prefixes else Partial()
 
     @property
     def complete(self) -> bool:
@@ -46,11 +60,14 @@ class Answer:
 
     request: Request
     index: int
+    known: NDArray[np.int32]
+    """Prompt and prefix; the prompt itself, not a copy, where there is no prefix."""
 
 
 @dataclass(slots=True, frozen=True)
 class Admission:
-    """Answers that start now, in the rows from `first_row`; `prompts[prompt_of_row[i]]` is the prompt of the i-th."""
+    """Answers that start now, in the rows from `first_row`; the i-th one's prompt, and prefix if it has one, is
+    `prompts[prompt_of_row[i]]`."""
 
     first_row: int
     prompts: list[NDArray[np.int32]]
@@ -86,8 +103,12 @@ class RowTable:
         return len(self.answers)
 
     def enqueue(self, request: Request) -> None:
-        """Put the answers of a request at the end of the queue."""
-        self.waiting.extend(Answer(request, index) for index in range(len(request.keys)))
+        """Put the answers of a request that are not done yet at the end of the queue."""
+        for index in range(len(request.keys)):
+            if index not in request.done:
+                prefix = request.prefix(index).token_ids
+                known = np.concatenate([request.prompt, prefix]) if prefix.size else request.prompt
+                self.waiting.append(Answer(request, index, known))
 
     def ready_to_admit(self) -> bool:
         """Whether a prefill is worth it: something waits, and an eighth of the rows is free or nothing runs."""
@@ -102,27 +123,28 @@ class RowTable:
         Stops at the last free row, or before the padded prompts exceed `max_prefill_tokens` (one always goes in).
         """
         admission = Admission(self.running, [], [])
-        last: Request | None = None
         longest = 0
         while self.waiting and self.running < self.max_running:
-            request = self.waiting[0].request
-            if request is not last:
-                longest = max(longest, len(request.prompt))
+            known = self.waiting[0].known
+            if not admission.prompts or known is not admission.prompts[-1]:
+                longest = max(longest, len(known))
                 if admission.prompts and longest * (len(admission.prompts) + 1) > max_prefill_tokens:
                     break
-                admission.prompts.append(request.prompt)
-                last = request
+                admission.prompts.append(known)
             self._start(self.waiting.popleft())
             admission.prompt_of_row.append(len(admission.prompts) - 1)
         return admission
 
     def _start(self, answer: Answer) -> None:
         row, request, sampling = self.running, answer.request, answer.request.sampling
-        size = len(request.prompt)
+        start, stop = len(request.prompt), len(answer.known)
+        prefix = request.prefix(answer.index)
         self.answers.append(answer)
-        self.ids[row, :size] = request.prompt
-        self.length[row] = self.prompt_length[row] = size
-        self.end[row] = size + sampling.max_new_tokens
+        self.ids[row, :stop] = answer.known
+        self.logprobs[row, start:stop] = prefix.logprobs
+        self.versions[row, start:stop] = prefix.versions
+        self.prompt_length[row], self.length[row] = start, stop
+        self.end[row] = start + sampling.max_new_tokens
         self.temperature[row] = sampling.temperature
         self.greedy[row] = sampling.greedy
         self.key[row] = request.keys[answer.index]
@@ -194,17 +216,12 @@ class RowTable:
             self.answers[new] = self.answers[old]
 
     def drop_waiting(self, request: Request | None = None) -> list[Request]:
-        """End waiting answers (of one request, or all) as `abort` without a token; requests complete with this."""
+        """End waiting answers (of one request, or all) as `abort`, with their prefixes; requests complete with this."""
         dropped = [answer for answer in self.waiting if request is None or answer.request is request]
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
         complete = []
         for answer in dropped:
-            answer.request.done[answer.index] = Completion(
-                token_ids=np.zeros(0, dtype=np.int32),
-                logprobs=np.zeros(0, dtype=np.float32),
-                versions=np.zeros(0, dtype=np.int32),
-                finish_reason="abort",
-            )
+            answer.request.done[answer.index] = answer.request.prefix(answer.index).as_completion("abort")
             if answer.request.complete:
                 complete.append(answer.request)
         return complete
@@ -213,6 +230,26 @@ class RowTable:
         """Rows of one request, or all rows in use."""
         rows = [row for row, a in enumerate(self.answers) if request is None or a.request is request]
         return np.array(rows, dtype=np.int64)
+
+    def progress(self, request: Request, since: Sequence[int]) -> list[Partial]:
+        """What each answer of a request has, from its token number since[i] on."""
+        rows = {answer.index: row for row, answer in enumerate(self.answers) if answer.request is request}
+        found = []
+        for index, first in enumerate(since):
+            if index in rows:
+                found.append(self._partial(rows[index], first))
+            else:
+                answer = request.done.get(index)
+                found.append((Partial.of(answer) if answer is not None else request.prefix(index)).since(first))
+        return found
+
+    def _partial(self, row: int, since: int) -> Partial:
+        span = slice(int(self.prompt_length[row]) + since, int(self.length[row]))
+        return Partial(
+            token_ids=self.ids[row, span].copy(),
+            logprobs=self.logprobs[row, span].copy(),
+            versions=self.versions[row, span].copy(),
+        )
 
     def produced(self) -> Iterator[tuple[Request, int]]:
         """Running answers with the number of tokens they have."""

@@ -53,17 +53,17 @@ class BenchLearner(Learner):
             self.kept.append(batch)
         return super().update(batch)
 
-    def commit(self, step: int) -> str:
+    def commit(self, batch: m.Batch) -> str:
         """As always, with the time of it: the digests lie between the update and the gather."""
         with self.span("commit"):
-            digest = super().commit(step)
-        self.result["committed_at"][step] = time.monotonic()
+            digest = super().commit(batch)
+        self.result["committed_at"][batch.step] = time.monotonic()
         return digest
 
-    def checkpoint_if_due(self, step: int) -> None:
+    def checkpoint_if_due(self, batch: m.Batch) -> None:
         """No checkpoint; after the last step come the measurements without rollouts."""
         self._write()  # so that a run which is cut short has given what it had measured
-        if step == self.plan.total_steps and self.plan.train:
+        if batch.step == self.plan.total_steps and self.plan.train:
             self.wait_for_broadcast()
             self._wait_for_the_engines()
             self._measure_updates()

@@ -90,8 +90,8 @@ def test_a_run_that_nobody_rescues_ends_with_the_reason(launch):
 
 
 @pytest.mark.parametrize(("role", "needle"), [("replay", "replay.main"), ("learner", "learner.train")])
-def test_the_death_of_replay_or_a_learner_rank_ends_the_run_with_one_root_cause_line(launch, role, needle):
-    run = launch(steps=2000)
+def test_without_restarts_the_death_of_replay_or_a_learner_rank_ends_the_run_with_one_line(launch, role, needle):
+    run = launch("replay.restarts=0", "learner.restarts=0", steps=2000)
     run.wait_for_step(2)
     os.kill(run.pids(needle)[-1], signal.SIGKILL)
     assert run.wait(60) == 1

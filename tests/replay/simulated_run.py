@@ -1,7 +1,4 @@
-"""A whole run around the pure replay service: simulated rollout servers and learner, a simulated clock."""
-
-import random
-from dataclasses import dataclass, field
+"""Services, messages and journals for tests of replay; whole runs are simulated by scripts/simulation."""
 
 import numpy as np
 
@@ -9,6 +6,8 @@ from configs import Config
 from replay import messages as m
 from replay.prompts import PromptSource
 from replay.service import Service
+from scripts.simulation.journal import SimulatedJournal
+from scripts.simulation.world import rows
 
 
 def config(**overrides):
@@ -23,13 +22,6 @@ def config(**overrides):
         section, name = key.split("__")
         tree.setdefault(section, {})[name] = value
     return Config.model_validate(tree)
-
-
-def rows(count):
-    return [
-        {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
-        for i in range(count)
-    ]
 
 
 def group_message(lease, versions, *, reward=1.0, n=2):
@@ -54,116 +46,46 @@ def group_message(lease, versions, *, reward=1.0, n=2):
     )
 
 
-@dataclass
-class Server:
-    identity: str
-    version: int = -1
-    leases: list = field(default_factory=list)
-    started: dict = field(default_factory=dict)
-    alive: bool = True
+def service(journal=None, num_rows=40, **overrides):
+    """A service with one learner rank 'l' and the rollout servers 'a' and 'b'."""
+    cfg = config(**{"placement__split": "1:1", **overrides})
+    made = bare_service(cfg, journal=journal, num_rows=num_rows)
+    learner(made, "l")
+    made.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
+    made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 0.0)
+    return made
 
 
-class SimulatedRun:
-    """Drives the service with random orders of events; keeps its own books, independent of replay's."""
+def bare_service(cfg, journal=None, num_rows=40, evaluation_rows=()):
+    """A service that nobody has joined."""
+    source = PromptSource(rows(num_rows), shuffle=False, seed=0)
+    return Service(cfg, source, list(evaluation_rows), 0.0, journal=journal or SimulatedJournal())
 
-    def __init__(self, cfg, seed, num_rows=30, num_servers=2):
-        self.config, self.rng, self.now = cfg, random.Random(seed), 0.0
-        source = PromptSource(rows(num_rows), shuffle=True, seed=seed)
-        self.service = Service(cfg, source, rows(3) if cfg.data.eval else [], self.now)
-        self.servers = {}
-        self.version = 0
-        self.trained = []
-        self.admitted = []
-        self.batches = {}
-        self.max_lag_trained = 0
-        self.max_in_flight = 0
-        self.dropped_tokens = 0
-        for rank in range(cfg.num_learner_ranks):
-            self.service.handle(
-                f"learner-{rank}", m.Hello(role="learner", name=f"learner-{rank}", pid=1, host="h", rank=rank), self.now
-            )
-        for i in range(num_servers):
-            self.join(f"rollout-{i}")
-        self.deliver()
 
-    def join(self, identity):
-        self.servers[identity] = Server(identity)
-        self.service.handle(identity, m.Hello(role="rollout_server", name=identity, pid=1, host="h"), self.now)
-        self.update_weights(self.servers[identity])
+def learner(made, identity, *, now=0.0, **fields):
+    """Rank 0 of a learner says Hello."""
+    hello = {"role": "learner", "name": "learner-0", "pid": 1, "host": "h", "digest": "d0"} | fields
+    made.handle(identity, m.Hello(**hello), now)
 
-    def update_weights(self, server):
-        server.version = self.version
-        self.service.handle(server.identity, m.LeaseRequest(capacity=3, version=server.version), self.now)
 
-    def deliver(self):
-        """Carry replay's answers to the simulated peers."""
-        outbox, self.service.outbox = self.service.outbox, []
-        for identity, message in outbox:
-            if isinstance(message, m.Lease) and identity in self.servers and self.servers[identity].alive:
-                server = self.servers[identity]
-                assert message.min_version <= server.version, "a lease may start only when its version is live"
-                server.leases.append(message)
-                server.started[message.pass_, message.index, message.attempt] = server.version
-                key = (message.pass_, message.index)
-                if key not in self.admitted:
-                    self.admitted.append(key)
-            if isinstance(message, m.Batch):
-                known = self.batches.setdefault((message.step, message.rank), message)
-                assert known.group_ids == message.group_ids, "a batch is formed once"
-        self.max_in_flight = max(self.max_in_flight, len(self.service.buffer.slots))
+def sent(made, identity, kind):
+    """Messages of a kind that replay has for a peer; they are taken from its outbox."""
+    found = [x for who, x in made.outbox if who == identity and isinstance(x, kind)]
+    made.outbox = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
+    return found
 
-    def finish_a_lease(self, server):
-        lease = server.leases.pop(self.rng.randrange(len(server.leases)))
-        start = server.started[lease.pass_, lease.index, lease.attempt]
-        length = self.rng.randint(1, 6)
-        versions = sorted(self.rng.choice([start, server.version]) for _ in range(length))
-        group = group_message(lease, versions)
-        for _ in range(self.rng.choice([1, 1, 1, 2])):  # sends are at-least-once
-            self.service.handle(server.identity, group, self.now)
 
-    def take_and_commit(self):
-        step = self.version + 1
-        ranks = range(self.config.num_learner_ranks)
-        for rank in ranks:
-            for _ in range(self.rng.choice([1, 2])):
-                self.service.handle(f"learner-{rank}", m.Take(step=step, rank=rank), self.now)
-        self.deliver()
-        if (step, 0) not in self.batches:
-            return
-        parts = [self.batches[step, rank] for rank in ranks]
-        assert len({part.num_microbatches for part in parts}) == 1
-        positions = sorted(i for part in parts for i in part.trajectory.tolist())
-        assert positions == list(range(self.config.trajectories_per_step)), "every trajectory is at exactly one rank"
-        for part in parts:
-            lag = step - 1 - part.versions[part.loss_mask != 0]
-            self.max_lag_trained = max(self.max_lag_trained, int(lag.max(initial=0)))
-        self.trained += [tuple(g) for g in parts[0].group_ids]
-        for _ in range(self.rng.choice([1, 2])):
-            self.service.handle("learner-0", m.Committed(step=step, digest="d"), self.now)
-        self.version = step
-        self.service.handle("learner-0", m.Published(version=step, digest="d"), self.now)
+def lease(made, server="a", *, capacity=1, version=0, incarnation=1, now=0.0):
+    """Leases that a server gets for asking."""
+    made.handle(server, m.LeaseRequest(capacity=capacity, version=version, incarnation=incarnation), now)
+    return sent(made, server, m.Lease)
 
-    def step(self):
-        self.now += self.rng.random() * 2
-        alive = [s for s in self.servers.values() if s.alive]
-        move = self.rng.random()
-        if move < 0.45 and any(s.leases for s in alive):
-            self.finish_a_lease(self.rng.choice([s for s in alive if s.leases]))
-        elif move < 0.65:
-            self.take_and_commit()
-        elif move < 0.85 and alive:
-            self.update_weights(self.rng.choice(alive))
-        elif move < 0.88 and len(alive) > 1:
-            dead = self.rng.choice(alive)
-            dead.alive = False
-            self.service.lost(dead.identity, "closed", self.now)
-        elif move < 0.91:
-            self.join(f"rollout-{len(self.servers)}")
-        else:
-            for server in alive:
-                self.service.handle(server.identity, m.Heartbeat(), self.now)
-                if self.rng.random() < 0.7:
-                    held = [[x.pass_, x.index, x.attempt, 1] for x in server.leases]
-                    self.service.handle(server.identity, m.Renew(leases=held), self.now)
-            self.service.tick(self.now)
-        self.deliver()
+
+def make_step(made, step, *, versions=(0,), digest=None, server="a", rank="l", incarnation=1):
+    """Lease and finish groups until batch `step` is out, and commit it; its group ids."""
+    made.handle(rank, m.Take(step=step, rank=0), 0.0)
+    for given in lease(made, server, capacity=50, version=step - 1, incarnation=incarnation):
+        made.handle(server, group_message(given, list(versions)), 0.0)
+    batch = sent(made, rank, m.Batch)[-1]
+    made.handle(rank, m.Committed(step=step, digest=digest or f"d{step}"), 0.0)
+    return [tuple(group) for group in batch.group_ids]

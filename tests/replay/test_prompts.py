@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from replay.prompts import DataError, PromptSource, load_rows
-from replay.rows import DataError as RowsDataError
-from replay.rows import Place, plain
+from replay.prompts.rows import DataError as RowsDataError
+from replay.prompts.rows import Place, plain
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
 

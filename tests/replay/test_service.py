@@ -1,60 +1,16 @@
-"""The replay protocol under random schedules, deaths, duplicates and a simulated clock."""
+"""The replay protocol message by message. Whole runs with every kind of fault: tests/scripts/test_simulate.py."""
+
+import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from simulated_run import SimulatedRun, config, group_message, rows
+from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
 
 from replay import messages as m
+from replay.channel import WireError
 from replay.evaluations import EvaluationBoard
 from replay.leases import SlotState
-from replay.prompts import PromptSource
-from replay.service import Service
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), lag=st.integers(0, 4), on_stale=st.sampled_from(["wait", "mask", "drop"]))
-def test_a_run_keeps_its_invariants(seed, lag, on_stale):
-    run = SimulatedRun(config(replay__async_lag=lag, replay__on_stale=on_stale, replay__max_attempts=50), seed)
-    for _ in range(400):
-        run.step()
-    assert run.max_in_flight <= (lag + 1) * 4, "admission bound"
-    assert run.max_lag_trained <= lag, "no token is trained above the lag bound"
-    assert len(run.trained) == len(set(run.trained)), "no group is trained twice"
-    dropped = sum(n for key, n in run.service.counters.items() if key.startswith("dropped/"))
-    in_flight = len(run.service.buffer.slots)
-    assert len(run.admitted) <= len(run.trained) + dropped + in_flight, "nothing is lost"
-    if on_stale == "wait":
-        assert dropped == 0
-        assert run.trained == run.admitted[: len(run.trained)], "batches are the oldest admitted groups, in order"
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31))
-def test_poison_prompts_are_dropped_once_and_the_run_goes_on(seed):
-    run = SimulatedRun(config(replay__max_attempts=1), seed)
-    for _ in range(300):
-        run.step()
-    counters = run.service.counters
-    released = sum(n for key, n in counters.items() if key.startswith("leases_released/"))
-    assert counters["dropped/poison"] == released
-    assert len(run.trained) == len(set(run.trained))
-
-
-def service(**overrides):
-    cfg = config(placement__split="1:1", **overrides)
-    made = Service(cfg, PromptSource(rows(40), shuffle=False, seed=0), [], 0.0)
-    made.handle("l", m.Hello(role="learner", name="learner-0", pid=1, host="h"), 0.0)
-    made.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
-    made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 0.0)
-    return made
-
-
-def sent(made, identity, kind):
-    found = [x for who, x in made.outbox if who == identity and isinstance(x, kind)]
-    made.outbox = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
-    return found
+from scripts.simulation.world import rows
 
 
 def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
@@ -102,8 +58,6 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
     ],
 )
 def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
-    import dataclasses
-
     made = service()
     made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
     (lease,) = sent(made, "a", m.Lease)
@@ -115,12 +69,11 @@ def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
 
 def test_ranks_proceed_only_when_all_hold_their_part():
     made = service(replay__async_lag=0)
-    made.config = config(replay__async_lag=0)
-    made.batch_desk.config = made.config
+    made.batch_desk.num_ranks = 2
     made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=9, version=0), 0.0)
-    for lease in sent(made, "a", m.Lease):
-        made.handle("a", group_message(lease, [0]), 1.0)
+    for given in sent(made, "a", m.Lease):
+        made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert not sent(made, "l", m.Batch), "a batch goes out when all ranks have asked"
     made.handle("l1", m.Take(step=1, rank=1), 1.0)
@@ -181,16 +134,15 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     made = service()
     made.handle("a", m.LeaseRequest(capacity=8, version=0), 0.0)
     leases = sent(made, "a", m.Lease)
-    for lease in leases:
-        made.handle("a", group_message(lease, [0]), 1.0)
+    for given in leases:
+        made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     made.handle("l", m.Committed(step=1, digest="d"), 1.0)
     made.handle("l", m.CursorRequest(step=1), 1.0)
     (cursor,) = sent(made, "l", m.Cursor)
 
-    resumed = Service(config(placement__split="1:1"), PromptSource(rows(40), shuffle=False, seed=0), [], 0.0)
-    hello = m.Hello(role="learner", name="learner-0", pid=1, host="h", version=1, cursor=cursor.state)
-    resumed.handle("l", hello, 0.0)
+    resumed = bare_service(config(placement__split="1:1"))
+    learner(resumed, "l", version=1, cursor=cursor.state)
     assert (resumed.incarnation, resumed.buffer.version) == (2, 1)
     assert resumed.counters["resume_without_journal"] == 4
     resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
@@ -201,8 +153,8 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
     made = service(data__eval="x", evaluation__num_prompts=3)
-    made.evaluation_rows = rows(3)
-    made.evaluations.modes = [True, False]
+    made.evaluations.rows = rows(3)
+    made.evaluations.board.modes = [True, False]
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     made.handle("b", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -243,8 +195,8 @@ def test_an_evaluation_that_fails_everywhere_is_given_up():
 
 def test_overdue_evaluations_are_closed_with_a_reason():
     made = service(evaluation__deadline_s=5)
-    made.evaluations.modes = [True]
-    made.handle("l", m.Evaluate(version=4), 0.0)
+    made.evaluations.board.modes = [True]
+    made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("b", m.Heartbeat(), 6.0)
     made.handle("a", m.Heartbeat(), 6.0)
     made.tick(6.0)
@@ -284,27 +236,47 @@ def test_take_is_for_the_rank_that_asks_and_for_the_step_that_is_next():
     assert made.batch_desk.takes == {} and made.batch_desk.haves == {}
 
 
-def test_a_learner_rank_that_is_gone_ends_the_run_after_its_time_to_come_back():
-    made = service()
+def test_the_run_waits_for_a_learner_rank_that_is_gone_and_then_ends():
+    made = service(replay__wait_for_learner_s=20, rollout__wait_for_servers_s=1e6)
     made.unreachable("l", 1.0)
-    made.handle("a", m.Heartbeat(), 5.0)
     made.tick(5.0)
     made.handle("l", m.Heartbeat(), 6.0)
-    made.handle("a", m.Heartbeat(), 15.0)
     made.tick(15.0)
-    assert made.ended is None, "it came back"
+    assert made.peers.get("l") is not None, "it came back"
     made.unreachable("l", 16.0)
-    made.handle("a", m.Heartbeat(), 27.0)
     made.tick(27.0)
-    assert made.failed and "'learner-0'" in made.ended and "[closed]" in made.ended
+    assert made.peers.get("l") is None and made.counters["learner_ranks_lost"] == 1
+    made.tick(34.0)
+    assert made.ended is None, "the launcher may start it again"
+    made.tick(36.0)
+    assert made.failed and "no learner for 20 s (replay.wait_for_learner_s)" in made.ended
 
 
-def test_a_second_learner_is_refused_and_a_broken_cursor_too():
+def test_a_second_learner_takes_the_place_of_the_first_one():
     made = service()
-    made.handle("l2", m.Hello(role="learner", name="learner-0", pid=9, host="h"), 1.0)
-    assert "served a learner before" in sent(made, "l2", m.Refused)[-1].reason
-    fresh = Service(config(placement__split="1:1"), PromptSource(rows(9), shuffle=False, seed=0), [], 0.0)
-    fresh.handle("l", m.Hello(role="learner", name="learner-0", pid=9, host="h", cursor={"x": 1}), 1.0)
+    learner(made, "l2", digest="d0")
+    assert sent(made, "l2", m.Welcome)[-1].incarnation == made.incarnation == 2
+    assert made.peers.get("l") is None, "the process that it has replaced"
+    assert sent(made, "a", m.Welcome)[-1].incarnation == 2
+    made.handle("l", m.Committed(step=1, digest="x"), 1.0)
+    assert "say Hello first" in sent(made, "l", m.Refused)[-1].reason
+    learner(made, "l", incarnation=1)
+    assert "number 2 has taken its place" in sent(made, "l", m.Refused)[-1].reason
+    learner(made, "l", incarnation=0)
+    assert "number 2 has taken its place" in sent(made, "l", m.Refused)[-1].reason
+
+
+def test_a_learner_whose_versions_nobody_knows_is_refused():
+    made = service()
+    make_step(made, 1)
+    learner(made, "l2", version=3)
+    assert "the journal ends at version 1" in sent(made, "l2", m.Refused)[-1].reason
+    made.buffer.line.forget(1)
+    learner(made, "l3", version=0)
+    assert "the journal begins after step" in sent(made, "l3", m.Refused)[-1].reason
+    assert made.incarnation == 1
+    fresh = bare_service(config(placement__split="1:1"))
+    learner(fresh, "l", version=1, cursor={"x": 1})
     assert "cursor cannot be used" in sent(fresh, "l", m.Refused)[-1].reason
 
 
@@ -316,7 +288,7 @@ def test_silence_is_not_held_against_peers_when_replay_itself_was_away():
 
 def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
     made = service()
-    made.evaluations.closed[4] = ""
+    made.evaluations.board.closed[4] = ""
     made.handle("a", m.LeaseRequest(capacity=1, version=4), 1.0)
     assert sent(made, "a", m.EvaluationClosed)[-1].version == 4
 
@@ -332,8 +304,113 @@ def test_token_ids_beyond_the_vocabulary_are_rejected():
 
 def test_a_corrupt_message_is_counted_and_costs_an_admitted_peer_nothing():
     made = service()
-    made.corrupt("a", "header is not msgpack")
-    made.corrupt("stranger", "schema version 0")
+    made.corrupt("a", WireError("header is not msgpack"))
+    made.corrupt("stranger", WireError("schema version 0"))
     assert made.counters["corrupt_messages"] == 2
     assert made.peers.get("a") is not None and not sent(made, "a", m.Refused)
     assert "schema version 0" in sent(made, "stranger", m.Refused)[-1].reason
+
+
+def test_tokens_older_than_the_lease_allows_are_rejected_under_wait():
+    made = service()
+    make_step(made, 1)
+    *_, newest = lease(made, version=1, capacity=9)
+    assert newest.min_version == 1
+    made.handle("a", group_message(newest, [0, 1]), 1.0)
+    ack = sent(made, "a", m.Ack)[-1]
+    assert ack.status == "rejected" and "this lease needs 1 or newer" in ack.reason
+
+
+def test_a_prompt_is_poison_once_its_attempts_are_used_up():
+    made = service(replay__max_attempts=2)
+    for attempt in (1, 2):
+        given = next(x for x in lease(made) if x.index == 0)
+        assert given.attempt == attempt
+        made.handle("a", m.Cancel(pass_=0, index=0, attempt=attempt, reason="engine_error"), 1.0)
+    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
+    assert made.counters["leases_released/engine_error"] == 2
+
+
+def test_only_who_holds_a_lease_renews_it():
+    made = service()
+    (given,) = lease(made)
+    for server, attempt in (("b", 1), ("a", 2)):
+        made.handle(server, m.Renew(leases=[[0, given.index, attempt, 5]]), 9.0)
+        assert sent(made, server, m.Cancel)[-1].reason == "this lease is no longer held"
+    assert made.counters["renewals_refused"] == 2
+    assert made.buffer.slots[0, given.index].deadline == 10.0
+    made.handle("a", m.Renew(leases=[[0, given.index, 1, 5]]), 9.0)
+    assert made.buffer.slots[0, given.index].deadline == 19.0
+
+
+def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
+    made = service(algorithm__dynamic_sampling=True, algorithm__max_flat_drops=0.5)
+    for given in lease(made, capacity=4):
+        made.handle("a", group_message(given, [0], reward=0.0), 1.0)
+    assert made.counters["dropped/flat_rewards"] == 2 and made.counters["flat_groups_kept"] == 2
+    assert made.buffer.count(SlotState.BUFFERED) == 2
+    for given in lease(made, capacity=4):
+        made.handle("a", group_message(given, [0]), 1.0)
+    made.handle("l", m.Take(step=1, rank=0), 1.0)
+    assert sent(made, "l", m.Batch) and made.desk.flat_drops == 0
+
+
+def test_a_server_of_an_earlier_learner_is_told_of_the_present_one_until_it_has_its_weights():
+    made = service()
+    learner(made, "l2", digest="d0", bus_address="tcp://new")
+    made.outbox.clear()
+    made.handle("a", m.Heartbeat(), 1.0)
+    assert sent(made, "a", m.Welcome)[-1].bus_address == "tcp://new"
+    made.handle("a", m.LeaseRequest(capacity=0, version=0, incarnation=2), 1.0)
+    made.handle("a", m.Heartbeat(), 2.0)
+    assert not sent(made, "a", m.Welcome)
+
+
+def test_a_cursor_waits_for_a_commit_that_was_lost():
+    made = service()
+    make_step(made, 1)
+    made.handle("l", m.CursorRequest(step=2), 1.0)
+    assert not sent(made, "l", m.Cursor)
+    assert sent(made, "l", m.Refused)[-1].reason.startswith("say Hello first")
+    made.handle("l", m.CursorRequest(step=1), 1.0)
+    assert sent(made, "l", m.Cursor)[-1].state["version"] == 1
+
+
+def evaluation_result(version):
+    return m.EvaluationResult(
+        version=version,
+        greedy=True,
+        seconds=1.0,
+        texts=["a"],
+        finish_reasons=["stop"],
+        rewards=np.ones(1, dtype=np.float32),
+        lengths=np.ones(1, dtype=np.int32),
+    )
+
+
+def test_only_a_server_that_was_asked_evaluates():
+    made = service(data__eval="x", evaluation__num_prompts=1)
+    made.evaluations.rows = rows(1)
+    made.evaluations.board.modes = [True]
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    made.handle("b", evaluation_result(0), 1.0)
+    assert not sent(made, "l", m.EvaluationResult)
+    made.handle("a", evaluation_result(0), 1.0)
+    assert sent(made, "l", m.EvaluationResult)
+
+
+def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
+    made = service(data__eval="x", evaluation__num_prompts=1)
+    made.evaluations.rows = rows(1)
+    made.evaluations.board.modes = [True]
+    make_step(made, 1)
+    made.handle("l", m.Evaluate(version=1), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
+    learner(made, "l2", version=0)
+    made.handle("a", evaluation_result(1), 1.0)
+    assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
+    made.handle("l2", m.Take(step=1, rank=0), 1.0)
+    made.handle("l2", m.Committed(step=1, digest="d1"), 1.0)
+    assert sent(made, "l2", m.EvaluationResult) and sent(made, "l2", m.EvaluationClosed)

@@ -75,9 +75,9 @@ class Follower:
             on_live=self._went_live,
             on_quarantine=self._went_dark,
         )
-        self._follower.follow(publisher.address, publisher.run_id)
+        self._follower.follow(publisher.address, publisher.run_id, 1)
 
-    async def _went_live(self, version: int) -> None:
+    async def _went_live(self, version: int, incarnation: int) -> None:
         self.live.append(version)
 
     async def _went_dark(self, reason: str) -> None:

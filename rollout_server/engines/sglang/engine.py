@@ -15,23 +15,19 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, PauseMode, Sampling
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, Partial, PauseMode, Sampling
+from rollout_server.engines.prefixes import settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import (
-    Answer,
-    Part,
-    check_prompt,
-    first_error,
-)
+from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
 from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine, folder_tensors
 from rollout_server.engines.sglang.token_gaps import TokenGaps
+from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +54,13 @@ class SGLangEngine:
             raise
         self._version = 0
         self._names = itertools.count()
-        self._answers: set[Answer] = set()
+        self._answers: dict[Answer, None] = {}
+        """In progress, the oldest first."""
         self._slots = asyncio.Semaphore(self._max_running)
         self._open = asyncio.Event()
         """Set while parts may start."""
         self._open.set()
-        self._idle = asyncio.Condition()
+        self._waits = Waits(self._sglang.check_alive)
         self._paused = False
         self._half_updated = ""
         self._digests: Mapping[str, int] | None = None
@@ -95,13 +92,21 @@ class SGLangEngine:
     # ---- requests --------------------------------------------------------------------------------------
 
     async def generate(
-        self, token_ids: list[int], sampling: Sampling, n: int, *, request_id: str, pinned: int | None = None
+        self,
+        token_ids: list[int],
+        sampling: Sampling,
+        n: int,
+        *,
+        request_id: str,
+        pinned: int | None = None,
+        prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
         """See `Engine.generate`. A caller that is cancelled aborts its request.
 
         Raises:
-            EngineError: the request does not fit, `pinned` is not held, or SGLang refuses it or is dead.
+            EngineError: the request or a prefix does not fit, `pinned` is not held, or SGLang refuses it or is dead.
         """
+        given = settled(prefixes, n, sampling, self._sglang.vocab_size)
         check_prompt(
             token_ids, sampling.max_new_tokens, max_context=self._max_context, vocab_size=self._sglang.vocab_size
         )
@@ -112,10 +117,10 @@ class SGLangEngine:
                 raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
             self._pins[pinned] += 1
         self._sglang.check_alive()
-        answers = [Answer(request_id, token_ids, sampling, pinned=pinned) for _ in range(n)]
+        answers = [Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix) for prefix in given]
         if not self._answers:
             self._busy_since = self._progress_at = time.monotonic()
-        self._answers.update(answers)
+        self._answers.update(dict.fromkeys(answers))
         try:
             async with asyncio.TaskGroup() as group:
                 death = group.create_task(self._sglang.death())
@@ -125,40 +130,40 @@ class SGLangEngine:
         except ExceptionGroup as failed:
             raise first_error(failed) from failed
         finally:
-            self._answers.difference_update(answers)
+            for answer in answers:
+                del self._answers[answer]
             if not self._answers:
                 self._busy_s += time.monotonic() - self._busy_since
-            async with self._idle:
-                self._idle.notify_all()
+            await self._waits.changed()
         return [task.result() for task in tasks]
 
     async def _answer(self, answer: Answer) -> Completion:
-        """Part after part until the answer is whole or aborted."""
-        limit = answer.sampling.max_new_tokens
+        if answer.ended is None:
+            answer.ended = await self._to_its_end(answer)
+        return answer.completion(answer.ended)
+
+    async def _to_its_end(self, answer: Answer) -> FinishReason:
+        """Part after part until the answer is whole or aborted; how it ended."""
         async with self._slots:
             while True:
                 if answer.pinned is None:  # an evaluation finishes what an update would otherwise wait for
                     await self._open.wait()
                 if answer.aborted:
-                    return answer.completion("abort")
+                    return "abort"
                 part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self._version)
                 reason = await self._run(answer, part)
                 answer.part = None
-                async with self._idle:
-                    self._idle.notify_all()
+                await self._waits.changed()
                 if not (reason == "abort" and part.interrupted):
                     self._counts["aborted_tokens"] += len(answer.token_ids) if reason == "abort" else 0
-                    return answer.completion(reason)
+                    return reason
                 self._counts["interrupted_parts"] += 1
-                if answer.token_ids and answer.token_ids[-1] in answer.sampling.stop_token_ids:
-                    return answer.completion("stop")  # SGLang looks at an abort before it looks at a stop token
-                if len(answer.token_ids) >= limit:
-                    return answer.completion("length")
+                if (ended := answer.at_its_end()) is not None:
+                    return ended
 
     async def _run(self, answer: Answer, part: Part) -> FinishReason:
         """One part; its tokens are added to the answer."""
         probe = self._gaps is not None and self._gaps.claim(part.rid)
-        output: dict[str, Any] = {}
         try:
             async for output in self._sglang.generate(
                 part,
@@ -167,6 +172,7 @@ class SGLangEngine:
                 answer.sampling.max_new_tokens - len(answer.token_ids),
                 every_token=probe,
             ):
+                part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
                 if probe and self._gaps is not None:
@@ -177,7 +183,7 @@ class SGLangEngine:
         finally:
             if probe and self._gaps is not None:
                 self._gaps.release(part.rid)
-        count, reason = answer.take(part, output, self._sglang.late_tokens)
+        count, reason = answer.take(part, part.output, self._sglang.late_tokens)
         self._tokens += count
         return reason
 
@@ -199,6 +205,11 @@ class SGLangEngine:
             tokens[answer.request_id] = tokens.get(answer.request_id, 0) + answer.num_tokens
         return tokens
 
+    def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
+        """See `Engine.progress`; up to the last sign of life of each answer, a stream interval ago at most."""
+        answers = [answer for answer in self._answers if answer.request_id == request_id]
+        return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
+
     # ---- updates ---------------------------------------------------------------------------------------
 
     def holds(self) -> int | None:
@@ -215,7 +226,7 @@ class SGLangEngine:
         if self._paused:
             return
         try:
-            await self._until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
+            await self._waits.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
         except EngineError as late:
             self._sglang.check_alive()
             log.error("%s; the evaluation is given up here", late)
@@ -223,7 +234,8 @@ class SGLangEngine:
             await self.unpin(version)
         self._open.clear()
         if mode == "drain":
-            await self._until(lambda: not self._running(), self._drain_limit_s, "running requests (replay.lease_s)")
+            what = "running requests (replay.lease_s)"
+            await self._waits.until(lambda: not self._running(), self._drain_limit_s, what)
         else:
             await self._interrupt(everything=mode == "recompute_kv")
         if self._gaps is not None:
@@ -245,7 +257,7 @@ class SGLangEngine:
                 self._sglang.abort(part.rid)
             return not left
 
-        await self._until(ended, self._sglang.deadline_s, "requests to end", look_s=0.05)
+        await self._waits.until(ended, self._sglang.deadline_s, "requests to end", look_s=0.05)
 
     async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """See `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
@@ -337,8 +349,7 @@ class SGLangEngine:
         """See `Engine.unpin`. Requests that still run on the pin come back as `abort`."""
         self._pins.pop(version, None)
         self._end([answer for answer in self._answers if answer.pinned == version])
-        async with self._idle:
-            self._idle.notify_all()
+        await self._waits.changed()
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -382,18 +393,3 @@ class SGLangEngine:
 
     def _running(self) -> list[Answer]:
         return [answer for answer in self._answers if answer.part is not None]
-
-    async def _until(self, done: Callable[[], bool], limit_s: float, what: str, *, look_s: float = 1.0) -> None:
-        """Wait until `done()`; looks again when a request ends and every `look_s`, and whether SGLang lives."""
-        started = time.monotonic()
-        while not done():
-            waited = time.monotonic() - started
-            if waited > limit_s:
-                raise EngineError(f"an update waited {waited:.0f} s for {what} [slow]")
-            self._sglang.check_alive()
-            try:
-                async with asyncio.timeout(look_s), self._idle:
-                    if not done():
-                        await self._idle.wait()
-            except TimeoutError:
-                continue

@@ -1,13 +1,13 @@
 """Answers in progress: the parts that updates cut them into, and the version of each token. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Sampling
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Sampling
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,21 +23,33 @@ class Part:
     """(first token, version) of each update that came while the part ran; an upper bound of where it began."""
     interrupted: bool = False
     """Ended for an update; goes on as another part."""
+    output: Mapping[str, Any] = field(default_factory=dict)
+    """The last that came, with all tokens of the part so far."""
 
 
 class Answer:
-    """One answer in progress: the tokens of its finished parts, and the part that runs."""
+    """One answer in progress: the tokens of its prefix and its finished parts, and the part that runs."""
 
-    def __init__(self, request_id: str, prompt: list[int], sampling: Sampling, *, pinned: int | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        pinned: int | None,
+        prefix: Partial | None = None,
+    ) -> None:
+        prefix = prefix or Partial()
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.pinned = pinned
         self.part: Part | None = None
         self.aborted = False
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.versions: list[np.ndarray[Any, Any]] = []
+        self.token_ids: list[int] = prefix.token_ids.tolist()
+        self.logprobs: list[float] = prefix.logprobs.tolist()
+        self.versions: list[np.ndarray[Any, Any]] = [prefix.versions]
+        self.ended: FinishReason | None = prefix.finish_reason
 
     @property
     def num_tokens(self) -> int:
@@ -65,13 +77,37 @@ class Answer:
         self.logprobs += logprobs
         return len(ids), finish_reason(finished)
 
+    def at_its_end(self) -> FinishReason | None:
+        """How it has ended, by its tokens: SGLang looks at an abort before it looks at a stop token."""
+        if self.token_ids and self.token_ids[-1] in self.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.sampling.max_new_tokens else None
+
     def completion(self, reason: FinishReason) -> Completion:
         """What came out."""
-        return Completion(
-            token_ids=np.array(self.token_ids, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=np.concatenate([np.empty(0, np.int32), *self.versions]).astype(np.int32),
-            finish_reason=reason,
+        return self._taken(0).as_completion(reason)
+
+    def progress(self, since: int) -> Partial:
+        """What is known of it from token number `since` on; how it ended, if it did."""
+        taken = self._taken(since)
+        part = self.part
+        if part is None:
+            return replace(taken, finish_reason=None if self.ended == "abort" else self.ended)
+        pairs = (part.output.get("meta_info") or {}).get("output_token_logprobs") or []
+        first = max(0, since - len(self.token_ids))
+        new = pairs[first:]
+        return Partial(
+            token_ids=np.append(taken.token_ids, np.array([pair[1] for pair in new], np.int32)),
+            logprobs=np.append(taken.logprobs, np.array([pair[0] for pair in new], np.float32)),
+            versions=np.append(taken.versions, versions_from_boundaries(part, len(pairs))[first:]),
+        )
+
+    def _taken(self, since: int) -> Partial:
+        """Prefix and finished parts from token number `since` on."""
+        return Partial(
+            token_ids=np.array(self.token_ids[since:], dtype=np.int32),
+            logprobs=np.array(self.logprobs[since:], dtype=np.float32),
+            versions=np.concatenate(self.versions).astype(np.int32)[since:],
         )
 
 

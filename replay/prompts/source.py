@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.rows import DataError, Place, Row, detect, normalize, shorten
+from replay.prompts.rows import DataError, Place, Row, detect, normalize, shorten
 
 __all__ = ["DataError", "PromptSource", "Row", "load_rows"]
 
@@ -25,7 +25,7 @@ STATE_SCHEMA = 1
 def load_rows(path: str | os.PathLike[str]) -> list[Row]:
     """Read a JSONL or parquet file (told apart by its first bytes) into normalised rows.
 
-    The column convention is detected from the first row, see replay/rows.py, and logged with that row.
+    The column convention is detected from the first row, see replay/prompts/rows.py, and logged with that row.
 
     Raises:
         DataError: the file cannot be read or a row cannot be used; names file, row (JSONL: line), column and value.

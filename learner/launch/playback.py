@@ -1,0 +1,71 @@
+"""`--replay RUN_DIR`: train again what a run's journal holds, without any engine, and compare every digest."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from configs.loading import load
+from configs.schema import Config
+from learner.launch.preflight import PreflightError, free_run_name
+from replay.journal import JournalReader
+
+
+def configuration(run_dir: Path, overrides: list[str]) -> Config:
+    """The run's configuration, for a run of its own beside it that ends where the journal does.
+
+    Raises:
+        PreflightError: the folder is no run with a journal.
+        JournalError: the journal is damaged.
+    """
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise PreflightError(f"--replay: {path} is missing; name the folder of a run, such as runs/quickstart")
+    steps = last_step(run_dir)
+    if steps == 0:
+        raise PreflightError(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
+    folder = run_dir.resolve()
+    fixed = {
+        "run.dir": folder.parent,
+        "learner.total_steps": steps,
+        "placement.local_rollouts": "false",
+        "evaluation.every_steps": 0,
+        "network.replay_port": 0,
+    }
+    given = [f"run.name={folder.name}-replay", *(f"{key}={value}" for key, value in fixed.items()), *overrides]
+    config = load(path, given)
+    return load(path, [*given, f"run.name={free_run_name(config)}"])
+
+
+def last_step(run_dir: Path) -> int:
+    """The last committed step of the surviving line of policies; 0 for none. Raises JournalError."""
+    steps: set[int] = set()
+    for record in JournalReader(run_dir / "journal").records():
+        if record.kind == "diverged":
+            steps = {step for step in steps if step <= record.fields["step"]}
+        elif record.kind == "snapshot":
+            steps |= {step for step, digest, _ in record.fields["line"] if digest}
+        elif record.kind == "commit":
+            steps.add(record.fields["step"])
+    return max(steps, default=0)
+
+
+def report(config: Config, code: int) -> int:
+    """Print how many steps have the journal's digest, last as JSON; the exit code is 0 only when all have."""
+    compared = compare(Path(config.run_dir) / "ledger.jsonl")
+    sys.stdout.write(json.dumps(compared) + "\n")
+    sys.stdout.flush()
+    all_equal = compared["equal"] == compared["steps"] == config.learner.total_steps
+    return code if code or all_equal else 1
+
+
+def compare(ledger: Path) -> dict[str, Any]:
+    """Steps of a played run whose weights are those of the journal, and the first that is not."""
+    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
+    different = [line["step"] for line in lines if line["digest"] != line.get("expected")]
+    return {
+        "steps": len(lines),
+        "equal": len(lines) - len(different),
+        "first_different": different[0] if different else None,
+        "last_digest": lines[-1]["digest"] if lines else None,
+    }

@@ -1,0 +1,29 @@
+"""The journal: every decision of replay, written before anybody hears of it. Torch-free.
+
+    runs/NAME/journal/000001.seg, 000002.seg, ...
+
+`format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there, `tail` tells a torn end
+from damage, `lock` keeps a second writer out; replay/recovery.py turns records back into the state that wrote them.
+docs/journal.md is the page about it.
+"""
+
+from replay.journal.format import JournalDamaged, JournalError, Location, Record
+from replay.journal.lock import FolderLock
+from replay.journal.memory import MemoryJournal
+from replay.journal.played import PlayedJournal
+from replay.journal.reader import JournalReader
+from replay.journal.writer import Journal, JournalFull, JournalWriter
+
+__all__ = [
+    "FolderLock",
+    "Journal",
+    "JournalDamaged",
+    "JournalError",
+    "JournalFull",
+    "JournalReader",
+    "JournalWriter",
+    "Location",
+    "MemoryJournal",
+    "PlayedJournal",
+    "Record",
+]

@@ -1,0 +1,151 @@
+"""Bytes of the journal: records one after the other, each with its own checksum.
+
+    magic  4 bytes  b"SJR1"
+    size   u32 LE   bytes of meta
+    crc    u32 LE   CRC-32 of meta
+    meta   msgpack  [kind, number, fields, sizes of the frames]
+    frames          one wire message, which carries its own checksum (replay/channel/frames.py), or none
+
+Numbers count the records of the whole journal from 1, so that a missing one shows.
+"""
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgpack
+
+from replay.channel.frames import CRC_BYTES, checksum
+
+FORMAT = 1
+MAGIC = b"SJR1"
+HEAD = struct.Struct("<4sII")
+MAX_META_BYTES = 256 * 1024 * 1024
+SUFFIX = ".seg"
+
+Frames = Sequence[bytes | memoryview]
+
+
+class JournalError(RuntimeError):
+    """The journal cannot be used; the message names the file and says what to do."""
+
+
+class JournalDamaged(JournalError):
+    """A record in the middle of the journal is not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a record's frames are. Example: file 3, from byte 4096 on, of sizes (180, 4096)."""
+
+    segment: int
+    offset: int
+    sizes: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Byte behind the frames: where the next record begins."""
+        return self.offset + sum(self.sizes)
+
+    def plain(self) -> list[Any]:
+        """For msgpack; see `of`."""
+        return [self.segment, self.offset, list(self.sizes)]
+
+    @classmethod
+    def of(cls, plain: Sequence[Any]) -> "Location":
+        """The inverse of `plain`."""
+        segment, offset, sizes = plain
+        return cls(int(segment), int(offset), tuple(int(size) for size in sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record as it was read; its frames stay in the file."""
+
+    kind: str
+    number: int
+    fields: dict[str, Any]
+    location: Location
+
+
+def pack(kind: str, number: int, fields: dict[str, Any], frames: Frames) -> bytes:
+    """Head and meta of a record; its frames follow as they are."""
+    meta = cast(bytes, msgpack.packb([kind, number, fields, [len(frame) for frame in frames]]))
+    return HEAD.pack(MAGIC, len(meta), zlib.crc32(meta)) + meta
+
+
+def path_of(folder: Path, segment: int) -> Path:
+    """File of a segment."""
+    return folder / f"{segment:06d}{SUFFIX}"
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the files of a journal, in order."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(p.stem) for p in folder.iterdir() if re.fullmatch(rf"\d{{6,}}{re.escape(SUFFIX)}", p.name))
+
+
+def scan(file: BinaryIO, segment: int) -> Iterator[Record | int]:
+    """Records of a file in order; last comes the offset up to which it is whole, which is less than its size when the
+    rest is torn or damaged."""
+    size = file.seek(0, 2)
+    offset = 0
+    while True:
+        record = read_record(file, segment, offset, size)
+        if record is None:
+            yield offset
+            return
+        yield record
+        offset = record.location.end
+
+
+def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
+    """The record at `offset` of a file of `size` bytes, or None when there is no whole and unharmed one."""
+    record = read_meta(file, segment, offset, size)
+    if record is None or record.location.end > size:
+        return None
+    return record if _is_whole(read_frames(file, record.location)) else None
+
+
+def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
+    """The record that begins at `offset`, whatever became of its frames; None when its head or meta is not unharmed."""
+    file.seek(offset)
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    magic, meta_size, crc = HEAD.unpack(head)
+    start = offset + HEAD.size + meta_size
+    if magic != MAGIC or meta_size > MAX_META_BYTES or start > size:
+        return None
+    meta = file.read(meta_size)
+    if zlib.crc32(meta) != crc:
+        return None
+    try:
+        kind, number, fields, sizes = msgpack.unpackb(meta, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException):  # bytes of a frame that look like a record
+        return None
+    if not (type(kind) is str and type(number) is int and type(fields) is dict and type(sizes) is list):
+        return None
+    if not all(type(frame_size) is int and frame_size >= 0 for frame_size in sizes):
+        return None
+    return Record(kind, number, fields, Location(segment, start, tuple(sizes)))
+
+
+def read_frames(file: BinaryIO, location: Location) -> list[memoryview]:
+    """Frames of a record."""
+    file.seek(location.offset)
+    data = memoryview(file.read(location.end - location.offset))
+    frames, start = [], 0
+    for size in location.sizes:
+        frames.append(data[start : start + size])
+        start += size
+    return frames
+
+
+def _is_whole(frames: Sequence[memoryview]) -> bool:
+    return not frames or bytes(frames[0][-CRC_BYTES:]) == checksum(frames[0][:-CRC_BYTES], frames[1:])

@@ -1,0 +1,200 @@
+"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place."""
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from replay.channel import WireError
+from replay.channel.frames import decode
+from replay.journal.format import (
+    FORMAT,
+    JournalDamaged,
+    JournalError,
+    Location,
+    Record,
+    path_of,
+    read_frames,
+    scan,
+    segments,
+)
+from replay.journal.tail import follows_behind, is_no_journal, synced_until
+from replay.messages import TO_REPLAY, EvaluationResult, Group
+
+log = logging.getLogger(__name__)
+
+OPEN_FILES = 8
+WAY_OUT = (
+    "restore the file from a copy, or move the journal folder away and --resume from the checkpoint (the prompts of"
+    " lost groups are sampled again)"
+)
+
+
+class JournalReader:
+    """The journal of a run folder, for reading."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.number = 0
+        """Of the last record that `records` gave."""
+        self.last = 0
+        """Last file."""
+        self.end = 0
+        """Bytes of it that are whole."""
+        self.torn_bytes = 0
+        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
+
+    def records(self, first: int | None = None, *, cut: bool = False) -> Iterator[Record]:
+        """Records from file `first` on (default: the first that is there).
+
+        Args:
+            first: number of a file.
+            cut: remove a torn end of the last file, as one who writes on must.
+
+        Raises:
+            JournalDamaged: a record is broken and others follow, or records are missing.
+            JournalError: the journal is of another format or cannot be read.
+        """
+        numbers = [number for number in segments(self.folder) if first is None or number >= first]
+        self.number = self.last = self.end = self.torn_bytes = 0
+        for segment in numbers:
+            if self.last and segment != self.last + 1:
+                raise JournalDamaged(
+                    f"{path_of(self.folder, self.last + 1)}: this file of the journal is missing; {WAY_OUT}"
+                )
+            self.last = segment
+            yield from self._file_records(segment, is_last=segment == numbers[-1], cut=cut)
+
+    def read(self, location: Location) -> Group | EvaluationResult:
+        """The message at a place.
+
+        Raises:
+            JournalError: it is not there or damaged.
+        """
+        path = path_of(self.folder, location.segment)
+        try:
+            frames = read_frames(self._open(location.segment), location)
+        except OSError as error:
+            raise JournalDamaged(
+                f"{path}: byte {location.offset}: a message that is needed cannot be read: {error.strerror}; {WAY_OUT}"
+            ) from error
+        return message_of(frames, path, location)
+
+    def newest_snapshot(self) -> int | None:
+        """The last file that begins with a whole snapshot; None when all records from the first on are there.
+
+        Raises:
+            JournalError: a file cannot be read, or the first ones are gone and no snapshot takes their place.
+        """
+        numbers = segments(self.folder)
+        for segment in reversed(numbers):
+            with _opened(path_of(self.folder, segment)) as file:
+                for position, record in enumerate(scan(file, segment)):
+                    if isinstance(record, int) or position > 1:
+                        break
+                    if record.kind == "snapshot":
+                        return segment
+        if numbers and numbers[0] != 1:
+            raise JournalDamaged(
+                f"{path_of(self.folder, numbers[0])}: the journal begins with this file, and no file begins with the"
+                f" snapshot that would take the place of those before it; {WAY_OUT}"
+            )
+        return None
+
+    def forget(self, first: int) -> None:
+        """Close files before number `first`."""
+        for segment in [s for s in self._files if s < first]:
+            self._files.pop(segment).close()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file_records(self, segment: int, *, is_last: bool, cut: bool) -> Iterator[Record]:
+        path = path_of(self.folder, segment)
+        synced = 0
+        with _opened(path) as file:
+            for position, record in enumerate(scan(file, segment)):
+                if isinstance(record, int):
+                    self._check_end(path, file, record, synced, is_last=is_last, cut=cut)
+                    return
+                if position == 0:
+                    _check_first(path, segment, record)
+                if self.number and record.number != self.number + 1:
+                    raise JournalDamaged(
+                        f"{path}: record {record.number} follows record {self.number}; one is missing; {WAY_OUT}"
+                    )
+                self.number = record.number
+                synced = max(synced, synced_until(record))
+                yield record
+
+    def _check_end(self, path: Path, file: BinaryIO, end: int, synced: int, *, is_last: bool, cut: bool) -> None:
+        size = file.seek(0, os.SEEK_END)
+        self.end = end
+        if end == size and (end or is_last):
+            return
+        behind = follows_behind(file, self.last, end, synced) if is_last else None
+        if behind is not None or not is_last:
+            what = f"record {behind.number} follows" if behind is not None else "other files follow"
+            raise JournalDamaged(
+                f"{path}: byte {end}: no whole record there although {what}, so this is damage and not a torn end;"
+                f" {WAY_OUT}"
+            )
+        if end == 0 and is_no_journal(file):
+            raise JournalDamaged(f"{path}: byte 0: no record begins like that; this is no file of a journal; {WAY_OUT}")
+        self.torn_bytes = size - end
+        done = "cut" if cut else "passed over"
+        log.warning("replay: %s: the last %d bytes are a torn record and are %s", path, size - end, done)
+        if cut:
+            os.truncate(path, end)
+
+    def _open(self, segment: int) -> BinaryIO:
+        if segment not in self._files:
+            # unbuffered: a buffer would keep what a file had at its end before it grew
+            self._files[segment] = cast(BinaryIO, path_of(self.folder, segment).open("rb", buffering=0))
+            while len(self._files) > OPEN_FILES:
+                self._files.popitem(last=False)[1].close()
+        self._files.move_to_end(segment)
+        return self._files[segment]
+
+
+def message_of(frames: Sequence[bytes | memoryview], path: Path, location: Location) -> Group | EvaluationResult:
+    """The message in the frames of a record. Raises JournalDamaged."""
+    try:
+        message = decode(frames, TO_REPLAY).message
+    except WireError as error:
+        raise JournalDamaged(
+            f"{path}: byte {location.offset}: a message that is needed is damaged: {error}; {WAY_OUT}"
+        ) from error
+    assert isinstance(message, (Group, EvaluationResult))
+    return message
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise JournalError(
+            f"{path}: the journal cannot be read: {error.strerror}; mend the file or its disk"
+        ) from error
+
+
+def _check_first(path: Path, segment: int, record: Record) -> None:
+    """Raises JournalError when the file is of another format, or is not the one that its name says."""
+    if record.kind == "segment" and record.fields.get("format") != FORMAT:
+        raise JournalError(
+            f"{path}: format {record.fields.get('format')!r}, this version reads {FORMAT}; go on with the version that"
+            " wrote it"
+        )
+    if record.kind != "segment" or record.fields.get("number") != segment:
+        raise JournalDamaged(
+            f"{path}: begins with {record.kind!r} of file {record.fields.get('number')}, so it is not the file that its"
+            f" name says; {WAY_OUT}"
+        )

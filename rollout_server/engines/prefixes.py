@@ -1,0 +1,48 @@
+"""Prefixes that answers go on from, checked before an engine takes them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rollout_server.engines.base import EngineError, Partial, Sampling
+
+
+def settled(prefixes: Sequence[Partial] | None, n: int, sampling: Sampling, vocab_size: int) -> list[Partial]:
+    """One prefix per answer, empty where there is none; those that have ended say how.
+
+    An engine shows the last token of an answer before it says that it was the last: such a prefix has ended too.
+
+    Example: prefixes of tokens [5, 9] and [5, 2], stop token 2, nothing said of how they ended: the second one has
+    finish_reason "stop", the first one goes on.
+
+    Raises:
+        EngineError: not n prefixes, or one is longer than `max_new_tokens`, goes on after a stop token, says that it
+            ended without a token, or has a token outside the vocabulary or arrays of different lengths.
+    """
+    if not prefixes:
+        return [Partial() for _ in range(n)]
+    if len(prefixes) != n:
+        raise EngineError(f"{len(prefixes)} prefixes for {n} answers; give one for each, empty where there is none")
+    return [_settled(index, prefix, sampling, vocab_size) for index, prefix in enumerate(prefixes)]
+
+
+def _settled(index: int, prefix: Partial, sampling: Sampling, vocab_size: int) -> Partial:
+    tokens, limit = prefix.token_ids, sampling.max_new_tokens
+    sizes = (tokens.size, prefix.logprobs.size, prefix.versions.size)
+    if len(set(sizes)) != 1:
+        raise EngineError(f"prefix {index} has {sizes[0]} tokens, {sizes[1]} logprobs and {sizes[2]} versions")
+    if not tokens.size:
+        if prefix.finish_reason is not None:
+            raise EngineError(f"prefix {index} has ended ({prefix.finish_reason}) without a token")
+        return prefix
+    if tokens.size > limit:
+        raise EngineError(f"prefix {index} has {tokens.size} tokens, and max_new_tokens is {limit}")
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise EngineError(f"prefix {index} has a token outside the vocabulary of {vocab_size}")
+    at_stop = np.flatnonzero(np.isin(tokens, sampling.stop_token_ids))
+    if at_stop.size and int(at_stop[0]) < tokens.size - 1:
+        raise EngineError(f"prefix {index} goes on after the stop token {int(tokens[at_stop[0]])}")
+    if at_stop.size:
+        return replace(prefix, finish_reason="stop")
+    return replace(prefix, finish_reason="length") if tokens.size == limit else prefix

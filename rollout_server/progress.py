@@ -1,0 +1,158 @@
+"""Partial rollouts: what replay is told of running answers, and what a lease brings of them. No sockets."""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from replay import messages as m
+from rollout_server.engines.base import Partial
+
+log = logging.getLogger(__name__)
+
+LeaseKey = tuple[int, int, int]
+MAX_TOKENS = 65536
+"""Most tokens in one Renew (12 bytes each); what is left goes with the next one."""
+FLAGS = {None: 0, "stop": 1, "length": 2}
+"""How Renew.progress writes a finish reason."""
+
+
+class Source(Protocol):
+    """Whoever knows the running answers of a lease."""
+
+    def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
+        """What each answer has from its token number since[i] on; nothing where the request is not known."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """What replay knows of one answer."""
+
+    tokens: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Report:
+    """The arrays of one Renew, and how many tokens more they may hold."""
+
+    room: int
+    entries: list[list[int]] = field(default_factory=list)
+    parts: list[Partial] = field(default_factory=list)
+
+    def add(self, position: int, answer: int, told: _Told, part: Partial) -> None:
+        """As much of an answer's new tokens as there is room for."""
+        count = min(part.token_ids.size, self.room)
+        ended = part.finish_reason is not None and count == part.token_ids.size
+        if count == 0 and (told.ended or not ended):
+            return
+        self.entries.append([position, answer, told.tokens, count, FLAGS[part.finish_reason] if ended else 0])
+        self.parts.append(part)
+        self.room -= count
+        told.tokens, told.ended = told.tokens + count, ended
+
+    def renew(self, leases: list[list[int]]) -> m.Renew:
+        """The message."""
+        counts = [entry[3] for entry in self.entries]
+        cut = list(zip(self.parts, counts, strict=True))
+        return m.Renew(
+            leases=leases,
+            progress=self.entries,
+            token_ids=np.concatenate([np.empty(0, np.int32), *(p.token_ids[:n] for p, n in cut)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(p.logprobs[:n] for p, n in cut)]),
+            versions=np.concatenate([np.empty(0, np.int32), *(p.versions[:n] for p, n in cut)]),
+        )
+
+
+class ProgressReports:
+    """Writes Renew messages: with `partial_rollouts` each carries what is new since the one before."""
+
+    def __init__(self, group_size: int, *, partial_rollouts: bool, max_tokens: int = MAX_TOKENS) -> None:
+        self._group_size = group_size
+        self._max_tokens = max_tokens
+        self._on = partial_rollouts
+        self._told: dict[LeaseKey, list[_Told]] = {}
+
+    def leased(self, lease: m.Lease) -> None:
+        """A lease has come: replay knows the prefixes that it brings."""
+        prefixes = prefixes_of(lease, self._group_size)
+        if self._on and prefixes is not None:
+            self._told[(lease.pass_, lease.index, lease.attempt)] = [
+                _Told(prefix.token_ids.size, prefix.finish_reason is not None) for prefix in prefixes
+            ]
+
+    def begin_again(self) -> None:
+        """Replay may have forgotten what it was told, as after a start of its own: it is told everything again."""
+        self._told.clear()
+
+    def renew(self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source) -> m.Renew:
+        """The next Renew.
+
+        Args:
+            working: leases that are worked on, with the name of their request.
+            running: tokens so far by that name.
+            source: where the tokens themselves come from.
+        """
+        working = list(working)
+        self._told = {key: self._told[key] for key, _ in working if key in self._told}
+        report = _Report(self._max_tokens)
+        if self._on:
+            for position, (key, name) in enumerate(working):
+                told = self._told.setdefault(key, [_Told() for _ in range(self._group_size)])
+                parts = source.progress(name, [answer.tokens for answer in told])
+                for index, part in enumerate(parts):
+                    report.add(position, index, told[index], part)
+        return report.renew([[*key, running.get(name, 0)] for key, name in working])
+
+
+def prefixes_of(lease: m.Lease, n: int) -> list[Partial] | None:
+    """The prefix of each answer that a lease brings, empty where it must start anew; None where it brings none.
+
+    An answer with a token older than the lease allows starts anew as a whole, and so do all of them when the prefixes
+    of the lease do not fit together.
+    """
+    if not lease.prefix_lengths.size:
+        return None
+    who = f"lease ({lease.pass_}, {lease.index}), attempt {lease.attempt}"
+    problem = _problem(lease, n)
+    if problem is not None:
+        log.error("%s: its prefixes are not used: %s [corrupt]", who, problem)
+        return None
+    ends = np.cumsum(lease.prefix_lengths, dtype=np.int64).tolist()
+    prefixes = []
+    for start, stop, reason in zip([0, *ends[:-1]], ends, lease.prefix_finished, strict=True):
+        versions = lease.prefix_versions[start:stop]
+        if versions.size and int(versions.min()) < lease.min_version:
+            log.warning(
+                "%s: a prefix of version %d starts anew, %d is needed", who, int(versions.min()), lease.min_version
+            )
+            prefixes.append(Partial())
+            continue
+        prefixes.append(
+            Partial(
+                token_ids=lease.prefix_token_ids[start:stop],
+                logprobs=lease.prefix_logprobs[start:stop],
+                versions=versions,
+                finish_reason="stop" if reason == "stop" else "length" if reason == "length" else None,
+            )
+        )
+    return prefixes
+
+
+def _problem(lease: m.Lease, n: int) -> str | None:
+    lengths = lease.prefix_lengths
+    if lengths.size != n or len(lease.prefix_finished) != n:
+        return f"{lengths.size} lengths and {len(lease.prefix_finished)} finish reasons for {n} answers"
+    if int(lengths.min()) < 0:
+        return f"a length of {int(lengths.min())}"
+    total = int(lengths.sum(dtype=np.int64))
+    for name in ("token_ids", "logprobs", "versions"):
+        size = getattr(lease, f"prefix_{name}").size
+        if size != total:
+            return f"prefix_{name} has {size} entries for {total} tokens"
+    unknown = set(lease.prefix_finished) - {"", "stop", "length"}
+    if unknown:
+        return f"finish reason {min(unknown)!r}"
+    return None

@@ -1,0 +1,134 @@
+"""Journals for tests: small groups, what was appended, and what a reader finds."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from replay import messages as m
+from replay.channel.frames import encode
+from replay.journal import JournalFull, JournalReader, JournalWriter, Location
+from replay.journal.format import path_of
+from replay.journal.writer import Fsync
+
+Entry = tuple[str, dict[str, Any], list[bytes]]
+
+
+def group(index: int, *, attempt: int = 1, tokens: int = 2, n: int = 1, text: str = "x") -> m.Group:
+    """A group that a schema check lets through; its tokens depend on its index."""
+    total = n * tokens
+    rng = np.random.default_rng(index)
+    return m.Group(
+        pass_=0,
+        index=index,
+        attempt=attempt,
+        finish_reasons=["stop"] * n,
+        texts=[text] * n,
+        reward_metrics={},
+        generate_s=0.5,
+        data_source="t",
+        prompt_ids=np.arange(3, dtype=np.int32),
+        lengths=np.full(n, tokens, dtype=np.int32),
+        token_ids=rng.integers(0, 50, total, dtype=np.int32),
+        loss_mask=np.ones(total, dtype=np.uint8),
+        logprobs=-rng.random(total, dtype=np.float32),
+        versions=np.zeros(total, dtype=np.int32),
+        rewards=np.ones(n, dtype=np.float32),
+    )
+
+
+def frames_of(message: m.Message) -> list[bytes]:
+    """A message as it comes from the wire."""
+    return [bytes(frame) for frame in encode(message, "run", 7)]
+
+
+def entry(rng: random.Random, index: int, *, tokens: int = 2) -> Entry:
+    """Something that replay would append."""
+    if rng.random() < 0.5:
+        return "lease", {"group": [0, index], "attempt": 1, "min_version": 0, "server": "s" * rng.randrange(20)}, []
+    return "group", {"group": [0, index], "attempt": 1, "server": "s"}, frames_of(group(index, tokens=tokens))
+
+
+@dataclass
+class Books:
+    """A writer, and what it was given: every record that must be found, in order."""
+
+    writer: JournalWriter
+    entries: list[Entry] = field(default_factory=list)
+    places: list[Location] = field(default_factory=list)
+
+    def append(self, kind: str, fields: dict[str, Any], frames: list[bytes]) -> Location:
+        self.entries.append((kind, fields, frames))
+        self.places.append(self.writer.append(kind, fields, frames))
+        return self.places[-1]
+
+
+def opened(folder: Path, fsync: Any = "never") -> tuple[JournalWriter, list[Entry]]:
+    """As replay opens its journal: what is there, and a writer that goes on."""
+    reader = JournalReader(folder)
+    found = entries(folder, reader, cut=True)
+    end = {"number": reader.number, "last": reader.last, "end": reader.end}
+    return JournalWriter(folder, "run", fsync=fsync, **end), found
+
+
+def entries(folder: Path, reader: JournalReader | None = None, *, cut: bool = False) -> list[Entry]:
+    """What a reader finds, without the records that the writer adds by itself."""
+    reader = reader or JournalReader(folder)
+    found = []
+    for record in reader.records(cut=cut):
+        if record.kind in ("segment", "synced"):
+            continue
+        data = path_of(folder, record.location.segment).read_bytes()
+        frames, start = [], record.location.offset
+        for size in record.location.sizes:
+            frames.append(data[start : start + size])
+            start += size
+        found.append((record.kind, record.fields, frames))
+    return found
+
+
+def a_journal(folder: Path, seed: int = 0, count: int = 6) -> list[Entry]:
+    """A journal of one file, as a process leaves it that is killed."""
+    rng = random.Random(seed)
+    books = Books(JournalWriter(folder, "run", fsync="never"))
+    for index in range(count):
+        books.append(*entry(rng, index))
+        books.writer.flush()
+    return books.entries
+
+
+def same(message: m.Message, frames: list[bytes]) -> bool:
+    """Whether a message that was read is the one that was appended."""
+    return frames_of(message) == frames
+
+
+def fill_up(folder: Path, fsync: str, make_room: Callable[[], object]) -> None:
+    """Write until the disk is full, go on when there is room again; nothing is lost, and no half record is left."""
+    rng, books, flushed = random.Random(0), Books(JournalWriter(folder, "run", fsync=cast(Fsync, fsync))), 0
+    try:
+        for index in range(10_000):
+            books.append(*entry(rng, index, tokens=rng.choice([2, 900])))
+            books.writer.flush()
+            flushed += 1
+    except JournalFull as error:
+        assert "000001.seg: " in str(error) and "free space" in str(error), error
+    assert 3 < flushed < 10_000
+    assert entries(folder) == books.entries[:flushed], "the file ends with a whole record"
+    place = books.append("group", {"group": [0, flushed + 1]}, frames_of(group(flushed + 1, tokens=9000)))
+    for _ in range(3):
+        try:
+            books.writer.flush()
+        except JournalFull:
+            continue
+        raise AssertionError("there is no room")
+    assert entries(folder) == books.entries[:flushed]
+    assert same(books.writer.read(place), books.entries[-1][2]), "what waits for the disk can be read"
+    make_room()
+    books.writer.flush()
+    assert entries(folder) == books.entries, "nothing is lost"
+    books.append(*entry(rng, 0))
+    books.writer.close()
+    assert entries(folder) == books.entries

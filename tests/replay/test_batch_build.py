@@ -1,0 +1,97 @@
+"""What a batch holds, against a slow reference; and which logprobs count when a group is checked."""
+
+import numpy as np
+import pytest
+from simulated_run import config
+
+from replay import messages as m
+from replay.batches import assign, build, total_lengths
+from replay.leases import Slot
+from replay.validation import Bounds, problem_with
+
+STEP = 7
+SIZE = 3
+
+
+def group(index: int, rng: np.random.Generator, *, all_in_loss: bool) -> m.Group:
+    lengths = rng.integers(1, 9, SIZE).astype(np.int32)
+    total = int(lengths.sum())
+    return m.Group(
+        pass_=0,
+        index=index,
+        attempt=1,
+        finish_reasons=["stop"] * SIZE,
+        texts=["x"] * SIZE,
+        reward_metrics={},
+        generate_s=0.1,
+        data_source="t",
+        prompt_ids=rng.integers(0, 50, int(rng.integers(1, 5))).astype(np.int32),
+        lengths=lengths,
+        token_ids=rng.integers(0, 50, total).astype(np.int32),
+        loss_mask=np.ones(total, np.uint8) if all_in_loss else rng.integers(0, 2, total).astype(np.uint8),
+        logprobs=-rng.random(total).astype(np.float32),
+        versions=rng.integers(2, STEP, total).astype(np.int32),
+        rewards=rng.random(SIZE).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_batch_holds_every_trajectory_as_it_came(seed: int, ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups = [group(i, rng, all_in_loss=bool(rng.random() < 0.5)) for i in range(5)]
+    parts = build(STEP, groups, assign(total_lengths(groups), ranks, 40), num_ranks=ranks, stats={"kept": 1.0})
+    seen = []
+    for part in parts:
+        answer = tokens = 0
+        for trajectory, length, prompt in zip(part.trajectory, part.lengths, part.prompt_lengths, strict=True):
+            source, k = groups[trajectory // SIZE], trajectory % SIZE
+            start = int(source.lengths[:k].sum())
+            wanted = slice(start, start + int(source.lengths[k]))
+            here = slice(answer, answer := answer + int(length))
+            for name in ("loss_mask", "logprobs", "versions"):
+                assert getattr(part, name)[here].tolist() == getattr(source, name)[wanted].tolist()
+            ids = part.token_ids[tokens : (tokens := tokens + int(prompt + length))]
+            assert ids.tolist() == [*source.prompt_ids, *source.token_ids[wanted]]
+            assert int(part.all_loss_tokens[trajectory]) == int(source.loss_mask[wanted].sum())
+            seen.append(int(trajectory))
+        assert (answer, tokens) == (part.versions.size, part.token_ids.size)
+    assert sorted(seen) == list(range(5 * SIZE))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lag_is_counted_over_the_tokens_in_the_loss(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    groups = [group(i, rng, all_in_loss=i % 2 == 0) for i in range(4)]
+    (part,) = build(STEP, groups, assign(total_lengths(groups), 1, 40), num_ranks=1, stats={})
+    pairs = [pair for g in groups for pair in zip(g.versions.tolist(), g.loss_mask.tolist(), strict=True)]
+    lags = [STEP - 1 - version for version, in_loss in pairs if in_loss]
+    assert part.lag_histogram == {str(lag): lags.count(lag) for lag in sorted(set(lags))}
+    assert list(part.lag_histogram) == sorted(part.lag_histogram, key=int)
+    assert part.total_loss_tokens == len(lags)
+    assert part.stats["training/off_policy/trajectory_staleness/mean"] == pytest.approx(np.mean(lags), rel=1e-12)
+    assert part.stats["training/off_policy/trajectory_staleness/max"] == max(lags)
+
+
+def test_a_batch_without_a_token_in_the_loss_has_no_lag() -> None:
+    rng = np.random.default_rng(0)
+    empty = group(0, rng, all_in_loss=True)
+    empty.loss_mask[:] = 0
+    (part,) = build(STEP, [empty], assign(total_lengths([empty]), 1, 40), num_ranks=1, stats={})
+    assert part.lag_histogram == {} and part.total_loss_tokens == 0
+    assert part.stats["training/off_policy/trajectory_staleness/mean"] == 0.0
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+def test_only_sampled_tokens_need_a_logprob(value: float) -> None:
+    checked = config(rollout__group_size=SIZE)
+    one = group(0, np.random.default_rng(1), all_in_loss=True)
+    slot = Slot((0, 0), {}, 0, attempt=1)
+    bounds = Bounds(STEP, 50)
+    assert problem_with(one, slot, checked, bounds) is None
+    one.logprobs[2] = value
+    assert "logprob" in (problem_with(one, slot, checked, bounds) or "")
+    one.loss_mask[2] = 0
+    assert problem_with(one, slot, checked, bounds) is None
+    one.loss_mask[:] = 0
+    assert problem_with(one, slot, checked, bounds) is None

@@ -1,0 +1,364 @@
+"""Files of the journal: what was flushed is read back, a torn end is cut, and damage is never taken for one."""
+
+import logging
+import random
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_files import Books, a_journal, entries, entry, frames_of, group, opened, same
+
+from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
+from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
+from replay.journal.memory import MemoryJournal
+
+ROOT = Path(__file__).parents[2]
+
+
+def first_file(folder: Path) -> Path:
+    return path_of(folder, 1)
+
+
+# ---- what is written is read ------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), flushes=st.lists(st.integers(0, 5), max_size=6), small=st.booleans())
+def test_what_was_flushed_is_read_back_in_order(tmp_path_factory, seed, flushes, small):
+    folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "SEGMENT_BYTES", 300 if small else 1 << 20)
+        patch.setattr(writer, "MAX_BUFFERS", rng.choice([1, 2, 512]))
+        books = Books(JournalWriter(folder, "run", fsync="never"))
+        for count in flushes:
+            for _ in range(count):
+                place = books.append(*entry(rng, len(books.entries), tokens=rng.choice([1, 2, 3000])))
+                if place.sizes:
+                    assert same(books.writer.read(place), books.entries[-1][2]), "before it is written"
+            books.writer.flush()
+        for place, (_, _, frames) in zip(books.places, books.entries, strict=True):
+            if frames:
+                assert same(books.writer.read(place), frames) and same(JournalReader(folder).read(place), frames)
+        assert entries(folder) == books.entries
+        numbers = [record.number for record in JournalReader(folder).records()]
+        assert numbers == list(range(1, len(numbers) + 1))
+        assert books.writer.size_bytes >= sum(path_of(folder, s).stat().st_size for s in segments(folder))
+        books.writer.close()
+
+
+def test_what_was_not_flushed_is_in_no_file(tmp_path):
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    made.append("lease", {"group": [0, 0]})
+    assert entries(tmp_path) == []
+    made.close()
+    assert [kind for kind, *_ in entries(tmp_path)] == ["lease"], "close writes the rest"
+
+
+def test_a_reader_can_be_used_again(tmp_path):
+    written = a_journal(tmp_path)
+    reader = JournalReader(tmp_path)
+    assert entries(tmp_path, reader) == entries(tmp_path, reader) == written
+
+
+def test_the_journal_in_memory_agrees_with_the_one_on_disk(tmp_path):
+    memory, disk = MemoryJournal(), JournalWriter(tmp_path, "run", fsync="never")
+    for journal in (memory, disk):
+        place = journal.append("group", {"group": [0, 3]}, frames_of(group(3)))
+        assert same(journal.read(place), frames_of(group(3)))
+        journal.flush()
+    found = [record for record in JournalReader(tmp_path).records() if record.kind != "segment"]
+    assert [(r.kind, r.fields) for r in found] == [(r.kind, r.fields) for r in memory.records]
+    disk.close()
+
+
+# ---- torn ends --------------------------------------------------------------------------------------------
+
+
+def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path, caplog):
+    written = a_journal(tmp_path / "whole")
+    data = first_file(tmp_path / "whole").read_bytes()
+    seen, folder = set(), tmp_path / "cut"
+    folder.mkdir()
+    caplog.set_level(logging.CRITICAL)
+    for end in range(len(data) + 1):
+        first_file(folder).write_bytes(data[:end])
+        made, found = opened(folder)
+        assert found == written[: len(found)]
+        made.append("drop", {"group": [0, end], "reason": "test"})
+        made.flush()
+        made.close()
+        assert entries(folder) == [*found, ("drop", {"group": [0, end], "reason": "test"}, [])]
+        first = next(JournalReader(folder).records())
+        assert (first.kind, first.number, first.fields["number"]) == ("segment", 1, 1)
+        seen.add(len(found))
+    assert seen == set(range(len(written) + 1))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_torn_end_of_the_last_of_several_files_is_cut(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("journal")
+    made = JournalWriter(folder, "run", fsync="never")
+    books = Books(made)
+    for index in range(6):
+        books.append(*entry(random.Random(index), index))
+        if index in (1, 3):
+            made.begin_segment()
+    made.flush()
+    last = path_of(folder, 3)
+    end = data.draw(st.integers(0, last.stat().st_size))
+    last.write_bytes(last.read_bytes()[:end])
+    on, found = opened(folder)
+    assert found == books.entries[: len(found)] and len(found) >= 4
+    on.append("take", {"step": 1})
+    on.close()
+    assert entries(folder) == [*found, ("take", {"step": 1}, [])]
+    assert [r.location.segment for r in JournalReader(folder).records() if r.kind == "segment"] == [1, 2, 3]
+
+
+def test_a_torn_end_is_named_with_its_size(tmp_path, caplog):
+    a_journal(tmp_path)
+    with first_file(tmp_path).open("ab") as file:
+        file.write(MAGIC + b"\x10")
+    assert JournalReader(tmp_path).newest_snapshot() is None
+    reader = JournalReader(tmp_path)
+    list(reader.records())
+    assert (
+        reader.torn_bytes == 5 and "000001.seg: the last 5 bytes are a torn record and are passed over" in caplog.text
+    )
+    assert first_file(tmp_path).stat().st_size == reader.end + 5, "only one who writes on cuts"
+    list(reader.records(cut=True))
+    assert first_file(tmp_path).stat().st_size == reader.end
+
+
+def test_a_writer_goes_on_where_it_is_told_to(tmp_path):
+    written = a_journal(tmp_path)
+    torn = HEAD.pack(MAGIC, 5000, 0) + bytes(4000)
+    with first_file(tmp_path).open("ab") as file:
+        file.write(torn)
+    reader = JournalReader(tmp_path)
+    list(reader.records())
+    made = JournalWriter(tmp_path, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+    made.append("take", {"step": 1})
+    made.close()
+    after = JournalReader(tmp_path)
+    assert entries(tmp_path, after) == [*written, ("take", {"step": 1}, [])] and not after.torn_bytes
+
+
+def test_a_record_in_the_text_of_a_torn_group_is_part_of_it(tmp_path):
+    """What a model answers may look like anything, and must not make a torn end look like damage."""
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    made.append("lease", {"group": [0, 0]})
+    made.flush()
+    looks_like = pack("commit", 9, {"step": 9}, ())
+    frames = [*frames_of(group(0, tokens=500)), looks_like + bytes(100)]
+    made.append("group", {"group": [0, 0]}, frames)
+    made.flush()
+    data = first_file(tmp_path).read_bytes()
+    first_file(tmp_path).write_bytes(data[:-50])
+    assert [kind for kind, *_ in entries(tmp_path, cut=True)] == ["lease"]
+
+
+@pytest.mark.parametrize("meta", [b"\xc1", b"\x93\x01\x02\x03", b"\x94\x01\x02\x03\x04", b"", b"\x91" * 3000])
+def test_bytes_that_only_look_like_a_record_are_none(tmp_path, meta):
+    written = a_journal(tmp_path)
+    with first_file(tmp_path).open("ab") as file:
+        file.write(b"torn" + HEAD.pack(MAGIC, len(meta), zlib.crc32(meta)) + meta)
+    assert entries(tmp_path, cut=True) == written == entries(tmp_path)
+
+
+# ---- damage -----------------------------------------------------------------------------------------------
+
+
+def test_every_flipped_byte_is_found(tmp_path, caplog):
+    written = a_journal(tmp_path / "whole")
+    path = first_file(tmp_path / "whole")
+    data, records = path.read_bytes(), list(JournalReader(tmp_path / "whole").records())
+    last = records[-2].location.end
+    folder, rng = tmp_path / "flipped", random.Random(1)
+    folder.mkdir()
+    caplog.set_level(logging.CRITICAL)
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << rng.randrange(8)
+        first_file(folder).write_bytes(flipped)
+        if position >= last:  # nothing whole follows
+            assert entries(folder) == written[:-1]
+            continue
+        with pytest.raises(JournalDamaged, match=r"000001\.seg: byte \d+: no whole record there although record") as e:
+            entries(folder, cut=True)
+        start = max((r.location.end for r in records if r.location.end <= position), default=0)
+        assert f"byte {start}:" in str(e.value) and "--resume" in str(e.value)
+        assert first_file(folder).read_bytes() == flipped, "nothing is cut"
+
+
+def test_damage_before_the_last_file_is_never_a_torn_end(tmp_path):
+    books = Books(JournalWriter(tmp_path, "run", fsync="never"))
+    books.append(*entry(random.Random(1), 0))
+    books.writer.begin_segment()
+    books.append(*entry(random.Random(1), 1))
+    books.writer.close()
+    data = first_file(tmp_path).read_bytes()
+    for cut in (0, 5, len(data) - 1):
+        first_file(tmp_path).write_bytes(data[:cut])
+        with pytest.raises(JournalDamaged, match=r"000001\.seg: byte \d+: .* other files follow"):
+            entries(tmp_path, cut=True)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    for _ in range(3):
+        made.begin_segment()
+    made.close()
+    path_of(tmp_path, 3).unlink()
+    with pytest.raises(JournalDamaged, match=r"000003\.seg: this file of the journal is missing"):
+        entries(tmp_path)
+
+
+def test_missing_first_files_are_missed_unless_a_snapshot_takes_their_place(tmp_path):
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    made.begin_segment()
+    made.append("lease", {"group": [0, 0]})
+    made.flush()
+    first_file(tmp_path).unlink()
+    with pytest.raises(JournalDamaged, match=r"000002\.seg: the journal begins with this file"):
+        JournalReader(tmp_path).newest_snapshot()
+    made.begin_segment()
+    made.append("snapshot", {"version": 4})
+    made.close()
+    assert JournalReader(tmp_path).newest_snapshot() == 3
+
+
+def test_a_record_that_was_taken_out_is_missed(tmp_path):
+    a_journal(tmp_path)
+    records = list(JournalReader(tmp_path).records())
+    data = first_file(tmp_path).read_bytes()
+    first_file(tmp_path).write_bytes(data[: records[2].location.end] + data[records[3].location.end :])
+    with pytest.raises(JournalDamaged, match="record 5 follows record 3; one is missing"):
+        entries(tmp_path)
+
+
+def test_a_file_under_another_name_is_refused(tmp_path):
+    a_journal(tmp_path)
+    first_file(tmp_path).rename(path_of(tmp_path, 2))
+    with pytest.raises(JournalDamaged, match=r"000002\.seg: begins with 'segment' of file 1"):
+        entries(tmp_path)
+
+
+def test_another_format_is_refused_and_not_cut(tmp_path):
+    first_file(tmp_path).write_bytes(pack("segment", 1, {"format": 2, "number": 1, "run_id": "r"}, ()))
+    with pytest.raises(JournalError, match=r"000001\.seg: format 2, this version reads 1"):
+        entries(tmp_path, cut=True)
+    first_file(tmp_path).write_bytes(b"SJR2" + bytes(60))
+    with pytest.raises(JournalError, match=r"000001\.seg: byte 0: no record begins like that"):
+        entries(tmp_path, cut=True)
+    assert first_file(tmp_path).stat().st_size == 64
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    path_of(tmp_path, 1).mkdir()
+    for read in (lambda: entries(tmp_path), lambda: JournalReader(tmp_path).newest_snapshot()):
+        with pytest.raises(JournalError, match=r"000001\.seg: the journal cannot be read: Is a directory"):
+            read()
+
+
+def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
+    books = Books(JournalWriter(tmp_path, "run", fsync="never"))
+    place = books.append("group", {"group": [0, 0]}, frames_of(group(0)))
+    books.writer.flush()
+    data = bytearray(first_file(tmp_path).read_bytes())
+    data[-1] ^= 1
+    first_file(tmp_path).write_bytes(data)
+    with pytest.raises(JournalDamaged, match=rf"000001\.seg: byte {place.offset}: .* checksum"):
+        books.writer.read(place)
+    first_file(tmp_path).unlink()
+    with pytest.raises(JournalDamaged, match=r"000001\.seg: .* cannot be read: No such file"):
+        JournalReader(tmp_path).read(place)
+
+
+# ---- several files ----------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_long_enough_is_followed_by_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SEGMENT_BYTES", 2000)
+    books = Books(JournalWriter(tmp_path, "run", fsync="never"))
+    for index in range(20):
+        books.append("group", {"group": [0, index]}, frames_of(group(index)))
+        books.writer.flush()
+    sizes = [path_of(tmp_path, s).stat().st_size for s in segments(tmp_path)]
+    assert len(sizes) > 3 and all(2000 < size < 3000 for size in sizes[:-1])
+    assert books.writer.segment == len(sizes)
+    books.writer.close()
+    assert entries(tmp_path) == books.entries
+
+
+def test_files_that_are_released_go_once_what_was_appended_is_written(tmp_path):
+    books = Books(JournalWriter(tmp_path, "run", fsync="every"))
+    old = books.append("group", {"group": [0, 0]}, frames_of(group(0)))
+    books.writer.begin_segment()
+    kept = books.append("group", {"group": [0, 1]}, frames_of(group(1)))
+    books.writer.begin_segment()
+    before = books.writer.size_bytes
+    books.writer.append("snapshot", {"version": 1})
+    books.writer.release(2)
+    assert segments(tmp_path) == [1, 2, 3], "until then a crash must find what the snapshot replaces"
+    assert JournalReader(tmp_path).newest_snapshot() is None
+    books.writer.flush()
+    assert segments(tmp_path) == [2, 3] and books.writer.size_bytes < before
+    assert JournalReader(tmp_path).newest_snapshot() == 3
+    assert same(books.writer.read(kept), frames_of(group(1)))
+    with pytest.raises(JournalDamaged, match="No such file"):
+        books.writer.read(old)
+    books.writer.close()
+
+
+def test_the_newest_whole_snapshot_counts(tmp_path):
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    assert JournalReader(tmp_path).newest_snapshot() is None
+    for version in (1, 2, 3):
+        made.begin_segment()
+        made.append("snapshot", {"version": version})
+    made.begin_segment()
+    made.append("lease", {"group": [0, 0]})
+    made.append("snapshot", {"version": 9})  # not at the beginning of its file
+    made.close()
+    assert JournalReader(tmp_path).newest_snapshot() == 4
+    path_of(tmp_path, 5).unlink()
+    torn = path_of(tmp_path, 4)
+    torn.write_bytes(torn.read_bytes()[:-1])
+    reader = JournalReader(tmp_path)
+    assert reader.newest_snapshot() == 3
+    assert [r.fields["version"] for r in reader.records(3, cut=True) if r.kind == "snapshot"] == [2]
+
+
+# ---- one writer -------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_cannot_write_a_journal_until_the_first_is_gone(tmp_path):
+    code = "import sys, pathlib; from replay.journal import FolderLock\n"
+    code += "FolderLock(pathlib.Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(tmp_path / "journal")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        with pytest.raises(JournalError, match="another replay is writing this journal"):
+            FolderLock(tmp_path / "journal")
+        other.send_signal(signal.SIGKILL)
+        other.wait(10)
+    lock = FolderLock(tmp_path / "journal")
+    made = JournalWriter(tmp_path / "journal", "run", fsync="never", lock=lock)
+    with pytest.raises(JournalError):
+        FolderLock(tmp_path / "journal")
+    made.close()
+    FolderLock(tmp_path / "journal").close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for make in (FolderLock, lambda folder: JournalWriter(folder, "run", fsync="never")):
+        with pytest.raises(JournalError, match=r"file/journal: the journal cannot be written: Not a directory"):
+            make(tmp_path / "file" / "journal")

@@ -1,0 +1,436 @@
+"""The journal on disks that are full, refuse to sync, are slow, or lose their power."""
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_files import Books, a_journal, entries, entry, fill_up, frames_of, group, opened, same
+
+from replay.journal import JournalDamaged, JournalError, JournalFull, JournalReader, JournalWriter, writer
+from replay.journal.format import path_of, segments
+from replay.journal.tail import BLOCK_BYTES
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- full -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsync", ["every", "interval"])
+def test_a_file_that_may_not_grow_costs_nothing(tmp_path, fsync):
+    code = f"""
+import resource, sys, pathlib
+from journal_files import fill_up
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, most))
+fill_up(pathlib.Path(sys.argv[1]), {fsync!r}, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
+print("done")
+"""
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.stdout == "done\n", done.stderr
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB and four files, of which `ballast` takes 150 KiB and one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=4", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
+    (folder / "ballast").write_bytes(bytes(150_000))
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that failed has files open
+
+
+def test_a_full_file_system_costs_nothing(small_disk):
+    fill_up(small_disk / "journal", "every", (small_disk / "ballast").unlink)
+
+
+def test_a_file_that_cannot_be_begun_changes_nothing(small_disk):
+    books = Books(JournalWriter(small_disk / "journal", "run", fsync="every"))
+    books.append(*entry(random.Random(0), 0))
+    for _ in range(2):
+        with pytest.raises(JournalFull, match=r"000002\.seg: it cannot be begun: No space left on device"):
+            books.writer.begin_segment()
+    books.append(*entry(random.Random(0), 1))
+    books.writer.flush()
+    assert (books.writer.segment, entries(small_disk / "journal")) == (1, books.entries)
+    (small_disk / "ballast").unlink()
+    books.writer.begin_segment()
+    books.append(*entry(random.Random(0), 2))
+    books.writer.close()
+    assert (segments(small_disk / "journal"), entries(small_disk / "journal")) == ([1, 2], books.entries)
+
+
+def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    made.append("lease", {"group": [0, 0]})
+    monkeypatch.setattr(os, "writev", failing(errno.ENOSPC))
+    made.close()
+    made.close()
+    assert "the end of the journal was not written" in caplog.text and "[full]" in caplog.text
+
+
+# ---- syncing ----------------------------------------------------------------------------------------------
+
+
+def failing(number, times=10**9, then=None):
+    """A system call that fails so often."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) <= times:
+            raise OSError(number, os.strerror(number))
+        return then(*arguments)
+
+    call.calls = calls
+    return call
+
+
+@pytest.fixture
+def syncs(monkeypatch):
+    """Sizes of the files that were synced, in order."""
+    seen, real = [], os.fdatasync
+
+    def fdatasync(file):
+        real(file)
+        seen.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    return seen
+
+
+def size_of(folder, segment=1):
+    return path_of(folder, segment).stat().st_size
+
+
+def test_every_syncs_in_each_flush_that_has_something(tmp_path, syncs):
+    made = JournalWriter(tmp_path, "run", fsync="every")
+    for step in range(3):
+        made.append("take", {"step": step})
+        made.append("commit", {"step": step})
+        made.flush()
+        assert len(syncs) == step + 2 and syncs[-1] == size_of(tmp_path), "one sync for all that was appended"
+    made.flush()
+    made.want_sync()
+    made.flush()
+    assert len(syncs) == 4
+    made.close()
+
+
+def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
+    made = JournalWriter(tmp_path, "run", fsync="never")
+    made.append("take", {"step": 1})
+    made.want_sync()
+    made.flush()
+    made.begin_segment()
+    made.release(2)
+    made.close()
+    assert syncs == [] and segments(tmp_path) == [2]
+
+
+def test_interval_syncs_by_itself_and_when_it_is_wanted(tmp_path, syncs, monkeypatch):
+    monkeypatch.setattr(writer, "SYNC_S", 0.01)
+    made = JournalWriter(tmp_path, "run", fsync="interval")
+    made.append("take", {"step": 1})
+    made.flush()
+    wait_until(lambda: syncs and syncs[-1] == size_of(tmp_path))
+    made.close()
+    monkeypatch.setattr(writer, "SYNC_S", 60.0)
+    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
+    made = JournalWriter(tmp_path / "other", "run", fsync="interval")
+    made.append("take", {"step": 1})
+    made.flush()
+    before = len(syncs)
+    made.want_sync()
+    assert len(syncs) == before
+    made.flush()
+    assert len(syncs) == before + 1 and syncs[-1] == size_of(tmp_path / "other")
+    made.flush()
+    assert len(syncs) == before + 1, "it is wanted once"
+    made.append("commit", {"step": 1})
+    made.begin_segment()
+    assert syncs[-1] == size_of(tmp_path / "other"), "a file is synced before the next begins"
+    made.close()
+
+
+def test_files_are_deleted_once_the_snapshot_in_their_place_is_synced(tmp_path, syncs, monkeypatch):
+    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
+    made, unlink, synced = JournalWriter(tmp_path, "run", fsync="interval"), Path.unlink, []
+    monkeypatch.setattr(Path, "unlink", lambda *a, **k: synced.append(syncs[-1]) or unlink(*a, **k))
+    made.append("take", {"step": 1})
+    made.begin_segment()
+    made.append("snapshot", {"version": 1})
+    made.release(2)
+    made.flush()
+    assert synced == [size_of(tmp_path, 2)] and segments(tmp_path) == [2]
+    made.close()
+
+
+def test_what_was_found_is_synced_before_anybody_relies_on_it(tmp_path, syncs):
+    written = a_journal(tmp_path)
+    made, found = opened(tmp_path, "every")
+    assert found == written and syncs == [size_of(tmp_path)]
+    made.close()
+
+
+def test_a_folder_that_cannot_be_synced_gets_no_file(tmp_path, monkeypatch):
+    """A file that was begun in vain would turn a torn end of the one before it into damage."""
+    made, real = JournalWriter(tmp_path, "run", fsync="every"), os.fsync
+    monkeypatch.setattr(os, "fsync", failing(errno.EIO, 1, real))
+    with pytest.raises(JournalError, match="cannot be begun: Input/output error"):
+        made.begin_segment()
+    assert (segments(tmp_path), made.segment) == ([1], 1)
+    made.begin_segment()
+    assert (segments(tmp_path), made.segment) == ([1, 2], 2)
+    made.close()
+
+
+def wait_until(condition, timeout_s=10.0):
+    waiter = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        waiter.wait(0.01)
+    raise AssertionError("it did not come")
+
+
+def test_a_sync_that_takes_long_keeps_nobody_waiting(tmp_path, monkeypatch):
+    entered, leave, real = threading.Event(), threading.Event(), os.fdatasync
+
+    def slow(file):
+        entered.set()
+        assert leave.wait(30)
+        real(file)
+
+    made = JournalWriter(tmp_path, "run", fsync="interval")
+    monkeypatch.setattr(os, "fdatasync", slow)
+    books = Books(made)
+    try:
+        for index in range(50):
+            books.append(*entry(random.Random(index), index))
+            made.flush()
+            if index == 0:
+                assert entered.wait(10)
+        assert entries(tmp_path) == books.entries
+    finally:
+        leave.set()
+        made.close()
+
+
+def test_a_background_sync_that_fails_is_said_and_done_again_with_its_bytes(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(writer, "SYNC_S", 0.01)
+    copied, real_write = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda f, data, at: copied.append((at, len(data))) or real_write(f, data, at))
+    broken = failing(errno.EIO, 2, os.fdatasync)
+    monkeypatch.setattr(os, "fdatasync", broken)
+    made = JournalWriter(tmp_path, "run", fsync="interval")
+    made.append("take", {"step": 1})
+    made.flush()
+    wait_until(lambda: len(broken.calls) >= 3)
+    made.close()
+    assert "the journal was not synced, which is tried again: Input/output error [full]" in caplog.text
+    assert sum(size for at, size in copied[-1:]) == size_of(tmp_path) and copied[-1][0] == 0
+    assert [kind for kind, *_ in entries(tmp_path)] == ["take"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, JournalFull), (errno.EIO, JournalError)])
+def test_a_sync_that_fails_is_a_flush_that_fails(tmp_path, monkeypatch, number, kind):
+    books = Books(JournalWriter(tmp_path, "run", fsync="every"))
+    books.append(*entry(random.Random(0), 0))
+    books.writer.flush()
+    real = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", failing(number))
+    place = books.append("group", {"group": [0, 1]}, frames_of(group(1)))
+    for _ in range(2):
+        with pytest.raises(kind, match=os.strerror(number)):
+            books.writer.flush()
+        with pytest.raises(kind):
+            books.writer.begin_segment()
+    assert entries(tmp_path) == books.entries[:1], "it is written again, not only synced again"
+    assert same(books.writer.read(place), books.entries[1][2])
+    monkeypatch.setattr(os, "fdatasync", real)
+    books.writer.flush()
+    assert entries(tmp_path) == books.entries
+    books.writer.close()
+
+
+def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
+    made = JournalWriter(tmp_path, "run", fsync="interval")
+    broken = failing(errno.EIO, 2, os.fdatasync)
+    monkeypatch.setattr(os, "fdatasync", broken)
+    made.append("take", {"step": 1})
+    made.want_sync()
+    for _ in range(2):
+        with pytest.raises(JournalError, match="it cannot be synced"):
+            made.flush()
+    made.flush()
+    assert len(broken.calls) == 3
+    made.close()
+
+
+# ---- power ------------------------------------------------------------------------------------------------
+
+
+class PowerFailure(BaseException):
+    """Nothing is executed any more."""
+
+
+class Disk:
+    """What of a folder is on the disk for sure: its bytes at their last fdatasync, its names at the last fsync."""
+
+    def __init__(self, folder: Path, fails_at: int) -> None:
+        self.folder, self._fails_at = folder, fails_at
+        self.bytes: dict[str, bytes] = {}
+        self.names: set[str] = set()
+        self._calls = 0
+
+    def fdatasync(self, file: int) -> None:
+        self._count()
+        path = Path(os.readlink(f"/proc/self/fd/{file}"))
+        self.bytes[path.name] = path.read_bytes()
+
+    def fsync(self, _: int) -> None:
+        self._count()
+        self.names = {path.name for path in self.folder.iterdir()}
+
+    def _count(self) -> None:
+        self._calls += 1
+        if self._calls > self._fails_at:
+            raise PowerFailure
+
+    def after_the_failure(self, folder: Path, rng: random.Random) -> None:
+        """What a machine finds: of what was not synced any blocks, zeros in place of others, any length."""
+        folder.mkdir()
+        now = {path.name: path.read_bytes() for path in self.folder.iterdir()}
+        for name in now.keys() | self.names:
+            sure = self.bytes.get(name, b"")
+            if (
+                name in now and name in self.names
+            ) or rng.random() < 0.5:  # made or deleted since: it may go either way
+                (folder / name).write_bytes(sure + self._rest(sure, now.get(name, sure), rng))
+
+    @staticmethod
+    def _rest(sure: bytes, now: bytes, rng: random.Random) -> bytes:
+        share = rng.choice([0.0, 0.5, 0.9, 1.0])
+        rest = bytearray(now[len(sure) :])
+        start = len(sure)
+        while start < len(now):
+            end = min(len(now), start - start % BLOCK_BYTES + BLOCK_BYTES)
+            if rng.random() >= share:
+                rest[start - len(sure) : end - len(sure)] = bytes(end - start)
+            start = end
+        return bytes(rest[: rng.choice([len(rest), rng.randint(0, len(rest)), 0])])
+
+
+def lose_a_block(path, offset):
+    """The first block of a file that begins at `offset` or behind it was never written."""
+    data, block = bytearray(path.read_bytes()), -(-offset // BLOCK_BYTES) * BLOCK_BYTES
+    data[block : block + BLOCK_BYTES] = bytes(BLOCK_BYTES)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(("index", "what"), [(0, "damage"), (2, "damage"), (3, "torn"), (4, "torn")])
+def test_a_block_that_is_missing_is_damage_where_the_file_was_synced(tmp_path, index, what):
+    """What was synced stands in the flush behind it, and the last flush, of three groups, has none behind it."""
+    books = Books(JournalWriter(tmp_path, "run", fsync="every"))
+    for number in range(6):
+        books.append("group", {"group": [0, number]}, frames_of(group(number, tokens=2000)))
+        if number in (0, 2):
+            books.writer.flush()
+    books.writer.flush()
+    lose_a_block(path_of(tmp_path, 1), books.places[index].offset)
+    if what == "damage":
+        with pytest.raises(JournalDamaged, match="this is damage"):
+            entries(tmp_path)
+    else:
+        assert entries(tmp_path) == books.entries[:index]
+
+
+def test_what_was_appended_while_a_sync_ran_does_not_count_as_synced(tmp_path, monkeypatch):
+    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
+    books = Books(JournalWriter(tmp_path, "run", fsync="interval"))
+    for number in range(3):
+        books.append("group", {"group": [0, number]}, frames_of(group(number, tokens=2000)))
+        if number == 0:
+            books.writer.flush()
+        else:
+            books.writer._sync_a_copy()  # what the thread does
+    books.writer.flush()
+    lose_a_block(path_of(tmp_path, 1), books.places[1].offset)
+    assert entries(tmp_path) == books.entries[:1]
+
+
+def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) -> int:
+    """How many entries must be found afterwards."""
+    sure = flushed = 0
+    try:
+        for index in range(rng.randint(1, 40)):
+            if rng.random() < 0.1:
+                books.writer.begin_segment()
+                books.append("snapshot", {"index": index}, [])
+                books.writer.release(rng.randint(1, books.writer.segment))
+            kind, fields, frames = entry(rng, index, tokens=rng.choice([2, 300, 900]))
+            books.append(kind, fields | {"index": index}, frames)
+            if rng.random() < 0.5:
+                wanted = rng.random() < 0.3
+                if wanted:
+                    books.writer.want_sync()
+                books.writer.flush()
+                flushed = len(books.entries)
+                if fsync == "every" or wanted:
+                    sure = flushed
+            if fsync == "interval" and rng.random() < 0.3:
+                books.writer._sync_a_copy()  # what the thread does
+                sure = max(sure, flushed)
+    except PowerFailure:
+        pass
+    return sure
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), fsync=st.sampled_from(["every", "interval"]), fails_at=st.integers(2, 60))
+def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, fsync, fails_at):
+    root, rng = tmp_path_factory.mktemp("power"), random.Random(seed)
+    disk = Disk(root / "before", fails_at)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
+        patch.setattr(os, "fdatasync", disk.fdatasync)
+        patch.setattr(os, "fsync", disk.fsync)
+        patch.setattr(writer, "SEGMENT_BYTES", rng.choice([10_000, 1 << 30]))
+        books = Books(JournalWriter(root / "before", "run", fsync=fsync))
+        sure = write_until_the_power_fails(books, rng, fsync)
+    os.close(books.writer._file)
+    after = root / "after"
+    disk.after_the_failure(after, rng)
+    reader = JournalReader(after)
+    found = [r for r in reader.records(reader.newest_snapshot(), cut=True) if r.kind not in ("segment", "synced")]
+    written = [(kind, fields) for kind, fields, _ in books.entries]
+    first = written.index((found[0].kind, found[0].fields)) if found else 0
+    assert first == 0 or found[0].kind == "snapshot"
+    assert [(r.kind, r.fields) for r in found] == written[first : first + len(found)]
+    assert first + len(found) >= sure, "nothing that was synced is lost"
+    for record, (_, _, frames) in zip(found, books.entries[first:], strict=False):
+        assert not frames or same(reader.read(record.location), frames)
+    on = JournalWriter(after, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+    on.append("take", {"step": 1})
+    on.close()
+    again = JournalReader(after)
+    assert list(again.records(again.newest_snapshot()))[-1].kind == "take"

@@ -1,0 +1,214 @@
+"""The real replay process and its journal: killed at any point, on a full disk, beside a damaged journal."""
+
+import os
+import random
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay_process import GROUPS_PER_STEP, Learner, Replay, RolloutServer, contents
+
+from replay import messages as m
+from replay.journal import JournalReader
+from replay.journal.format import segments
+
+
+@contextmanager
+def a_run(folder: Path, **replay: Any) -> Iterator[tuple[Replay, RolloutServer, Learner]]:
+    """A replay that serves, with one rollout server and one learner."""
+    process = Replay(folder, **replay)
+    peers: list[RolloutServer | Learner] = []
+    try:
+        process.start()
+        server, learner = RolloutServer(process), Learner(process)
+        peers += [server, learner]
+        server.until(lambda: len(server.leases) == 2 * GROUPS_PER_STEP, "8 leases", learner)
+        yield process, server, learner
+    finally:
+        for peer in peers:
+            peer.close()
+        process.kill()
+
+
+def journalled_groups(process: Replay) -> set[tuple[int, ...]]:
+    records = JournalReader(process.journal).records()
+    return {(*r.fields["group"], r.fields["attempt"]) for r in records if r.kind == "group"}
+
+
+def test_kill_9_loses_nothing_that_was_acked_and_leases_go_on(tmp_path):
+    with a_run(tmp_path, fsync="interval") as (process, server, learner):
+        keys = sorted(server.leases)
+        for key in keys[:5]:
+            server.answer(key)
+        server.until(lambda: not server.unacked, "5 acks", learner)
+        process.kill()
+        assert journalled_groups(process) == set(keys[:5]) == server.accepted
+        process.start("--recover")
+
+        for key in keys[5:]:
+            server.answer(key)
+        server.until(lambda: not server.unacked, "the acks of leases that were granted before", learner)
+        assert server.accepted == set(keys) and not server.leases, "the same leases went on, and no other was granted"
+        assert "recovered from" in process.log()
+
+        learner.until(lambda: learner.ask(1) or learner.batches.get(1), "batch 1", server)
+        process.kill()
+        process.start("--recover")
+        before = len(learner.batches[1])
+        learner.until(lambda: learner.ask(1) or len(learner.batches[1]) > before, "batch 1 again", server)
+        first, *_, again = learner.batches[1]
+        assert contents(first) == contents(again)
+        assert first.group_ids == [list(key[:2]) for key in keys[:4]]
+        learner.until(lambda: learner.ask(1) or 1 in learner.proceeds, "Proceed", server)
+        learner.commit(1)
+        learner.until(lambda: learner.ask(2) or learner.batches.get(2), "batch 2", server)
+        assert learner.batches[2][0].group_ids == [list(key[:2]) for key in keys[4:]]
+    records = list(JournalReader(process.journal).records())
+    kinds = [record.kind for record in records]
+    assert kinds.count("boot") == 3 and kinds.count("learner") == 1
+    takes = [(r.fields["step"], r.fields["groups"]) for r in records if r.kind == "take"]
+    assert [step for step, _ in takes] == [1, 1, 2] and takes[0] == takes[1]
+    assert kinds.count("lease") == kinds.count("group") + len(server.leases), "nothing was leased twice"
+
+
+def test_a_group_that_was_sent_twice_over_a_restart_is_kept_once(tmp_path):
+    with a_run(tmp_path) as (process, server, learner):
+        key = min(server.leases)
+        server.answer(key)
+        sent = server.unacked[key]
+        server.until(lambda: not server.unacked, "the ack", learner)
+        process.kill()
+        process.start("--recover")
+        server.unacked[key] = sent  # as if the ack had been lost with the process
+        server.until(lambda: not server.unacked, "the ack again", learner)
+        assert set(server.acks) == {(key, "accepted")} and len(server.acks) > 1
+        process.kill()
+        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
+        assert len(groups) == 1
+
+
+def limit_files(process: Replay, size: int) -> None:
+    """Let the live process write no byte of a file behind `size`; -1 lifts the limit."""
+    assert process.process is not None
+    resource.prlimit(process.process.pid, resource.RLIMIT_FSIZE, (size, -1))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["room again", "killed meanwhile"])
+def test_nothing_is_acked_while_the_disk_is_full(tmp_path, killed):
+    with a_run(tmp_path) as (process, server, learner):
+        first, second, *rest = sorted(server.leases)
+        server.answer(first, tokens=1000)  # the log must stay smaller than the journal: its limit is the same
+        server.until(lambda: not server.unacked, "the first ack", learner)
+        limit_files(process, process.last_file().stat().st_size + 500)
+        server.answer(second, tokens=1000)
+        until, heard = time.monotonic() + 2.0, server.heard
+        while time.monotonic() < until:
+            server.pump()
+            learner.pump()
+        assert second in server.unacked and (second, "accepted") not in server.acks
+        assert server.heard > heard, "heartbeats go on"
+        assert "nothing is acknowledged" in process.log() and "[full]" in process.log()
+        assert journalled_groups(process) == {first}
+        if killed:
+            process.kill()
+            process.start("--recover")
+        else:
+            limit_files(process, -1)
+        server.until(lambda: not server.unacked, "the second ack", learner)
+        for key in rest:
+            server.answer(key)
+        server.until(lambda: not server.unacked, "the other acks", learner)
+        assert killed or "the journal is written again" in process.log()
+        process.kill()
+        assert journalled_groups(process) == {first, second, *rest} == server.accepted
+
+
+def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
+    with a_run(tmp_path) as (process, server, learner):
+        key = min(server.leases)
+        said = process.refused("--recover")
+        assert "another replay is writing this journal" in said and str(process.journal) in said
+        server.answer(key)
+        server.until(lambda: not server.unacked, "the ack: the first replay was not harmed", learner)
+        process.kill()
+        said = process.refused()
+        assert "this run has a journal" in said and "--resume" in said
+        process.start("--recover")
+        process.kill()
+        assert journalled_groups(process) == {key}
+
+
+def test_a_damaged_journal_is_refused_with_its_place_and_not_changed(tmp_path):
+    with a_run(tmp_path) as (process, server, learner):
+        for key in sorted(server.leases)[:3]:
+            server.answer(key)
+        server.until(lambda: not server.unacked, "the acks", learner)
+        process.kill()
+        path = process.last_file()
+        data = bytearray(path.read_bytes())
+        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
+        data[groups[1].location.offset + 100] ^= 4
+        path.write_bytes(data)
+        said = process.refused("--recover")
+        assert f"{path}: byte " in said and "this is damage" in said and "--resume" in said, said
+        assert path.read_bytes() == data
+
+
+def test_a_torn_end_is_cut_and_what_it_was_comes_again(tmp_path):
+    with a_run(tmp_path) as (process, server, learner):
+        first, second, *_ = sorted(server.leases)
+        server.answer(first)
+        server.until(lambda: not server.unacked, "the first ack", learner)
+        server.answer(second)
+        sent = server.unacked[second]
+        server.until(lambda: not server.unacked, "the second ack", learner)
+        process.kill()
+        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
+        os.truncate(process.last_file(), groups[1].location.end - 10)  # as if the process had died while it wrote this
+        server.unacked[second] = sent
+        process.start("--recover")
+        assert "are a torn record and are cut" in process.log()
+        server.until(lambda: not server.unacked, "the second ack again", learner)
+        process.kill()
+        assert journalled_groups(process) == {first, second}
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(600)
+def test_20_kills_at_random_points_change_nothing_that_was_decided(tmp_path):
+    """Every prompt is trained once and in order, whatever step of whatever exchange replay was killed in."""
+    rng, kills = random.Random(20), 0
+    with a_run(tmp_path, lease_s=1.5) as (process, server, learner):
+        step, die_at = 1, 0
+        while kills < 20 or step < 8:
+            if (
+                kills < 20 and server.heard + learner.heard >= die_at
+            ):  # a few milliseconds later: anywhere in what follows
+                time.sleep(rng.random() * 0.005)
+                process.kill()
+                assert server.accepted <= journalled_groups(process) or len(segments(process.journal)) > 1
+                process.start("--recover")
+                kills += 1
+                die_at = server.heard + learner.heard + rng.choice([0, 2, 4, 8, 12, 20])
+            for key in rng.sample(sorted(server.leases), min(len(server.leases), rng.randrange(4))):
+                server.answer(key)
+            learner.ask(step)
+            for peer in rng.sample([server, learner], 2):
+                peer.pump(0.002)
+            if step in learner.proceeds:
+                learner.commit(step)
+                if rng.random() < 0.3:
+                    learner.said.append(m.Checkpointed(step=step, kept=[step]))
+                    learner.dealer.send(learner.said[-1])
+                server.ask(step)
+                step += 1
+        for number, batches in sorted(learner.batches.items()):
+            assert all(contents(batch) == contents(batches[0]) for batch in batches), f"batch {number} changed"
+        trained = [group for number in range(1, step) for group in learner.batches[number][0].group_ids]
+        assert trained == [[0, index] for index in range(GROUPS_PER_STEP * (step - 1))]
+        assert {status for _, status in server.acks} <= {"accepted", "superseded"}
+        assert len(server.acks) > 40

@@ -1,0 +1,191 @@
+"""The line of policies: what a resumed learner takes again, and where the line ends when its weights are others."""
+
+import numpy as np
+import pytest
+from simulated_run import group_message, learner, lease, make_step, sent, service
+
+from replay import messages as m
+from replay.journal import Location
+from replay.leases import SlotState
+from replay.line import Line, LineStep, Taken
+
+
+def line_of(*steps):
+    return Line({step: LineStep([Taken((0, step), 1, 0, Location(step, 0, ()))], f"d{step}") for step in steps})
+
+
+def test_a_line_reaches_back_as_far_as_it_has_every_step():
+    line = line_of(3, 4, 5)
+    assert [line.reaches(version) for version in (1, 2, 3, 5)] == [False, True, True, True]
+    assert (line.last, line.last_committed, line.ahead(3), line.num_ahead(3)) == (5, 5, [4, 5], 2)
+    line.steps[6] = LineStep([])
+    assert (line.last, line.last_committed) == (6, 5), "the last batch is out and not committed"
+
+
+def test_a_checkpoint_makes_the_steps_before_it_superfluous_and_keeps_its_digest():
+    line = line_of(3, 4, 5)
+    line.forget(4)
+    assert (sorted(line.steps), line.initial, line.first_segment()) == ([5], (4, "d4"), 5)
+    assert (line.digest(4), line.digest(5), line.digest(3)) == ("d4", "d5", "")
+    line.correct(4, "x")
+    line.correct(5, "y")
+    assert (line.digest(4), line.digest(5)) == ("x", "y")
+
+
+def resumed_at(made, version, **fields):
+    """Another learner starts there."""
+    learner(made, "l2", version=version, **({"digest": f"d{version}"} | fields))
+    return sent(made, "l2", m.Welcome)[-1]
+
+
+def test_a_resumed_learner_gets_the_same_batches_with_their_digests_and_publishes_the_last_one():
+    made = service()
+    groups = [make_step(made, step, versions=[step - 1]) for step in (1, 2, 3)]
+    welcome = resumed_at(made, 0)
+    assert (welcome.incarnation, welcome.version, welcome.resumes_until) == (2, 0, 3)
+    assert made.buffer.taken == 12 and made.buffer.room < 0, "nothing is admitted while these come again"
+    for step, (ids, publishes) in enumerate(zip(groups, (False, False, True), strict=True), start=1):
+        made.handle("l2", m.Take(step=step, rank=0), 0.0)
+        (batch,) = sent(made, "l2", m.Batch)
+        assert [tuple(group) for group in batch.group_ids] == ids
+        assert (batch.expected_digest, batch.publish) == (f"d{step}", publishes)
+        made.handle("l2", m.Committed(step=step, digest=f"d{step}"), 0.0)
+    assert made.counters["groups_trained"] == 12, "repeated steps count once"
+    assert made.counters["diverged"] == 0 and made.buffer.version == 3
+
+
+def diverged_at_2(made):
+    """Steps 1 and 2 are made, groups of versions 1 and 2 are here; another learner makes other weights of step 2."""
+    for step in (1, 2):
+        make_step(made, step, versions=[step - 1])
+    old = next(iter(made.buffer.slots))
+    new, running = lease(made, version=2, capacity=2)
+    made.handle("a", group_message(new, [2]), 0.0)
+    resumed_at(made, 1)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
+    sent(made, "a", m.Lease)
+    return old, new, running
+
+
+def test_after_a_divergence_only_what_older_policies_sampled_counts():
+    made = service()
+    old, new, running = diverged_at_2(made)
+    slots = made.buffer.slots
+    assert made.counters["diverged"] == 1 and made.counters["superseded"] == 1
+    assert slots[old].state is SlotState.BUFFERED
+    assert slots[new.pass_, new.index].state is SlotState.QUEUED
+    assert (running.pass_, running.index) in [(x.pass_, x.index) for x in sent(made, "a", m.Cancel)]
+    made.handle("a", group_message(running, [2]), 0.0)
+    assert sent(made, "a", m.Ack)[-1].status == "superseded", "begun with a policy that is gone"
+    assert not lease(made, version=2, capacity=5), "the server still holds the policy that is gone"
+    again = lease(made, version=2, capacity=5, incarnation=2)
+    assert (new.pass_, new.index, 2) in [(x.pass_, x.index, x.attempt) for x in again]
+
+
+def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
+    made = service()
+    for step in (1, 2, 3):
+        ids = make_step(made, step, versions=[step - 1])
+    lease(made, version=3, capacity=2)
+    resumed_at(made, 1)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
+    assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
+
+
+def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_gone():
+    made = service()
+    make_step(made, 1, versions=[0])
+    (first,) = lease(made, version=1)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
+    made.desk.expire(100.0)
+    resumed_at(made, 0)
+    made.handle("l2", m.Take(step=1, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=2), 0.0)
+    made.handle("a", group_message(first, [1]), 0.0)
+    assert sent(made, "a", m.Ack)[-1].status == "superseded"
+
+
+def test_a_learner_that_starts_with_other_weights_diverges_at_once():
+    made = service()
+    make_step(made, 1, versions=[0])
+    resumed_at(made, 1, digest="other")
+    assert made.counters["diverged"] == 1 and made.buffer.line.digest(1) == "other"
+
+
+def test_an_earlier_loss_is_remembered_after_a_later_one():
+    made = service()
+    made.desk.lose(2, 2)
+    made.desk.lose(5, 3)
+    peer = made.peers.get("a")
+    peer.incarnation, peer.version = 1, 3
+    assert not made.desk.is_on_line(peer)
+    peer.incarnation = 2
+    assert made.desk.is_on_line(peer)
+    peer.version = 5
+    assert not made.desk.is_on_line(peer)
+    made.desk.lose(1, 4)
+    assert made.desk.gone == [(4, 1)]
+
+
+def test_a_version_that_died_with_its_learner_and_an_uncommitted_step_is_not_trusted():
+    made = service()
+    make_step(made, 1, versions=[0])
+    here, running, *_ = lease(made, version=1, capacity=4)
+    made.handle("l", m.Take(step=2, rank=0), 0.0)
+    assert sent(made, "l", m.Batch)
+    made.handle("a", m.LeaseRequest(capacity=4, version=2, incarnation=1), 0.0)  # published; the commit was lost
+    made.handle("a", group_message(here, [1, 2]), 0.0)
+    assert sent(made, "a", m.Ack)[-1].status == "accepted"
+    resumed_at(made, 1)
+    assert made.buffer.slots[here.pass_, here.index].state is SlotState.QUEUED
+    assert (running.pass_, running.index) in [(x.pass_, x.index) for x in sent(made, "a", m.Cancel)]
+    made.handle("a", group_message(running, [1, 2]), 0.0)
+    assert sent(made, "a", m.Ack)[-1].status == "superseded"
+    assert not lease(made, version=2, capacity=5)
+
+
+def test_on_divergence_stop_ends_the_run():
+    made = service(replay__on_divergence="stop")
+    diverged_at_2(made)
+    assert made.failed and "replay.on_divergence is 'stop'" in made.ended
+
+
+def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
+    made = service(data__eval="x", evaluation__num_prompts=1)
+    made.evaluations.rows = [{}]
+    made.evaluations.board.modes = [True]
+    made.handle("l", m.Evaluate(version=1), 0.0)
+    make_step(made, 1, versions=[0])
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
+    result = m.EvaluationResult(
+        version=1, greedy=True, seconds=1.0, texts=["a"], finish_reasons=["stop"],
+        rewards=np.ones(1, dtype=np.float32), lengths=np.ones(1, dtype=np.int32),
+    )  # fmt: skip
+    made.handle("a", result, 0.0)
+    assert made.evaluations.board.closed == {1: ""}
+    resumed_at(made, 1, digest="d1")
+    made.handle("l2", m.Evaluate(version=1), 0.0)
+    assert len(sent(made, "l2", m.EvaluationResult)) == 1, "the same policy: its result is known"
+    learner(made, "l3", version=1, digest="other")
+    made.handle("l3", m.Evaluate(version=1), 0.0)
+    assert not sent(made, "l3", m.EvaluationResult)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=2), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=3), 0.0)
+    assert len(sent(made, "a", m.EvaluationLease)) == 2, "at first, and again once the new policy is live"
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_group_that_was_too_old_is_not_taken_in_again(held):
+    made = service(replay__on_stale="drop", replay__async_lag=0)
+    (given,) = lease(made)
+    made.handle("a", group_message(given, [0]), 0.0)
+    slot = made.buffer.slots[given.pass_, given.index]
+    made.buffer.lease_again(slot)
+    if held:
+        lease(made, "b")
+    sent(made, "a", m.Ack)
+    made.handle("a", group_message(given, [0]), 0.0)
+    assert sent(made, "a", m.Ack)[-1].status == "superseded" and slot.group is None

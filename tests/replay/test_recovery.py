@@ -1,0 +1,321 @@
+"""Replay restarted from its journal: what it had decided stands, what it told nobody of never happened."""
+
+import logging
+
+import pytest
+from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
+
+from replay import messages as m
+from replay.journal import JournalError, JournalReader, JournalWriter
+from replay.leases import SlotState
+from replay.recovery import boot_fields, restore, whole_line
+from scripts.simulation.journal import SimulatedJournal
+from scripts.simulation.world import comparable
+
+
+def restarted(made, *, records=None, now=100.0, num_rows=40, **overrides):
+    """Another service, from what the journal of the first one has."""
+    journal = made.journal.crash(None)
+    if records is not None:
+        journal.records = journal.records[:records]
+        journal.flushed = min(journal.flushed, records)
+    again = bare_service(config(**{"placement__split": "1:1", **overrides}), journal=journal, num_rows=num_rows)
+    restore(again, list(journal.records[journal.newest_snapshot() :]), now)
+    return again
+
+
+def same(made, again):
+    """Whether one is as good as the other."""
+    found, wanted = comparable(again), comparable(made)
+    return {key: (found[key], wanted[key]) for key in wanted if found[key] != wanted[key]} == {}
+
+
+def busy(**overrides):
+    """A service with two steps made, one batch out, groups here, leases running, and some that have failed."""
+    made = service(**overrides)
+    made.journal.append("boot", boot_fields(made.config, made.source.state(), 1))
+    for step in (1, 2):
+        make_step(made, step, versions=[step - 1])
+    running = lease(made, version=2, capacity=3)
+    made.handle("a", group_message(running[0], [2]), 1.0)
+    made.handle("a", m.Cancel(pass_=0, index=running[1].index, attempt=1, reason="engine_error"), 1.0)
+    made.handle("l", m.Take(step=3, rank=0), 1.0)
+    assert sent(made, "l", m.Batch)
+    return made
+
+
+def test_a_restart_gives_back_the_whole_state():
+    made = busy()
+    again = restarted(made)
+    assert same(made, again)
+    assert again.buffer.in_flight == made.buffer.in_flight > 4
+    made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
+    made.handle("l", m.Checkpointed(step=3, kept=[2, 3]), 1.0)
+    lease(made, version=3, capacity=9)
+    made.handle("b", m.LeaseRequest(capacity=2, version=3, incarnation=1), 1.0)
+    assert made.journal.newest_snapshot() > 0 and same(made, restarted(made))
+
+
+def test_every_prefix_of_the_journal_is_a_state_that_goes_on():
+    made = busy()
+    for count in range(len(made.journal.records)):
+        again = restarted(made, records=count)
+        assert again.incarnation <= 1 and again.buffer.in_flight <= again.buffer.max_groups + 4
+        learner(
+            again, "l2", now=100.0, version=again.buffer.version, digest=again.buffer.line.digest(again.buffer.version)
+        )
+        again.tick(101.0)
+        assert again.ended is None
+
+
+def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not():
+    made = service()
+    first, second = lease(made, "a")[0], lease(made, "b")[0]
+    again = restarted(made)
+    assert set(again.missing) == {"a", "b"}
+    again.handle("a", m.Heartbeat(), 101.0)
+    assert "say Hello first" in sent(again, "a", m.Refused)[-1].reason
+    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    again.handle("a", group_message(first, [0]), 102.0)
+    assert sent(again, "a", m.Ack)[-1].status == "accepted"
+    again.tick(109.0)
+    assert again.buffer.slots[0, second.index].state is SlotState.LEASED, "it has time to come back"
+    again.tick(110.5)
+    assert again.buffer.slots[0, second.index].state is SlotState.QUEUED
+    assert not again.missing
+
+
+def test_leases_of_a_snapshot_have_a_deadline_again():
+    made = busy()
+    made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
+    made.handle("l", m.Checkpointed(step=3, kept=[3]), 1.0)
+    again = restarted(made, now=500.0)
+    held = [slot for slot in again.buffer.slots.values() if slot.state is SlotState.LEASED]
+    assert held and {slot.deadline for slot in held} == {510.0}
+    again.desk.expire(505.0)
+    assert all(slot.state is SlotState.LEASED for slot in held)
+
+
+def test_a_group_that_was_accepted_and_not_acked_is_a_duplicate_after_the_restart():
+    made = service()
+    (given,) = lease(made)
+    made.handle("a", group_message(given, [0]), 1.0)
+    again = restarted(made)
+    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    again.handle("a", group_message(given, [0]), 101.0)
+    assert sent(again, "a", m.Ack)[-1].status == "accepted" and again.counters["duplicate_groups"] == 1
+
+
+def test_a_learner_that_was_there_comes_back_as_the_same_incarnation():
+    made = busy()
+    again = restarted(made)
+    learner(again, "l", incarnation=1, bus_address="tcp://bus")
+    assert sent(again, "l", m.Welcome)[-1].incarnation == 1 and again.incarnation == 1
+    assert again.incarnations.bus_address == "tcp://bus"
+    again.handle("l", m.Take(step=3, rank=0), 101.0)
+    (batch,) = sent(again, "l", m.Batch)
+    assert [tuple(g) for g in batch.group_ids] == [t.group_id for t in made.buffer.line.steps[3].groups]
+    again.handle("l", m.Committed(step=3, digest="d3"), 102.0)
+    assert again.buffer.version == 3
+
+
+def test_a_process_whose_first_hello_was_not_answered_is_not_counted_twice():
+    made = busy()
+    again = restarted(made)
+    learner(again, "l", incarnation=0)
+    assert again.incarnation == 1
+
+
+def two_ranks(made):
+    """The same with two learner ranks, both of which hold their part of batch 1."""
+    made.batch_desk.num_ranks = 2
+    made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
+    for given in lease(made, capacity=9):
+        made.handle("a", group_message(given, [0]), 1.0)
+    for rank, identity in enumerate(("l", "l1")):
+        made.handle(identity, m.Take(step=1, rank=rank), 1.0)
+    return made
+
+
+def back(again):
+    """Both ranks say Hello to a replay that was restarted."""
+    again.batch_desk.num_ranks = 2
+    for rank, identity in enumerate(("l", "l1")):
+        hello = m.Hello(role="learner", name=f"learner-{rank}", pid=1, host="h", rank=rank, incarnation=1)
+        again.handle(identity, hello, 101.0)
+    return again
+
+
+def test_ranks_that_all_hold_their_part_may_begin_after_a_restart():
+    again = back(restarted(two_ranks(service())))
+    again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
+    assert not sent(again, "l", m.Proceed)
+    again.handle("l1", m.Take(step=1, rank=1, have=True), 101.0)
+    assert sent(again, "l", m.Proceed) and sent(again, "l1", m.Proceed)
+
+
+def test_a_rank_gets_its_part_when_the_other_had_it_before_the_restart():
+    again = back(restarted(two_ranks(service())))
+    again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
+    again.handle("l1", m.Take(step=1, rank=1), 101.0)
+    assert sent(again, "l1", m.Batch)
+
+
+def test_a_rank_whose_proceed_was_lost_follows_the_one_that_has_begun():
+    made = two_ranks(service())
+    for rank, identity in enumerate(("l", "l1")):
+        made.handle(identity, m.Take(step=1, rank=rank, have=True), 1.0)
+    again = back(restarted(made))
+    again.handle("l1", m.Take(step=1, rank=1, have=True), 101.0)
+    assert sent(again, "l1", m.Proceed), "rank 0 is in a collective and says nothing"
+
+
+def test_ranks_of_the_last_learner_do_not_speak_for_the_next_one():
+    made = two_ranks(service())
+    learner(made, "l2", version=0)
+    made.handle("l1", m.Take(step=1, rank=1, have=True), 2.0)
+    assert "say Hello first" in sent(made, "l1", m.Refused)[-1].reason
+    assert not made.batch_desk.haves
+
+
+def test_a_divergence_that_was_half_written_is_completed():
+    made = busy()
+    running = next(slot.group_id for slot in made.buffer.slots.values() if slot.state is SlotState.LEASED)
+    learner(made, "l2", version=1, digest="d1")
+    made.handle("l2", m.Take(step=2, rank=0), 2.0)
+    made.handle("l2", m.Committed(step=2, digest="other"), 2.0)
+    kinds = [record.kind for record in made.journal.records]
+    for count in range(kinds.index("diverged") - 1, len(kinds) + 1):
+        again = restarted(made, records=count)
+        if "other" in [record.fields.get("digest") for record in made.journal.records[:count]]:
+            assert again.buffer.line.ahead(2) == [] and again.buffer.line.digest(2) == "other"
+            assert again.desk.gone == [(2, 2)]
+            assert again.buffer.slots[running].voided >= 1
+
+
+def test_a_start_with_other_weights_that_was_half_written_is_completed():
+    made = busy()
+    learner(made, "l2", version=2, digest="other")
+    count = [record.kind for record in made.journal.records].index("diverged")
+    again = restarted(made, records=count)
+    assert again.counters["diverged"] == 1 and again.buffer.line.digest(2) == "other"
+
+
+def test_nothing_leaves_while_the_disk_is_full():
+    made = service()
+    made.is_written(0.0)
+    made.outbox.clear()
+    made.journal.full = True
+    lease(made)
+    made.handle("b", m.LeaseRequest(capacity=1, version=0, incarnation=1), 1.0)
+    assert made.outbox and not made.is_written(1.0) and made.counters["journal_full"] == 1
+    assert not made.is_written(1.0 + made.config.learner.batch_deadline_s)
+    assert made.is_written(2.0 + made.config.learner.batch_deadline_s), "Goodbyes are no promise"
+    assert made.failed and "[full]" in made.ended and all(isinstance(said, m.Goodbye) for _, said in made.outbox)
+
+
+def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
+    made = busy(checkpoint__keep=1)
+    made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
+    released = []
+    monkeypatch.setattr(
+        made.journal, "release", lambda first: released.append((first, made.journal.flushed, len(made.journal.records)))
+    )
+    made.handle("l", m.Checkpointed(step=3, kept=[2, 3]), 2.0)
+    ((first, flushed, records),) = released
+    assert flushed == records, "a crash right after must find the snapshot"
+    assert first == 1, "step 3 may come again, and its groups are in the first file"
+    made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
+    assert released[-1][0] == min(
+        [made.journal.segment, *(s.location.segment for s in made.buffer.slots.values() if s.location)]
+    )
+
+
+def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
+    made = busy()
+    made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
+    made.journal.full = True
+    made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
+    assert made.journal.segment == 1 and made.journal.released == 0
+    made.journal.full = False
+    assert made.is_written(3.0) and same(made, restarted(made))
+
+
+def test_a_journal_of_another_dataset_or_run_is_refused():
+    made = busy()
+    with pytest.raises(JournalError, match=r"data\.train: .*dataset of rows 40, now it is 39"):
+        restarted(made, num_rows=39)
+    with pytest.raises(JournalError, match=r"rollout\.groups_per_step: .*written with 4, now it is 5"):
+        restarted(made, rollout__groups_per_step=5)
+
+
+def test_a_lease_of_another_prompt_than_the_next_one_is_damage():
+    made = service()
+    lease(made)
+    journal = made.journal.crash(None)
+    at = [record.kind for record in journal.records].index("lease")
+    journal.records[at].fields["group"] = [0, 17]
+    again = bare_service(config(placement__split="1:1"), journal=journal)
+    with pytest.raises(JournalError, match=r"leases prompt \(0, 17\), and the dataset's next is \(0, 0\)"):
+        restore(again, journal.records, 1.0)
+
+
+def test_the_line_for_a_replay_is_the_surviving_one():
+    made = busy()
+    make_step_3 = [t.group_id for t in made.buffer.line.steps[3].groups]
+    made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
+    player = bare_service(config(placement__split="1:1"), journal=made.journal)
+    whole_line(player, made.journal.records)
+    assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "d2", 3: "d3"}
+    assert [t.group_id for t in player.buffer.line.steps[3].groups] == make_step_3
+    learner(made, "l2", version=1, digest="d1")
+    made.handle("l2", m.Take(step=2, rank=0), 2.0)
+    made.handle("l2", m.Committed(step=2, digest="other"), 2.0)
+    player = bare_service(config(placement__split="1:1"), journal=made.journal)
+    whole_line(player, made.journal.records)
+    assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "other"}
+
+
+def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_does_not_come_back():
+    made = service(data__eval="x", evaluation__num_prompts=1)
+    made.evaluations.rows = [{}]
+    made.evaluations.board.modes = [True]
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0, incarnation=1), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    again = bare_service(made.config, journal=made.journal.crash(None), evaluation_rows=[{}])
+    again.evaluations.board.modes = [True]
+    restore(again, made.journal.records, 100.0)
+    learner(again, "l", incarnation=1, now=100.0)
+    again.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0)
+    again.handle("b", m.LeaseRequest(capacity=0, version=0, incarnation=1), 100.0)
+    assert not sent(again, "b", m.EvaluationLease)
+    again.handle("b", m.Heartbeat(), 109.0)
+    again.tick(111.0)
+    assert sent(again, "b", m.EvaluationLease)
+
+
+def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
+    caplog.set_level(logging.ERROR)
+    folder = tmp_path / "journal"
+    journal = JournalWriter(folder, "run", fsync="never")
+    made = service(journal=journal)
+    make_step(made, 1)
+    lease(made, version=1, capacity=2)
+    journal.close()
+    whole = (folder / "000001.seg").read_bytes()
+    states = set()
+    for size in range(len(whole), len(whole) - 400, -7):
+        (folder / "000001.seg").write_bytes(whole[:size])
+        reader = JournalReader(folder)
+        again = bare_service(config(placement__split="1:1"), journal=SimulatedJournal())
+        records = list(reader.records(cut=True))
+        writer = JournalWriter(folder, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+        again.journal = writer
+        restore(again, records, 5.0)
+        writer.append("end", {"reason": "", "failed": False})
+        writer.close()
+        assert [record.kind for record in JournalReader(folder).records()][-1] == "end"
+        states.add((again.buffer.version, len(again.buffer.slots)))
+        assert again.buffer.in_flight <= made.buffer.in_flight + 4
+    assert states and len(records) > 3

@@ -1,0 +1,389 @@
+"""Partial rollouts from server to server: a real engine, generator and server dies midway, another one goes on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_oracle import DEADLINE_S, Gate, hf_tensors, load_model, logprobs_of
+
+from configs import Config
+from replay import messages as m
+from replay.channel.frames import decode, encode
+from replay.leases import Slot, SlotState
+from replay.partials import Partials
+from replay.validation import Bounds, problem_with
+from rollout_server.engines import Completion, Partial
+from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.generate import Generator, forced_length
+from rollout_server.progress import ProgressReports, prefixes_of
+from rollout_server.rewards import RewardPool
+from rollout_server.server import RolloutServer
+from rollout_server.tasks import Task
+from scripts.bench.random_model import SHAPES, make
+
+GROUP, CAP, STEP, SEED = 4, 30, 12, 11
+PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}
+GROUP_ID = (0, 3)
+BOUNDS = Bounds(1, SHAPES["tiny"].vocab)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Version 0 and version 1."""
+    paths = [tmp_path_factory.mktemp("models") / f"tiny{seed}" for seed in range(2)]
+    for seed, path in enumerate(paths):
+        make("tiny", path, seed)
+    return paths[0], paths[1]
+
+
+def config_of(folder: Path, *, partial_rollouts: bool = True, **rollout: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
+            "rollout": {"group_size": GROUP, "max_new_tokens": CAP, **rollout},
+            "replay": {"partial_rollouts": partial_rollouts},
+            "network": {"heartbeat_s": 0.01},
+        }
+    )
+
+
+class Wire:
+    """Takes a dealer's place: what the server sends goes through the wire format and is kept."""
+
+    run_id = "r1"
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(decode(encode(message, "r1", len(self.sent)), m.TO_REPLAY).message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if type(message) is kind]
+
+    def told(self) -> list[list[int]]:
+        return [entry for renew in self.of(m.Renew) for entry in renew.progress]
+
+
+@asynccontextmanager
+async def server_of(config: Config) -> AsyncIterator[tuple[RolloutServer, Wire]]:
+    wire = Wire()
+    engine = TorchEngine.from_folder(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
+    try:
+        async with RewardPool(config.reward) as rewards:
+            generator = Generator(config, engine, Task(config), rewards)
+            generator.task.stop_token_ids = ()
+            yield RolloutServer(config, generator, wire, name="server", fingerprint={}), wire  # type: ignore[arg-type]
+    finally:
+        await engine.close()
+
+
+def lease(attempt: int, **prefix: Any) -> m.Lease:
+    pass_, index = GROUP_ID
+    made = m.Lease(
+        pass_=pass_, index=index, attempt=attempt, min_version=0, lease_s=60.0, seed=SEED, prompt=PROMPT, **prefix
+    )
+    decoded = decode(encode(made, "r1", 1), m.FROM_REPLAY).message
+    assert isinstance(decoded, m.Lease)
+    return decoded
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("waited in vain")
+
+
+@asynccontextmanager
+async def working(server: RolloutServer, given: m.Lease) -> AsyncIterator[asyncio.TaskGroup]:
+    """The server works on a lease, and beats."""
+    async with asyncio.TaskGroup() as tasks:
+        await server.handle(given, tasks)
+        beating = tasks.create_task(server.beat())
+        yield tasks
+        beating.cancel()
+
+
+def run(main: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+class Killed(Exception):
+    """Ends a server with all that it does."""
+
+
+async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch) -> Partials:
+    """What replay knows of a group when its first server dies after STEP + 1 tokens of each answer."""
+    partials = Partials(GROUP, CAP)
+    slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
+    gate = Gate(monkeypatch, STEP)
+    async with server_of(config) as (server, wire):
+        with pytest.raises(ExceptionGroup) as ended:
+            async with working(server, lease(1)):
+                await gate.reached()
+                pausing = await gate.posted(server.engine.pause("keep_kv"))
+                gate.release()
+                await pausing
+                beats = len(wire.sent)
+                await until(lambda: len(wire.sent) >= beats + 4)
+                raise Killed
+        assert ended.group_contains(Killed)
+        for message in wire.of(m.Renew):
+            assert partials.take(message, {0: slot}, BOUNDS) == []
+    return partials
+
+
+@pytest.mark.parametrize("median", [0, 12], ids=["one request", "one for each answer"])
+def test_a_second_server_goes_on_from_what_the_first_one_told(
+    median: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(folders[0], forced_length_median=median)
+    models = [load_model(folder) for folder in folders]
+    lengths = [CAP] * GROUP
+    if median:
+        lengths = [forced_length(SEED, i, median=median, sigma=0.7, limit=CAP) for i in range(GROUP)]
+        assert min(lengths) < STEP < max(lengths), "some have ended when the server dies"
+
+    async def main() -> None:
+        partials = await told_before_it_died(config, monkeypatch)
+        fields = partials.prefix(GROUP_ID, 0)
+        begun = fields["prefix_lengths"].tolist()
+        assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
+        ended = ["length" if told == length else "" for told, length in zip(begun, lengths, strict=True)]
+        assert fields["prefix_finished"] == ended and len(set(ended)) == (2 if median else 1)
+        async with server_of(config) as (server, wire):
+            await server.engine.pause("keep_kv")
+            await server.engine.load(hf_tensors(models[1]).items(), 1)
+            await server.engine.resume()
+            async with working(server, lease(2, **fields)):
+                await until(lambda: wire.of(m.Group))
+            (group,) = wire.of(m.Group)
+        check_group(group, config, models, lengths, fields)
+
+    run(main)
+
+
+def check_group(group: m.Group, config: Config, models: list[Any], lengths: list[int], fields: dict[str, Any]) -> None:
+    """The group is acceptable, begins with what was told, and each logprob is that of the weights of its version."""
+    slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=2)
+    assert problem_with(group, slot, config, BOUNDS) is None
+    assert group.lengths.tolist() == lengths
+    parts = [np.split(a, np.cumsum(lengths)[:-1]) for a in (group.token_ids, group.logprobs, group.versions)]
+    told = np.split(fields["prefix_token_ids"], np.cumsum(fields["prefix_lengths"])[:-1])
+    for first, token_ids, logprobs, versions in zip(told, *parts, strict=True):
+        before = len(first)
+        answer = Completion(token_ids=token_ids, logprobs=logprobs, versions=versions, finish_reason="length")
+        assert token_ids[:before].tolist() == first.tolist()
+        assert versions.tolist() == [0] * before + [1] * (len(token_ids) - before)
+        by_version = torch.stack([logprobs_of(model, group.prompt_ids.tolist(), answer) for model in models])
+        expected = by_version[torch.from_numpy(versions).long(), torch.arange(len(versions))]
+        assert float((torch.from_numpy(logprobs) - expected).abs().max()) <= 1e-5
+        assert float((by_version[0] - by_version[1]).abs().min()) > 1e-4, "the weights are told apart"
+
+
+def test_answers_that_wait_for_their_rewards_are_told_whole(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has forgotten them by then."""
+
+    async def main() -> None:
+        partials, released = Partials(GROUP, CAP), asyncio.Event()
+        slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
+        async with server_of(config_of(folders[0])) as (server, wire):
+            score = server.generator.rewards.score
+
+            async def slow(samples: Any) -> Any:
+                await released.wait()
+                return await score(samples)
+
+            monkeypatch.setattr(server.generator.rewards, "score", slow)
+            async with working(server, lease(1)):
+                await until(lambda: sum(entry[4] > 0 for entry in wire.told()) == GROUP)
+                for message in wire.of(m.Renew):
+                    assert partials.take(message, {0: slot}, BOUNDS) == []
+                released.set()
+                await until(lambda: wire.of(m.Group))
+            (group,) = wire.of(m.Group)
+        fields = partials.prefix(GROUP_ID, 0)
+        assert fields["prefix_finished"] == group.finish_reasons
+        assert fields["prefix_token_ids"].tolist() == group.token_ids.tolist()
+        assert server.generator.progress("0/3/1", [0] * GROUP)[0].token_ids.size == 0, "and forgotten here"
+
+    run(main)
+
+
+def test_nothing_is_told_where_the_key_is_off(folders: tuple[Path, Path]) -> None:
+    async def main() -> None:
+        async with server_of(config_of(folders[0], partial_rollouts=False)) as (server, wire):
+            await server.engine.pause("keep_kv")
+            async with working(server, lease(1)):
+                await until(lambda: len(wire.of(m.Renew)) > 1)
+                await server.engine.resume()
+                await until(lambda: wire.of(m.Group))
+            renewed = wire.of(m.Renew)
+        assert all(r.leases[0][:3] == [*GROUP_ID, 1] and not r.progress and not r.token_ids.size for r in renewed)
+
+    run(main)
+
+
+def test_a_server_that_joins_again_tells_everything_again(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay may have started anew; what comes before its Hello is not heard."""
+    gate = Gate(monkeypatch, STEP)
+
+    async def main() -> None:
+        async with server_of(config_of(folders[0])) as (server, wire), working(server, lease(1)) as tasks:
+            await gate.reached()
+            pausing = await gate.posted(server.engine.pause("keep_kv"))
+            gate.release()
+            await pausing
+            beats = len(wire.sent)
+            await until(lambda: len(wire.sent) >= beats + 4)
+            assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
+            wire.sent.clear()
+            await server.handle(m.Refused(reason="say Hello first"), tasks)
+            await until(wire.told)
+            assert type(wire.sent[0]) is m.Hello
+            assert wire.told() == [[0, answer, 0, STEP + 1, 0] for answer in range(GROUP)]
+            await server.engine.resume()
+            await until(lambda: wire.of(m.Group))
+
+    run(main)
+
+
+# ---- what a Renew says, without an engine -----------------------------------------------------------------
+
+
+def a_prefix(tokens: list[int], reason: str = "", version: int = 3) -> Partial:
+    return Partial(
+        token_ids=np.array(tokens, np.int32),
+        logprobs=-np.array(tokens, np.float32) / 8,
+        versions=np.full(len(tokens), version, np.int32),
+        finish_reason=reason or None,  # type: ignore[arg-type]
+    )
+
+
+class Growing:
+    """Stands for a generator: answers of several leases that grow when the test says so."""
+
+    def __init__(self, leases: int) -> None:
+        self.answers = {f"{i}": [a_prefix([]) for _ in range(GROUP)] for i in range(leases)}
+
+    def grow(self, name: str, index: int, count: int, reason: str) -> None:
+        answer = self.answers[name][index]
+        if answer.finish_reason is None and count:
+            tokens = answer.token_ids.tolist()
+            self.answers[name][index] = a_prefix([*tokens, *range(len(tokens), len(tokens) + count)], reason)
+
+    def progress(self, request_id: str, since: Sequence[int]) -> list[Partial]:
+        return [answer.since(first) for answer, first in zip(self.answers[request_id], since, strict=True)]
+
+
+GROWTH = st.lists(
+    st.tuples(st.sampled_from("012"), st.integers(0, GROUP - 1), st.integers(0, 5), st.sampled_from(["", "", "stop"])),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(rounds=st.lists(GROWTH, max_size=6), most=st.integers(1, 9), restart_at=st.integers(0, 8))
+def test_whatever_grows_replay_ends_up_with_it(
+    rounds: list[list[tuple[str, int, int, str]]], most: int, restart_at: int
+) -> None:
+    """Through Renews of at most `most` tokens, and a restart of replay in between."""
+    source, reports = Growing(3), ProgressReports(GROUP, partial_rollouts=True, max_tokens=most)
+    partials, bounds = Partials(GROUP, 10**6), Bounds(9, None)
+    slots = {i: Slot((0, i), {}, min_version=0, attempt=1) for i in range(3)}
+    keys = [((0, i, 1), f"{i}") for i in range(3)]
+    number, silent = 0, 0
+    while silent < 2:
+        assert number < 500, "there is always something more to tell"
+        for grown in rounds[number] if number < len(rounds) else []:
+            source.grow(*grown)
+        if number == restart_at:
+            partials = Partials(GROUP, 10**6)
+            reports.begin_again()
+        renew = reports.renew(keys, {"1": 7}, source)
+        assert renew.leases == [[0, 0, 1, 0], [0, 1, 1, 7], [0, 2, 1, 0]]
+        assert renew.token_ids.size <= most
+        assert partials.take(renew, slots, bounds) == []
+        number += 1
+        silent = silent + 1 if number > max(len(rounds), restart_at) and not renew.progress else 0
+    for i in range(3):
+        fields = partials.prefix((0, i), 0)
+        held = source.answers[f"{i}"]
+        if not fields:
+            assert not any(answer.token_ids.size for answer in held)
+            continue
+        assert fields["prefix_finished"] == [answer.finish_reason or "" for answer in held]
+        for name in ("token_ids", "logprobs", "versions"):
+            assert fields[f"prefix_{name}"].tolist() == [x for a in held for x in getattr(a, name).tolist()]
+
+
+def with_prefixes(min_version: int = 0, **changes: Any) -> m.Lease:
+    fields: dict[str, Any] = {
+        "prefix_finished": ["", "stop", "", ""],
+        "prefix_lengths": np.array([2, 1, 0, 3], np.int32),
+        "prefix_token_ids": np.arange(6, dtype=np.int32),
+        "prefix_logprobs": np.zeros(6, np.float32),
+        "prefix_versions": np.array([3, 3, 2, 3, 4, 4], np.int32),
+    }
+    return replace(lease(2, **{**fields, **changes}), min_version=min_version)
+
+
+def test_a_prefix_that_is_too_old_for_the_lease_starts_anew_as_a_whole() -> None:
+    found = prefixes_of(with_prefixes(min_version=3), GROUP)
+    assert found is not None
+    assert [(p.token_ids.tolist(), p.finish_reason) for p in found] == [
+        ([0, 1], None),
+        ([], None),
+        ([], None),
+        ([3, 4, 5], None),
+    ]
+    found = prefixes_of(with_prefixes(min_version=4), GROUP)
+    assert found is not None
+    assert [p.token_ids.size for p in found] == [0, 0, 0, 0], "version 3 is among its tokens"
+
+
+BROKEN: dict[str, dict[str, Any]] = {
+    "answers": {"prefix_lengths": np.array([2, 1, 3], np.int32)},
+    "reasons": {"prefix_finished": ["", "stop"]},
+    "sum": {"prefix_lengths": np.array([2, 1, 0, 4], np.int32)},
+    "negative": {"prefix_lengths": np.array([2, 1, -1, 4], np.int32)},
+    "versions": {"prefix_versions": np.zeros(5, np.int32)},
+    "reason": {"prefix_finished": ["", "stop", "", "abort"]},
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_prefixes_that_do_not_fit_together_are_not_used_and_that_is_said(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prefixes_of(with_prefixes(**BROKEN[case]), GROUP) is None
+    assert "lease (0, 3), attempt 2: its prefixes are not used" in caplog.text
+
+
+def test_the_prefixes_of_a_lease_are_not_told_again() -> None:
+    reports, source = ProgressReports(GROUP, partial_rollouts=True), Growing(1)
+    given = with_prefixes(min_version=3)
+    reports.leased(given)
+    source.answers["0"] = prefixes_of(given, GROUP) or []
+    key = ((0, 3, 2), "0")
+    assert reports.renew([key], {}, source).progress == []
+    for index in (0, 1):
+        source.grow("0", index, 2, "")
+    assert reports.renew([key], {}, source).progress == [[0, 0, 2, 2, 0], [0, 1, 0, 2, 0]]
+    assert reports.renew([], {}, source).leases == []
+    assert len(reports.renew([key], {}, source).progress) == 3, "a lease that was gone is told from the start"
