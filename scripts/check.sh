@@ -18,7 +18,7 @@ check() {
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
 check "mypy" "$python" -m mypy
-check "layering and sizes" "$python" -m pytest tests/test_layering.py tests/test_sizes.py
+check "layering and sizes" "$python" -m pytest tests/test_layering.py tests/test_sizes.py tests/security/test_no_code.py
 if [ "${#failed[@]}" -gt 0 ]; then
     printf 'check.sh: failed: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
     exit 1

@@ -1,0 +1,205 @@
+"""A proxy between rollout servers and replay, in the hand of the harness: cut, slow, frozen, or with a message changed.
+
+It passes TCP on and reads ZMTP as it goes, so identities, handshakes and reconnects are the real ones. One asyncio loop
+in a thread serves all links; the harness's thread changes their state.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scripts.chaos.zmtp import GREETING_BYTES, Parcel, read_parcel
+
+Direction = Literal["up", "down"]
+"""`up` is from the rollout server to replay."""
+LOOK_S = 0.02
+
+
+@dataclass(slots=True)
+class Hand:
+    """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""
+
+    wanted: Callable[[Parcel], bool]
+    change: Callable[[Parcel], list[bytes]]
+    """The bytes that go on instead, a message each; none loses it."""
+    hold_for_next: bool = False
+    """Give it after the message that follows it."""
+    done: threading.Event = field(default_factory=threading.Event)
+    kind: str = ""
+    """Of the message that was changed."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One proxied address."""
+
+    upstream: tuple[str, int]
+    address: str = ""
+    delay_s: float = 0.0
+    """Wait before each message."""
+    frozen: set[Direction] = field(default_factory=set)
+    """Nothing passes in these directions; connections stay open."""
+    closed_until: float = 0.0
+    """No connection is accepted before this monotonic time."""
+    hands: dict[Direction, list[Hand]] = field(default_factory=lambda: {"up": [], "down": []})
+    holding: dict[Direction, str] = field(default_factory=dict)
+    """A kind of message that freezes its direction when it comes, before it passes."""
+    held: dict[Direction, threading.Event] = field(
+        default_factory=lambda: {"up": threading.Event(), "down": threading.Event()}
+    )
+    passed: dict[str, int] = field(default_factory=dict)
+    """Messages by kind."""
+    orphans: bool = False
+    """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
+    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether any direction is."""
+        return bool(self.frozen)
+
+
+class Proxy:
+    """All links of a run; a context manager."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
+        self._servers: list[asyncio.Server] = []
+        self._links: list[Link] = []
+
+    def __enter__(self) -> "Proxy":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._call(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def link(self, address: str) -> Link:
+        """A new link to `tcp://host:port`; its `address` is what the rollout server is given."""
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        link = Link((host, int(port)))
+        self._call(self._listen(link))
+        self._links.append(link)
+        return link
+
+    def cut(self, link: Link, *, closed_for_s: float = 0.0) -> None:
+        """Close its connections at both ends, and accept none for a while."""
+        link.closed_until = time.monotonic() + closed_for_s
+        self._call(self._abort(link))
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
+    async def _listen(self, link: Link) -> None:
+        server = await asyncio.start_server(lambda r, w: self._serve(link, r, w), "127.0.0.1", 0, limit=1 << 22)
+        link.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._servers.append(server)
+
+    async def _abort(self, link: Link) -> None:
+        for writer in list(link._open):
+            writer.transport.abort()
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        for link in self._links:
+            link.frozen, link.orphans = set(), False
+            await self._abort(link)
+
+    async def _serve(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection of a rollout server."""
+        try:
+            if time.monotonic() < link.closed_until:
+                return
+            up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=1 << 22)
+        except OSError:
+            return  # replay is not there: the client meets a closed connection, as without a proxy
+        finally:
+            if time.monotonic() < link.closed_until:
+                writer.transport.abort()
+        mine = {writer, up_writer}
+        link._open |= mine
+        up = asyncio.create_task(self._pump(link, "up", reader, up_writer))
+        down = asyncio.create_task(self._pump(link, "down", up_reader, writer))
+        try:
+            await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+            while link.orphans and up.done():  # noqa: ASYNC110 (another thread turns it off)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            for task in (up, down):
+                task.cancel()
+            await asyncio.gather(up, down, return_exceptions=True)
+            for end in mine:
+                end.transport.abort()
+            link._open -= mine
+
+    async def _pump(
+        self, link: Link, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Pass one direction of a connection on, message by message, until it ends."""
+        late: Hand | None = None
+        behind: list[bytes] = []
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
+            await _pass_greeting(reader, writer)
+            while True:
+                parcel = await read_parcel(reader)
+                await self._wait(link, direction, parcel)
+                pieces = [parcel.wire()]
+                if late is None:
+                    hand = _take_hand(link, direction, parcel)
+                    if hand is not None:
+                        pieces = hand.change(parcel)
+                        if hand.hold_for_next:
+                            late, behind, pieces = hand, pieces, []
+                        else:
+                            hand.done.set()
+                elif parcel.is_message:
+                    pieces += behind
+                    late.done.set()
+                    late = None
+                writer.writelines(pieces)
+                await writer.drain()
+
+    async def _wait(self, link: Link, direction: Direction, parcel: Parcel) -> None:
+        """Delays and freezes, before a message passes."""
+        if parcel.is_message:
+            kind = parcel.kind
+            if link.holding.get(direction) == kind:
+                del link.holding[direction]
+                link.frozen.add(direction)
+                link.held[direction].set()
+            link.passed[kind] = link.passed.get(kind, 0) + 1
+            if link.delay_s:
+                await asyncio.sleep(link.delay_s)
+        while direction in link.frozen:  # noqa: ASYNC110 (another thread lets it go)
+            await asyncio.sleep(LOOK_S)
+
+
+async def _pass_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Bytes as they come: each side sends the rest of its greeting only when it has seen how the other's begins."""
+    left = GREETING_BYTES
+    while left:
+        piece = await reader.read(left)
+        if not piece:
+            raise ConnectionError("ended in the greeting")
+        left -= len(piece)
+        writer.write(piece)
+
+
+def _take_hand(link: Link, direction: Direction, parcel: Parcel) -> Hand | None:
+    """The first hand that wants this message; it is used up."""
+    if not parcel.is_message:
+        return None
+    for hand in link.hands[direction]:
+        if hand.wanted(parcel):
+            link.hands[direction].remove(hand)
+            hand.kind = parcel.kind
+            return hand
+    return None

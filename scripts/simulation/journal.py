@@ -1,0 +1,64 @@
+"""A journal in memory whose disk can be full, and that loses what was not written when its process dies."""
+
+import random
+from typing import Any
+
+import msgpack
+
+from replay.journal import JournalFull, Location, MemoryJournal, Record
+from replay.journal.format import Frames
+from replay.messages import EvaluationResult, Group
+
+
+class SimulatedJournal(MemoryJournal):
+    """Implements `Journal`; `full` is for the simulation to set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = False
+        self.flushed = 0
+        """Records that are on the disk."""
+        self.history: list[Record] = []
+        """All records that ever were on the disk, whatever was cut or released since."""
+
+    def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
+        """See `Journal.append`; the fields are kept as the file would have them."""
+        plain = msgpack.unpackb(msgpack.packb(fields), strict_map_key=False)
+        return super().append(kind, plain, frames)
+
+    def flush(self) -> None:
+        """See `Journal.flush`."""
+        if self.full:
+            raise JournalFull("simulated journal: no space left; nothing is lost")
+        self.history += self.records[self.flushed :]
+        self.flushed = len(self.records)
+
+    def read(self, location: Location) -> Group | EvaluationResult:
+        """See `Journal.read`."""
+        if location.offset >= self.flushed:
+            self.flush()
+        return super().read(location)
+
+    def begin_segment(self) -> None:
+        """See `Journal.begin_segment`."""
+        self.flush()
+        super().begin_segment()
+        self.append("segment", {"format": 1, "number": self.segment, "run_id": "simulated"})
+
+    def crash(self, rng: random.Random | None) -> "SimulatedJournal":
+        """What the next process finds: all that was flushed and, with `rng`, some of what was not; without it, all."""
+        found = SimulatedJournal()
+        last = len(self.records)
+        if rng is not None:
+            last = self.flushed if self.full else rng.randint(self.flushed, last)
+        found.records = self.records[:last]
+        found.flushed = last
+        found.history = self.history + self.records[self.flushed : last]
+        found.segment = max((record.location.segment for record in found.records), default=1)
+        found.size_bytes, found.released = self.size_bytes, self.released
+        found._frames = {place: frames for place, frames in self._frames.items() if place[1] < last}
+        return found
+
+    def newest_snapshot(self) -> int:
+        """Index of the record that recovery begins at; 0 without a snapshot."""
+        return max((index for index, record in enumerate(self.records) if record.kind == "snapshot"), default=0)

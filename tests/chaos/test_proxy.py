@@ -1,0 +1,161 @@
+"""The proxy between real ZeroMQ sockets: what passes unharmed, and what each fault does to messages."""
+
+import time
+
+import pytest
+import zmq
+
+from replay.channel import Dealer, WireError, decode, encode
+from replay.messages import FROM_REPLAY, TO_REPLAY, Cancel, Heartbeat, Renew
+from scripts.chaos.proxy import Hand, Proxy
+from scripts.chaos.zmtp import largest_array
+
+
+@pytest.fixture
+def ends():
+    """(router socket, dealer through the proxy, proxy, link)"""
+    with Proxy() as proxy, zmq.Context() as context:
+        router = context.socket(zmq.ROUTER)
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        link = proxy.link(f"tcp://127.0.0.1:{port}")
+        with Dealer(link.address, "me", FROM_REPLAY) as dealer:
+            yield router, dealer, proxy, link
+        router.close()
+
+
+def arrived(router, timeout_s=5.0):
+    """The next message at the router."""
+    assert router.poll(int(timeout_s * 1000)), "nothing came"
+    _, *frames = router.recv_multipart()
+    return decode(frames, TO_REPLAY).message
+
+
+def heard(router, count):
+    return [arrived(router).activity for _ in range(count)]
+
+
+def say(dealer, *activities):
+    for activity in activities:
+        dealer.send(Heartbeat(activity=activity))
+
+
+def hand_on(link, direction, **fields):
+    hand = Hand(wanted=lambda parcel: True, **fields)
+    link.hands[direction].append(hand)
+    return hand
+
+
+def test_messages_pass_both_ways_with_their_identity(ends):
+    router, dealer, _, link = ends
+    say(dealer, "a" * 300)
+    assert router.poll(5000)
+    identity, *frames = router.recv_multipart()
+    assert identity == b"me" and decode(frames, TO_REPLAY).message.activity == "a" * 300
+    router.send_multipart([identity, *encode(Heartbeat(activity="back"), "r", 1)])
+    assert dealer.poll(5.0).message.activity == "back"
+    assert link.passed == {"Heartbeat": 2}
+
+
+@pytest.mark.parametrize("frame", ["header", "array"])
+def test_a_flipped_bit_is_found_by_the_checksum(ends, frame):
+    router, dealer, _, link = ends
+    hand = hand_on(
+        link,
+        "up",
+        change=lambda parcel: [parcel.flipped(largest_array(parcel) if frame == "array" else 0, 0.5).wire()],
+    )
+    dealer.send(Renew(leases=[[0, 1, 1, 5]], token_ids=[1, 2, 3]))
+    with pytest.raises(WireError):
+        arrived(router)
+    assert hand.done.is_set() and hand.kind == "Renew"
+    say(dealer, "next")
+    assert arrived(router).activity == "next", "the connection lives and the next message is whole"
+
+
+def test_a_message_is_given_twice(ends):
+    router, dealer, _, link = ends
+    hand_on(link, "up", change=lambda parcel: [parcel.wire()] * 2)
+    say(dealer, "once", "next")
+    assert heard(router, 3) == ["once", "once", "next"]
+
+
+def test_a_message_is_given_after_the_next(ends):
+    router, dealer, _, link = ends
+    hand = hand_on(link, "up", change=lambda parcel: [parcel.wire()], hold_for_next=True)
+    say(dealer, "first", "second", "third")
+    assert heard(router, 3) == ["second", "first", "third"] and hand.done.is_set()
+
+
+def test_a_message_is_lost(ends):
+    router, dealer, _, link = ends
+    hand_on(link, "up", change=lambda parcel: [])
+    say(dealer, "first", "second")
+    assert heard(router, 1) == ["second"]
+
+
+def test_a_cut_link_comes_back_when_it_may(ends):
+    router, dealer, proxy, link = ends
+    say(dealer, "before")
+    arrived(router)
+    proxy.cut(link, closed_for_s=0.6)
+    started = time.monotonic()
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    time.sleep(0.1)
+    with pytest.raises(zmq.ZMQError):
+        router.send_multipart([b"me", *encode(Heartbeat(), "r", 1)])
+    say(dealer, "after")
+    assert arrived(router).activity == "after"
+    assert time.monotonic() - started > 0.5
+
+
+def test_a_frozen_direction_keeps_its_connection_and_loses_nothing(ends):
+    router, dealer, _, link = ends
+    say(dealer, "before")
+    arrived(router)
+    link.frozen.add("up")
+    say(dealer, "later")
+    assert not router.poll(300)
+    router.send_multipart([b"me", *encode(Heartbeat(activity="down"), "r", 1)])
+    assert dealer.poll(5.0).message.activity == "down", "the other direction is open"
+    link.frozen.clear()
+    assert arrived(router).activity == "later"
+
+
+def test_a_direction_freezes_before_a_kind_of_message(ends):
+    router, dealer, _, link = ends
+    link.holding["up"] = "Cancel"
+    say(dealer, "passes")
+    dealer.send(Cancel(pass_=0, index=1, attempt=1, reason="r"))
+    assert arrived(router).activity == "passes"
+    assert link.held["up"].wait(5) and not router.poll(200)
+    link.frozen.clear()
+    assert isinstance(arrived(router), Cancel)
+
+
+def test_an_orphaned_connection_stays_open_at_replay(ends):
+    router, _, _, link = ends
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    with router.context.socket(zmq.DEALER) as other:
+        other.identity = b"other"
+        other.connect(link.address)
+        other.send(b"before")
+        assert router.poll(5000) and router.recv_multipart()[0] == b"other"
+        link.orphans = True
+    time.sleep(0.3)
+    router.send_multipart([b"other", b"into the void"])
+    link.orphans = False
+    time.sleep(0.3)
+    with pytest.raises(zmq.ZMQError):
+        router.send_multipart([b"other", b"nobody"])
+
+
+def test_slow_links_delay_each_message(ends):
+    router, dealer, _, link = ends
+    say(dealer, "before")
+    arrived(router)
+    link.delay_s = 0.2
+    started = time.monotonic()
+    say(dealer, "one", "two")
+    arrived(router), arrived(router)
+    assert time.monotonic() - started >= 0.4

@@ -1,0 +1,76 @@
+"""The table of faults: everybody who speaks of a fault means the same one, and docs/faults.md prints what is used."""
+
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts.chaos.injection import Injector
+from scripts.chaos.logs import CLASSES, Logs
+from scripts.chaos.plan import make_plan, pairs
+from scripts.chaos.settings import VARIANTS
+from scripts.chaos.table import FAULTS, POINTS, as_markdown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_fault_of_the_table_can_be_done_and_no_other():
+    trial = SimpleNamespace(config=SimpleNamespace(network=SimpleNamespace(silent_after_s=1.0)))
+    assert Injector(trial, random.Random(0)).names == {fault.name for fault in FAULTS}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_row_holds_together(fault):
+    assert set(fault.points) <= set(POINTS) and fault.classes <= set(CLASSES)
+    for pattern in fault.says:
+        re.compile(pattern)
+        named = set(re.findall(r"\\\[(\w+)\\\]", pattern))
+        assert named <= fault.classes, "the line that names it has one of its classes"
+        assert named, pattern
+
+
+def test_the_page_prints_this_table():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    for row in as_markdown():
+        assert row in page, f"docs/faults.md lacks this row of `python -m scripts.chaos --table`: {row}"
+
+
+def test_a_plan_is_the_same_for_the_same_seed_and_another_for_another():
+    assert make_plan(1, 50, 20) == make_plan(1, 50, 20) != make_plan(2, 50, 20)
+
+
+def test_a_plan_has_as_many_faults_as_it_says_and_covers_the_pairs_first():
+    plan = make_plan(3, 200, 20)
+    assert [len(run.faults) for run in plan] == [20] * 10
+    planned = [(fault.fault, fault.point) for run in plan for fault in run.faults]
+    assert {name for name, _ in planned} == {fault.name for fault in FAULTS}
+    everything = {pair for variant in VARIANTS for pair in pairs(variant)}
+    assert set(planned) == everything, "200 faults are enough for every pair of fault and point"
+    for run in plan:
+        assert {(f.fault, f.point) for f in run.faults} <= set(pairs(run.variant))
+
+
+def test_only_takes_words():
+    assert {f.fault for run in make_plan(1, 30, 30, "cut, freeze up") for f in run.faults} == {"cut", "freeze up"}
+    assert not any(run.variant.keys for run in make_plan(1, 60, 5, "flip welcome")), (
+        "runs that cannot have it are left out"
+    )
+    with pytest.raises(ValueError, match="no fault of the table"):
+        make_plan(1, 5, 5, "nonsense")
+
+
+def test_logs_show_whole_lines_since_a_mark_in_all_files(tmp_path):
+    logs = Logs(tmp_path, [tmp_path / "by-hand.out"])
+    (tmp_path / "replay.log").write_text("old [corrupt]\n")
+    mark = logs.mark()
+    with (tmp_path / "replay.log").open("a") as file:
+        file.write("lost 'a' [closed]\nhalf a li")
+    (tmp_path / "by-hand.out").write_text("waited for replay [silent]\n")
+    assert [(line.log, line.classes) for line in logs.since(mark)] == [
+        ("replay.log", {"closed"}),
+        ("by-hand.out", {"silent"}),
+    ]
+    assert logs.first([r"nothing", r"waited .*\[silent\]"], mark).log == "by-hand.out"
+    assert logs.first([r"\[corrupt\]"], mark) is None

@@ -1,0 +1,280 @@
+"""The replay benchmark: honest load, exact books of CPU seconds, and a short run of the real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from configs.loading import load as load_config
+from replay import messages as m
+from replay.channel import load_keys
+from replay.leases import Slot
+from replay.prompts import load_rows
+from replay.validation import Bounds, problem_with
+from scripts import bench_replay
+from scripts.bench_replay_parts.board import FIELDS, Board
+from scripts.bench_replay_parts.learner import Fault, Learner
+from scripts.bench_replay_parts.payloads import Prepared, prepare
+from scripts.bench_replay_parts.process_cost import cost_of, resident_bytes, written_bytes
+from scripts.bench_replay_parts.run import MIB, memory, run_case
+from scripts.bench_replay_parts.settings import VOCAB_SIZE, Case, Load, Options, config_of, write_config
+from scripts.bench_replay_parts.settings import prepare as prepare_files
+from scripts.bench_replay_parts.table import table
+
+ROOT = Path(__file__).parents[2]
+LOAD = Load(pool=12, rows=8)
+
+
+def options(tmp_path: Path) -> Options:
+    return Options(load=LOAD, work=tmp_path, seconds=1, warmup_steps=1, checkpoint_every=2, limit_s=20)
+
+
+def lease(index: int, min_version: int) -> m.Lease:
+    return m.Lease(pass_=0, index=index, attempt=1, min_version=min_version, lease_s=60, seed=0, prompt={})
+
+
+@pytest.fixture(scope="module")
+def pool() -> list[Prepared]:
+    return prepare(LOAD)
+
+
+# ---- the load -------------------------------------------------------------------------------------------
+
+
+def test_groups_are_random_different_and_of_lognormal_lengths(pool: list[Prepared]) -> None:
+    lengths = np.concatenate([prepared.lengths for prepared in prepare(replace(LOAD, pool=60))])
+    assert abs(float(np.median(lengths)) / LOAD.median - 1) < 0.2
+    assert abs(float(np.log(lengths).std()) - LOAD.sigma) < 0.1
+    assert lengths.max() <= LOAD.cap
+    for field in ("token_ids", "logprobs", "prompt_ids"):
+        contents = {getattr(prepared, field).tobytes() for prepared in pool}
+        assert len(contents) == LOAD.pool
+        for content in contents:
+            # ids below 151,936 fill 17.2 of 32 bits, logprobs about 26 of 32
+            assert len(zlib.compress(content)) > 0.5 * len(content)
+    texts = [text for prepared in pool for text in prepared.texts]
+    assert len(set(texts)) == LOAD.pool * LOAD.group_size
+    assert len(zlib.compress("".join(texts).encode())) > 0.7 * sum(map(len, texts))
+
+
+def test_the_same_load_gives_the_same_groups(pool: list[Prepared]) -> None:
+    again, other = prepare(LOAD), prepare(replace(LOAD, seed=1))
+    assert again[3].logprobs.tobytes() == pool[3].logprobs.tobytes() != other[3].logprobs.tobytes()
+
+
+def test_groups_pass_replays_checks_and_have_versions_a_token(pool: list[Prepared], tmp_path: Path) -> None:
+    config = config_of(options(tmp_path), Case(curve=False), "x")
+    for index, prepared in enumerate(pool):
+        for min_version, version in ((0, 0), (3, 3), (3, 4)):
+            group = prepared.group(lease(index, min_version), version)
+            slot = Slot((0, index), {}, min_version, attempt=1)
+            assert problem_with(group, slot, config, Bounds(version, VOCAB_SIZE)) is None
+            assert set(np.unique(group.versions)) == {min_version, version}
+            stale = Slot((0, index), {}, version + 1, attempt=1)
+            assert "this lease needs" in (problem_with(group, stale, config, Bounds(version, VOCAB_SIZE)) or "")
+
+
+# ---- files and configuration ----------------------------------------------------------------------------
+
+
+def test_replay_can_read_what_is_prepared(tmp_path: Path) -> None:
+    prepare_files(options(tmp_path))
+    prepare_files(options(tmp_path))  # over what is there
+    for case in (Case(), Case(curve=False, fsync="every", lag=8)):
+        write_config(config_of(options(tmp_path), case, "case"), tmp_path / "case" / "config.yaml")
+        config = load_config(tmp_path / "case" / "config.yaml")
+        assert (config.replay.fsync, config.replay.async_lag) == (case.fsync, case.lag)
+        assert (load_keys(config.network.keys) is not None) == case.curve
+    rows = load_rows(config.data.train)
+    assert len({row["prompt"] for row in rows}) == LOAD.rows
+    LOAD.write(tmp_path / "load.json")
+    assert Load.read(tmp_path / "load.json") == LOAD
+
+
+def test_the_board_is_shared(tmp_path: Path) -> None:
+    mine = Board(tmp_path / "board", create=True)
+    theirs = Board(tmp_path / "board")
+    mine["steps"] = 7
+    theirs.add("tokens", 2**40)
+    theirs.add("tokens", 1)
+    assert theirs["steps"] == 7 and mine.read(["tokens", "steps"]) == {"tokens": 2**40 + 1, "steps": 7}
+    assert sum(mine[field] for field in FIELDS) == 2**40 + 8, "the other fields are untouched"
+
+
+# ---- the learner's checks -------------------------------------------------------------------------------
+
+
+def batch(step: int, indices: list[int], versions: list[int]) -> SimpleNamespace:
+    lengths = np.array([len(versions)])
+    return SimpleNamespace(step=step, group_ids=[[0, i] for i in indices], lengths=lengths, versions=np.array(versions))
+
+
+def test_a_batch_that_breaks_an_invariant_is_a_fault() -> None:
+    learner = Learner.__new__(Learner)
+    learner.trained = set()
+    learner.config = SimpleNamespace(  # type: ignore[assignment]
+        rollout=SimpleNamespace(groups_per_step=2), replay=SimpleNamespace(async_lag=1)
+    )
+    assert learner.check(batch(1, [4, 5], [0, 0, 0]), 1) == 3
+    with pytest.raises(Fault, match=r"group \(0, 5\) a second time"):
+        learner.check(batch(2, [5, 6], [1]), 2)
+    with pytest.raises(Fault, match="batch 3 of 2 groups came for step 2"):
+        learner.check(batch(3, [8, 9], [1]), 2)
+    with pytest.raises(Fault, match="of 1 groups"):
+        learner.check(batch(2, [8, 8], [1]), 2)
+    with pytest.raises(Fault, match="a token of version 2"):
+        learner.check(batch(5, [8, 9], [3, 2]), 5)
+
+
+# ---- the books ------------------------------------------------------------------------------------------
+
+
+def burn(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def test_cpu_seconds_of_all_threads_are_counted_and_told_apart(tmp_path: Path) -> None:
+    before = cost_of(os.getpid())
+    burn(0.3)
+    with_main = cost_of(os.getpid()).since(before)
+    assert 0.25 < with_main.main <= with_main.total + 0.02
+    thread = threading.Thread(target=burn, args=(0.3,))
+    thread.start()
+    thread.join()
+    both = cost_of(os.getpid()).since(before)
+    assert both.total > with_main.total + 0.25, "a thread that has ended counts"
+    assert both.main < with_main.main + 0.15, "but not as the main thread"
+    assert before.zmq_io == both.zmq_io or both.zmq_io < 0.1
+
+
+def test_bytes_written_and_memory(tmp_path: Path) -> None:
+    before = written_bytes(os.getpid())
+    (tmp_path / "file").write_bytes(bytes(3_000_000))
+    assert 3_000_000 <= written_bytes(os.getpid()) - before < 3_200_000
+    resting = resident_bytes(os.getpid())
+    block = np.ones(64 * MIB, dtype=np.uint8)
+    assert abs(resident_bytes(os.getpid()) - resting - block.nbytes) < 16 * MIB
+
+
+def test_growth_is_seen() -> None:
+    flat = memory([100 * MIB] * 40)
+    assert flat["rss_mib_by_quarter"] == [100.0] * 4 and flat["rss_mib_growth"] == 0
+    grows = memory([i * MIB for i in range(1, 401)])
+    assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0 and len(grows["rss_mib_curve"]) < 70
+    assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
+
+
+def test_the_table_and_the_report_have_every_case(tmp_path: Path) -> None:
+    flow = {
+        "case": "64 producers",
+        "tokens": 2_000_000,
+        "tokens_per_cpu_second": 5_500_000,
+        "groups_per_cpu_second": 70.0,
+        "cpu_seconds_main": 0.2,
+        "cpu_seconds_zmq_io": 0.1,
+        "cpu_seconds_other": 0.0,
+        "bytes_per_token_in": 17.1,
+        "bytes_per_token_out": 13.4,
+        "bytes_per_token_written": 17.2,
+        "rss_mib_by_quarter": [1.0, 2.0, 3.0, 4.0],
+    }
+    held = {
+        "case": "held",
+        "groups": 576,
+        "queued_mib": 200.0,
+        "rss_mib_empty": 60.0,
+        "rss_mib_full": 290.0,
+        "memory_over_queued": 1.15,
+        "producers": 64,
+        "idle_cpu_ms_per_second": 12.0,
+    }
+    failed = {"case": "1000 producers", "error": "replay ended with code 1"}
+    lines = table([flow, failed, held]).splitlines()
+    assert lines[2] == "| 64 producers | 5.50 | 70 | 100, 50, 0 | 17.1, 13.4, 17.2 | 1, 2, 3, 4 |"
+    assert "replay ended with code 1" in lines[3] and "1.15 ×" in lines[-1] and "12 ms of CPU" in lines[-1]
+    document = bench_replay.report([flow, held], options(tmp_path))
+    assert document["tokens_per_cpu_second"] == 5_500_000 and document["memory_over_queued"] == 1.15
+    assert bench_replay.report([failed], options(tmp_path))["error"] == failed["error"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.bench_replay", "--quick", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def left_behind(work: Path) -> list[str]:
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            try:
+                command = (process / "cmdline").read_text()
+            except OSError:
+                continue
+            found += [command] if str(work) in command else []
+    return found
+
+
+@pytest.mark.e2e
+def test_a_short_run_of_the_real_processes(tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out.json"
+    done = bench("--seconds", "1", "--producers", "3", "--work", str(work), "--out", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads(out.read_text()) == document
+    (result,) = document["results"]
+    assert document["tokens_per_cpu_second"] == result["tokens_per_cpu_second"] > 100_000
+    assert result["curve"] is True and result["fsync"] == "interval" and result["producers"] == 3
+    assert result["steps"] >= 1 and result["tokens"] > 0.8 * 64 * 8 * LOAD.median * result["steps"]
+    assert result["cpu_seconds"] == pytest.approx(result["tokens"] / result["tokens_per_cpu_second"], rel=0.05)
+    assert result["cpu_seconds_main"] > 0 and result["cpu_seconds_zmq_io"] > 0
+    # 13 bytes of arrays and 4 of text a token, the prompts and the headers
+    assert 17 < result["bytes_per_token_in"] < 17.5 and 13 < result["bytes_per_token_out"] < 14
+    assert left_behind(work) == []
+
+
+@pytest.mark.e2e
+def test_a_full_buffer_is_held_against_what_came(tmp_path: Path) -> None:
+    prepare_files(options(tmp_path))
+    result = run_case(options(tmp_path), Case(producers=3, curve=False, hold=True))
+    assert result["groups"] == 128
+    assert result["queued_mib"] == pytest.approx(128 * 8 * 2555 * 17.1 / MIB, rel=0.3), "lognormal mean 2,555"
+    # less than the bytes would mean that the groups are not in memory
+    assert 0.9 < result["memory_over_queued"] < 2 and result["idle_cpu_ms_per_second"] < 500
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.e2e
+def test_a_case_that_fails_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    done = bench("--limit-s", "0.05", "--producers", "2", "--work", str(tmp_path / "work"))
+    assert done.returncode == 1
+    assert "waited 0.05 s for replay to be ready" in json.loads(done.stdout.splitlines()[-1])["error"]
+    assert left_behind(tmp_path / "work") == []
+
+
+def test_what_cannot_be_used_is_refused_at_once() -> None:
+    for arguments in (["--seconds", "-1"], ["--checkpoint-every", "0"], ["--producers", "-3"], ["--fsync", "often"]):
+        with pytest.raises(SystemExit):
+            bench_replay.parse(arguments)
+    assert bench_replay.parse(["--minutes", "10"])[0].seconds == 600
+    assert bench_replay.parse(["--producers", "7", "--no-curve"])[1] == [Case(producers=7, curve=False)]
