@@ -28,8 +28,6 @@ class Incarnations:
         self.bus_address: str | None = None
         self.started: list[str] = []
         """Rank 0's socket of each, whose name is of that one process."""
-        self.lost_since: float | None = None
-        """Since when no rank 0 is here; None before the first start and while there is one."""
         self.unfinished: tuple[int, str, str] | None = None
         """(step, expected, found) of a divergence of which the journal has the beginning only."""
         self._here_at = now
@@ -128,9 +126,10 @@ class Incarnations:
             )
         else:
             problem = None
-            buffer.rewind(hello.version)
         if problem is not None:
             return problem
+        progress = buffer.version
+        buffer.rewind(hello.version)
         self.number += 1
         self.bus_address = hello.bus_address
         self.started.append(identity)
@@ -149,10 +148,8 @@ class Incarnations:
                 "identity": identity,
             },
         )
-        if self.number > 1:
-            made = max(hello.version, buffer.line.last_committed)
-            service.desk.restart(made + 1, self.number)
-            service.evaluations.supersede(made + 1)
+        service.desk.restart(progress, self.number)
+        service.evaluations.supersede(max(hello.version, buffer.line.last_committed) + 1)
         ahead = len(buffer.line.ahead(hello.version))
         log.info(
             "replay: incarnation %d starts at version %d%s", self.number, hello.version,

@@ -70,10 +70,12 @@ class LeaseDesk:
             self.partials.counters = self.counters
         self.published = 0
         """Newest version that the present learner can have made."""
+        self.incarnation = 0
+        """Of the present learner."""
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
-        self.gone: list[tuple[int, int]] = []
-        """(incarnation, version) each: policies of earlier incarnations from this version on are not on the line."""
+        self.gone: list[tuple[int, int, int]] = []
+        """(first, last, version) each: what these incarnations made from this version on is not on the line."""
         self.flat_drops = 0
         """Groups that dynamic sampling has dropped since the last batch was taken."""
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
@@ -141,11 +143,17 @@ class LeaseDesk:
         return not self._is_gone(peer, peer.version)
 
     def _is_gone(self, peer: Peer, version: int) -> bool:
-        return any(peer.incarnation < incarnation and version >= first for incarnation, first in self.gone)
+        return any(first <= peer.incarnation <= last and version >= lost for first, last, lost in self.gone)
 
-    def lose(self, version: int, incarnation: int) -> None:
-        """Policies from `version` on that incarnations before `incarnation` made are not on the line (any more)."""
-        self.gone = [(made_by, first) for made_by, first in self.gone if first < version] + [(incarnation, version)]
+    def _is_unproven(self, peer: Peer, version: int) -> bool:
+        """Whether nobody has told replay the digest of this policy: its publication may overtake its commit."""
+        of_the_present = peer.incarnation == self.incarnation or version > self.buffer.line.last_committed
+        return version > self.buffer.version and of_the_present
+
+    def lose(self, version: int, *, first: int = 0, last: int) -> None:
+        """Policies from `version` on that incarnations `first` to `last` made are not on the line (any more)."""
+        others = [old for old in self.gone if not (first <= old[0] and old[1] <= last and version <= old[2])]
+        self.gone = [*others, (first, last, version)]
         if self.partials is not None:
             self.partials.forget_newer(version - 1)
 
@@ -154,29 +162,26 @@ class LeaseDesk:
         for slot in list(Leases.held_by(self.buffer.slots.values(), peer.identity)):
             self._recall(slot)
 
-    def restart(self, version: int, incarnation: int) -> int:
-        """A new incarnation starts, and nobody has told of the commits from `version` on.
+    def restart(self, progress: int, incarnation: int) -> None:
+        """A new incarnation starts; the last that replay knows of its predecessor is the commit of step `progress`.
 
-        Its predecessor may have made and published such a version all the same, if replay and learner died together:
-        the new one makes it anew, perhaps with other weights. Returns how many groups are sampled anew for that.
+        That may have made and published versions above all the same, if replay and learner died together: the new
+        one makes them anew, perhaps with other weights.
         """
-        self.lose(version, incarnation)
+        self.incarnation = incarnation
+        if incarnation == 1:
+            return
+        self.lose(progress + 1, first=incarnation - 1, last=incarnation - 1)
         for peer in self.peers.role("rollout_server"):
             if not self.is_on_line(peer):
                 self.off_line(peer)
-        slots = self.buffer.slots.values()
-        lost = [slot for slot in slots if slot.group is not None and int(slot.group.versions.max()) >= version]
-        for slot in lost:
-            self._recall(slot)
-        self.counters["superseded"] += len(lost)
-        return len(lost)
 
     def void(self, version: int, incarnation: int) -> list[GroupId]:
         """Policies from `version` on that earlier incarnations made are gone, and with them what they have sampled.
 
         Returns the groups that are sampled anew. What runs is cancelled: nobody can tell which policy goes on with it.
         """
-        self.lose(version, incarnation)
+        self.lose(version, last=incarnation - 1)
         lost = []
         for slot in list(self.buffer.slots.values()):
             if slot.state is SlotState.LEASED:
@@ -322,6 +327,8 @@ class LeaseDesk:
             if slot.server == peer.identity:
                 self._recall(slot)
             return
+        if self._is_unproven(peer, int(group.versions.max())):
+            return  # it comes again until it is acked
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
             self._cancel(slot, str(slot.server), "another server was first")
         self._accept(peer, slot, group, frames or encode(group, "", group.attempt))

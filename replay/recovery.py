@@ -115,13 +115,12 @@ def _learner(service: "Service", record: Record, _: float) -> None:
     service.incarnations.bus_address = fields["bus_address"]
     service.incarnations.started.append(fields["identity"])
     service.batch_desk.restart(fields["incarnation"])
+    service.desk.restart(buffer.version, fields["incarnation"])
     buffer.rewind(version)
     made = service.desk.published = max(version, buffer.line.last_committed)
     if not buffer.line.steps or buffer.line.initial is None:
         buffer.line.initial = (version, digest)
-    if fields["incarnation"] > 1:
-        service.desk.lose(made + 1, fields["incarnation"])
-        service.evaluations.supersede(made + 1)
+    service.evaluations.supersede(made + 1)
     if known and digest and known != digest:
         service.incarnations.unfinished = (version, known, digest)
 
@@ -200,7 +199,7 @@ def _diverged(service: "Service", record: Record, _: float) -> None:
     buffer.line.correct(fields["step"], fields["found"])
     buffer.dissolve(fields["step"], lambda group_id: service.source.row(group_id[1]))
     service.batch_desk.restart(fields["incarnation"])
-    desk.lose(fields["step"], fields["incarnation"])
+    desk.lose(fields["step"], last=fields["incarnation"] - 1)
     desk.published = fields["step"]
     superseded = {group_id_of(group) for group in fields["superseded"]}
     for slot in buffer.slots.values():

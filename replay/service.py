@@ -159,7 +159,7 @@ class Service:
         count = self.counters[f"{symptom}_messages"]
         if count <= LOUD or count % LOUD == 0:  # nobody fills the disk with our log
             name = peer.name if peer else identity[:40]
-            log.warning("replay: message of %s refused: %s [%s], %d so far", name, problem, symptom, count)
+            log.warning("replay: message of %s refused: %s (no. %d) [%s]", name, problem, count, symptom)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
             self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 
@@ -244,10 +244,10 @@ class Service:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
         if message.incarnation < self.incarnation:  # it may not have heard of the learner that is here now
             self._send(peer.identity, self.welcome())
-        if self.desk.is_on_line(peer):
-            self.evaluations.holds(peer, message.version)
-        else:
+        if not self.desk.is_on_line(peer):
             self.desk.off_line(peer)
+        elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
+            self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
 
     # ---- the learner ----------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def take_over(service: "Service", fields: dict[str, Any], now: float) -> None:
     service.incarnations.bus_address, service.incarnations.started = fields["bus_address"], list(fields["started"])
     service.source.restore(fields["source"])
     desk.again = deque(group_id_of(group) for group in fields["again"])
-    desk.gone = [(made_by, first) for made_by, first in fields["gone"]]
+    desk.incarnation, desk.gone = fields["incarnation"], [(first, last, lost) for first, last, lost in fields["gone"]]
     service.counters.clear()
     service.counters.update(fields["counters"])
     buffer.slots.clear()

@@ -130,7 +130,7 @@ def test_nothing_is_acked_while_the_disk_is_full(tmp_path, killed):
 def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
     with a_run(tmp_path) as (process, server, learner):
         key = min(server.leases)
-        said = process.refused("--recover")
+        said = process.refused("--recover", "--port", "0")
         assert "another replay is writing this journal" in said and str(process.journal) in said
         server.answer(key)
         server.until(lambda: not server.unacked, "the ack: the first replay was not harmed", learner)

@@ -189,8 +189,22 @@ def test_a_divergence_that_was_half_written_is_completed():
         again = restarted(made, records=count)
         if "other" in [record.fields.get("digest") for record in made.journal.records[:count]]:
             assert again.buffer.line.ahead(2) == [] and again.buffer.line.digest(2) == "other"
-            assert again.desk.gone == [(2, 2)]
+            assert again.desk.gone == [(0, 1, 2)]
             assert again.buffer.slots[running].voided >= 1
+
+
+def test_what_a_start_called_back_stays_called_back():
+    made = service()
+    make_step(made, 1)
+    here, running, *_ = lease(made, version=1, capacity=4)
+    made.handle("l", m.Take(step=2, rank=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=4, version=2, incarnation=1), 0.0)  # published; the commit was lost
+    learner(made, "l2", version=1, digest="d1")
+    again = restarted(made)
+    assert same(made, again)
+    for given in (here, running):
+        slot = again.buffer.slots[given.pass_, given.index]
+        assert (slot.state, slot.voided, slot.group) == (SlotState.QUEUED, 1, None)
 
 
 def test_a_start_with_other_weights_that_was_half_written_is_completed():

@@ -85,7 +85,7 @@ def test_ranks_proceed_only_when_all_hold_their_part():
 
 
 def test_silent_servers_lose_their_leases_and_must_say_hello_again():
-    made = service()
+    made = service(replay__lease_s=60)
     made.handle("a", m.LeaseRequest(capacity=2, version=0), 0.0)
     assert len(sent(made, "a", m.Lease)) == 2
     made.handle("b", m.Heartbeat(), 10.0)

@@ -25,8 +25,8 @@ def test_the_last_line_is_a_summary(capsys):
 
 
 def test_a_broken_promise_is_named_with_its_seed(monkeypatch):
-    monkeypatch.setattr(GroupBuffer, "room", property(lambda self: self.max_groups + 1 - self.in_flight))
-    _, problems = simulate.simulate_many(range(5))
+    monkeypatch.setattr(GroupBuffer, "in_flight", property(lambda self: len(self.slots)))
+    _, problems = simulate.simulate_many(range(10))
     assert problems and problems[0].startswith("seed ") and "groups in flight, the bound is" in problems[0]
 
 
