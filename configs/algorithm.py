@@ -64,7 +64,8 @@ class Replay(Section):
     """Servers report the tokens of running answers, and a server that takes over a lease goes on from them."""
     fsync: Literal["every", "interval", "never"] = "interval"
     """When the journal reaches the disk: before each ack, every second, or when the system likes. `kill -9` costs
-    nothing in any mode; a power failure costs nothing, about a second, or about half a minute."""
+    nothing in any mode; a power failure costs nothing, about a second, or about half a minute. With `never` it may
+    leave a journal that is refused as damaged."""
     journal_keep: Literal["checkpoint", "all"] = "checkpoint"
     """`checkpoint` deletes what no kept checkpoint needs; `all` keeps every group, for `--replay` from step 0."""
     journal_max_bytes: int = Field(default=32 * 1024**3, ge=1024 * 1024)

@@ -57,7 +57,7 @@ class BatchReader:
         """Find out which run replay serves, and how many learners it had: (run id, incarnation of the last one).
 
         Raises:
-            ChannelError: replay does not answer within network.silent_after_s.
+            ChannelError: replay is silent for network.silent_after_s.
         """
         status = self._ask(m.StatusRequest(), m.Status, "an answer")
         return self._dealer.run_id, int(status.state["incarnation"])
@@ -72,7 +72,7 @@ class BatchReader:
             cursor: replay's state from the checkpoint (rank 0 of a resumed learner).
 
         Raises:
-            ChannelError: replay does not answer within network.silent_after_s, or refuses this rank.
+            ChannelError: replay is silent for network.silent_after_s, or refuses this rank.
         """
         self._hello = m.Hello(
             role="learner",
@@ -223,9 +223,16 @@ class BatchReader:
             self._dealer.send(message)
 
     def _ask(self, question: Message, kind: type[Answer], what: str) -> Answer:
-        """The answer to a question that may be asked twice. Raises ChannelError after network.silent_after_s."""
+        """The answer to a question that may be asked twice.
+
+        A replay that has been started again reads its journal first, or waits for the journal's disk: it says that it
+        lives and answers later.
+
+        Raises:
+            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s.
+        """
         self._waiting_since = time.monotonic()
-        deadline_s = self.config.network.silent_after_s
+        deadline_s = self.config.learner.batch_deadline_s
         asked = -ASK_AGAIN_S
         while (now := time.monotonic()) < self._waiting_since + deadline_s:
             if now - asked > ASK_AGAIN_S:
@@ -235,5 +242,5 @@ class BatchReader:
             if isinstance(message, kind):
                 return message
         raise ChannelError(
-            f"learner rank {self.rank} waited {deadline_s:g} s for {what} of replay at {self._dealer.address}", "silent"
+            f"learner rank {self.rank} waited {deadline_s:g} s for {what} of replay at {self._dealer.address}", "slow"
         )

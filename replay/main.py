@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.prompts import DataError, PromptSource, load_rows
 from replay.recovery import boot_fields, restore, whole_line
-from replay.serve import flush, serve
+from replay.serve import flush, keep_company, serve
 from replay.service import Service
 
 log = logging.getLogger(__name__)
@@ -35,13 +36,9 @@ log = logging.getLogger(__name__)
 
 async def run(config: Config, run_id: str, *, port: int, recover: bool, play: str | None) -> int:
     """Serve one run; 0 when it ended well."""
-    rows = load_rows(config.data.train)
-    source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
-    evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
-    fingerprint = run_fingerprint(config)
     network = config.network
     limits, keys = Limits(network.max_message_bytes), load_keys(network.keys)
-    # Before the journal is begun: a port that is taken must not leave one behind. Messages wait meanwhile.
+    # First: a port that is taken must not leave a journal behind, and who waits for replay hears of it at once.
     router = AsyncRouter(network.host, port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -49,16 +46,10 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         loop.add_signal_handler(sig, stop.set)
     service: Service | None = None
     try:
-        if play is not None:
-            service = played(config, source, Path(play), fingerprint)
-        else:
-            journal, records = open_journal(config, run_id, recover=recover)
-            now = time.monotonic()
-            service = Service(config, source, evaluation_rows, now, fingerprint=fingerprint, journal=journal)
-            go_on(service, records)
+        service = await keep_company(router, partial(prepare, config, run_id, recover=recover, play=play))
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
-        await serve(router, service, config.network.heartbeat_s, stop.is_set)
+        await serve(router, service, network.heartbeat_s, stop.is_set)
         if service.ended is None:
             service.end("replay was told to stop", failed=True)
             await flush(router, service)
@@ -67,6 +58,19 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         if service is not None and isinstance(service.journal, JournalWriter):
             service.journal.close()
     return RUN_FAILED if service.failed else 0
+
+
+def prepare(config: Config, run_id: str, *, recover: bool, play: str | None) -> Service:
+    """The service with its data, where its journal ends. Raises DataError, FingerprintError, JournalError."""
+    source = PromptSource(load_rows(config.data.train), shuffle=config.data.shuffle, seed=config.run.seed)
+    evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
+    fingerprint = run_fingerprint(config)
+    if play is not None:
+        return played(config, source, Path(play), fingerprint)
+    journal, records = open_journal(config, run_id, recover=recover)
+    service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint, journal=journal)
+    go_on(service, records)
+    return service
 
 
 def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal, list[Record]]:

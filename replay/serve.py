@@ -6,9 +6,11 @@ waits for    any message, for at most one tick; decides about silent peers by it
 unblocked by rollout_server/serve.py (groups) and learner/train.py (takes and commits)
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from replay import messages as m
 from replay.channel import AsyncRouter, WireError
@@ -16,10 +18,31 @@ from replay.service import Service
 
 log = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 TICK_S = 0.25
 MESSAGES_PER_TURN = 64
+COMPANY_S = 0.05
+"""How often replay looks for messages while it reads its data and journal."""
 FAREWELL_S = 1.0
 """How long Goodbyes have to reach their peers."""
+
+
+async def keep_company(router: AsyncRouter, work: Callable[[], Result]) -> Result:
+    """Do `work` (reading data, a journal) in a thread and tell whoever speaks meanwhile that replay lives.
+
+    What they say is not kept: replay knows nobody yet, so it is said again after `say Hello first`.
+
+    Args:
+        router: bound already.
+        work: nothing in it may touch the router; what it raises is raised here.
+    """
+    task = asyncio.create_task(asyncio.to_thread(work))
+    while not task.done():
+        while not task.done() and (arrived := await router.receive()) is not None:
+            await router.send(arrived[0], m.Heartbeat())
+        await asyncio.wait([task], timeout=COMPANY_S)
+    return await task
 
 
 async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopping: Callable[[], bool]) -> None:
@@ -60,8 +83,7 @@ async def take_in(router: AsyncRouter, service: Service) -> bool:
 
 async def flush(router: AsyncRouter, service: Service) -> None:
     """Send what the service has to say, once the journal has it; who cannot be reached is lost (closed or full)."""
-    while service.outbox and service.is_written(time.monotonic()):
-        outbox, service.outbox = service.outbox, []
+    while outbox := service.sayable(time.monotonic()):
         for identity, message in outbox:
             if not await router.send(identity, message) and service.peers.get(identity) is not None:
                 service.unreachable(identity, time.monotonic())

@@ -216,8 +216,18 @@ class Service:
             for peer in list(self.peers.by_identity.values()):
                 self._send(peer.identity, m.Goodbye(reason=reason, failed=failed))
 
-    def is_written(self, now: float) -> bool:
-        """Write the journal; while that fails nobody is told anything, except how the run ended."""
+    def sayable(self, now: float) -> list[tuple[str, Message]]:
+        """What of the outbox may be sent now: all of it, once the journal has what it tells of. While that cannot be
+        written it is only what promises nothing: the state that was asked for, and how the run ended."""
+        if not self.outbox or self._is_written(now):
+            may, self.outbox = self.outbox, []
+            return may
+        free = m.Status if self.ended is None else m.Goodbye | m.Status
+        may = [item for item in self.outbox if isinstance(item[1], free)]
+        self.outbox = [item for item in self.outbox if self.ended is None and not isinstance(item[1], free)]
+        return may
+
+    def _is_written(self, now: float) -> bool:
         try:
             self.journal.flush()
         except JournalError as error:
@@ -227,8 +237,7 @@ class Service:
                 log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
             if now - self.unwritten_since > (limit := self.config.learner.batch_deadline_s):
                 self.end(f"replay waited {limit:g} s for the disk of its journal: {error} [full]", failed=True)
-            self.outbox = [(peer, said) for peer, said in self.outbox if self.ended is None or is_goodbye(said)]
-            return self.ended is not None
+            return False
         if self.unwritten_since is not None:
             log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
             self.unwritten_since = None
@@ -388,8 +397,3 @@ class Service:
 
     def _send(self, identity: str, message: Message) -> None:
         self.outbox.append((identity, message))
-
-
-def is_goodbye(message: Message) -> bool:
-    """Whether it only says how the run ended."""
-    return isinstance(message, m.Goodbye)

@@ -85,6 +85,7 @@ def batch_stats(service: "Service") -> dict[str, float]:
         "buffer/superseded": float(service.counters["superseded"]),
         "buffer/stale_leased_again": float(service.counters["stale_leased_again"]),
         "buffer/tokens_masked": float(service.counters["tokens_masked"]),
+        "buffer/partial_tokens_used": float(service.counters["partial_tokens_used"]),
         "buffer/journal_bytes": float(service.journal.size_bytes),
         "rollout/servers": float(len(servers)),
         "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),

@@ -21,6 +21,7 @@ from configs.schema import Config
 from learner.launch import children
 from learner.launch.children import Child
 from learner.launch.machine import this_machine
+from learner.launch.restarts import Restarts
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.report.live_view import LiveView
 from replay import messages as m
@@ -30,7 +31,6 @@ from replay.lifeline import PARENT, RUN_FAILED
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-REPLAY_START_S = 60.0
 OVER_S = 1.0
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
@@ -56,8 +56,8 @@ class Launcher:
     """Run folder whose journal is played back instead of rolling out."""
     address: str = ""
     _run_id: str = ""
-    _replay_restarts: int = 0
-    _learner_restarts: int = 0
+    _replay_restarts: Restarts = field(init=False)
+    _learner_restarts: Restarts = field(init=False)
     _metrics_offset: int = 0
     _metrics_inode: int = 0
     _started_at: float = field(default_factory=time.time)
@@ -66,6 +66,8 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self.machine = self.machine or this_machine(self.config)
+        self._replay_restarts = Restarts(self.config.replay.restarts)
+        self._learner_restarts = Restarts(self.config.learner.restarts)
 
     @property
     def run_dir(self) -> Path:
@@ -140,36 +142,40 @@ class Launcher:
     def _replay_died(self) -> None:
         """Start replay again where it was, with its journal. Raises RunFailed when that is no use."""
         assert self.replay is not None
-        code, limit = self.replay.exit_code(), self.config.replay.restarts
-        cause = root_cause("replay", self.replay)
-        if code in (0, CANNOT_GO_ON, RUN_FAILED) or self.play is not None:
-            if not self._learner_leaves():
-                raise RunFailed(cause)
+        restarts = self._replay_restarts
+        if restarts.due is None:
+            code, cause, limit = self.replay.exit_code(), root_cause("replay", self.replay), restarts.limit
+            if code in (0, CANNOT_GO_ON, RUN_FAILED) or self.play is not None:
+                if not self._learner_leaves():
+                    raise RunFailed(cause)
+                return
+            if restarts.are_used_up:
+                raise RunFailed(f"{cause}; no restart left (replay.restarts {limit})" if limit else cause)
+            self.view.event(f"{cause}; {restarts.plan()} in place, from its journal")
+        if not restarts.is_due():
             return
-        if self._replay_restarts >= limit:
-            raise RunFailed(f"{cause}; no restart left (replay.restarts {limit})" if limit else cause)
-        self._replay_restarts += 1
-        self.view.event(f"{cause}; restart {self._replay_restarts} of {limit} in place, from its journal")
         self.resume = True
         try:
             self.replay, _ = self._start_replay("--port", self.address.rpartition(":")[2])
         except RunFailed:
-            if not self._was_killed(self.replay):
+            if not self._was_killed(self.replay):  # else, while it read its journal: the next look starts it again
                 raise
-            self._replay_died()  # killed while it read its journal
 
     def _learner_died(self, dealer: Dealer) -> None:
         """Start the learner again from its newest checkpoint. Raises RunFailed when that is no use."""
         assert self.learner is not None and self.machine is not None
-        limit, cause = self.config.learner.restarts, self._learner_root_cause()
-        several_nodes = sum(bool(share.learner) for share in self.config.shares) > 1
-        if several_nodes or self._stop_lines() or self._replay_says_over(dealer):
-            raise RunFailed(cause)
-        if self._learner_restarts >= limit:
-            raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
-        self._learner_restarts += 1
-        self.view.event(f"{cause}; restart {self._learner_restarts} of {limit} from its newest checkpoint")
-        children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
+        restarts = self._learner_restarts
+        if restarts.due is None:
+            limit, cause = restarts.limit, self._learner_root_cause()
+            several_nodes = sum(bool(share.learner) for share in self.config.shares) > 1
+            if several_nodes or self._stop_lines() or self._replay_says_over(dealer):
+                raise RunFailed(cause)
+            if restarts.are_used_up:
+                raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
+            self.view.event(f"{cause}; {restarts.plan()} from its newest checkpoint")
+            children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
+        if not restarts.is_due():
+            return
         self.resume = True
         self.learner = self._start_learner(*self.plan().of(self.node, "learner"))
 
@@ -196,7 +202,8 @@ class Launcher:
         """Replay and its address. Raises RunFailed when it does not come up."""
         (process,) = self.plan().of(self.node, "replay")
         child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
-        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", REPLAY_START_S)
+        # It reads its data and journal first; the learner waits as long for a batch.
+        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", self.config.learner.batch_deadline_s)
         if ready is None:
             self.replay = child
             raise RunFailed(f"replay did not start: {child.how_it_ended()}")

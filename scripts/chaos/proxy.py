@@ -117,13 +117,11 @@ class Proxy:
         """One connection of a rollout server."""
         try:
             if time.monotonic() < link.closed_until:
-                return
+                raise ConnectionRefusedError
             up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=1 << 22)
         except OSError:
-            return  # replay is not there: the client meets a closed connection, as without a proxy
-        finally:
-            if time.monotonic() < link.closed_until:
-                writer.transport.abort()
+            writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
+            return
         mine = {writer, up_writer}
         link._open |= mine
         up = asyncio.create_task(self._pump(link, "up", reader, up_writer))

@@ -228,9 +228,8 @@ class World:
     def _say_what_is_written(self) -> None:
         """As replay/serve.py does: nothing leaves before the journal has it."""
         service = self.service
-        while service.outbox and service.is_written(self.now):
+        while outbox := service.sayable(self.now):
             self._settle()
-            outbox, service.outbox = service.outbox, []
             for identity, message in outbox:
                 if not self.network.answer(identity, message) and service.peers.get(identity) is not None:
                     service.unreachable(identity, self.now)

@@ -1,20 +1,26 @@
 """The real replay process and its journal: killed at any point, on a full disk, beside a damaged journal."""
 
+import asyncio
 import os
 import random
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_process import GROUPS_PER_STEP, Learner, Replay, RolloutServer, contents
+from replay_process import GROUPS_PER_STEP, RUN_ID, Learner, Replay, RolloutServer, contents
 
+from learner import batches
+from learner.batches import BatchReader
 from replay import messages as m
-from replay.journal import JournalReader
+from replay.channel import AsyncRouter
+from replay.journal import JournalError, JournalReader
 from replay.journal.format import segments
+from replay.serve import keep_company
 
 
 @contextmanager
@@ -73,6 +79,49 @@ def test_kill_9_loses_nothing_that_was_acked_and_leases_go_on(tmp_path):
     takes = [(r.fields["step"], r.fields["groups"]) for r in records if r.kind == "take"]
     assert [step for step, _ in takes] == [1, 1, 2] and takes[0] == takes[1]
     assert kinds.count("lease") == kinds.count("group") + len(server.leases), "nothing was leased twice"
+
+
+def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(tmp_path, monkeypatch):
+    """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
+    monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
+    config = Replay(tmp_path).config
+    network = config.network.model_copy(update={"silent_after_s": 0.4})
+    config = config.model_copy(update={"network": network})
+
+    async def serve_late() -> Counter[str]:
+        router, seen = AsyncRouter("127.0.0.1", 0, RUN_ID, m.TO_REPLAY), Counter[str]()
+        learner = BatchReader(config, router.address, rank=0, fingerprint={})
+        asked = asyncio.create_task(asyncio.to_thread(learner.connect))
+        try:
+            assert await keep_company(router, lambda: time.sleep(1.5) or "read") == "read"
+            assert not asked.done(), "it is not told anything yet, and does not give up"
+            while not asked.done():
+                await router.wait(0.1)
+                while (arrived := await router.receive()) is not None:
+                    seen[type(arrived[1].message).__name__] += 1
+                    await router.send(arrived[0], m.Status(state={"incarnation": 3}))
+            assert await asked == (RUN_ID, 3)
+        finally:
+            learner.abandon()
+            router.close()
+        return seen
+
+    assert set(asyncio.run(serve_late())) == {"StatusRequest"}
+
+
+def test_what_fails_while_replay_reads_ends_it():
+    def fail() -> None:
+        raise JournalError("damaged")
+
+    async def read() -> None:
+        router = AsyncRouter("127.0.0.1", 0, RUN_ID, m.TO_REPLAY)
+        try:
+            await keep_company(router, fail)
+        finally:
+            router.close()
+
+    with pytest.raises(JournalError, match="damaged"):
+        asyncio.run(read())
 
 
 def test_a_group_that_was_sent_twice_over_a_restart_is_kept_once(tmp_path):
@@ -211,4 +260,4 @@ def test_20_kills_at_random_points_change_nothing_that_was_decided(tmp_path):
         trained = [group for number in range(1, step) for group in learner.batches[number][0].group_ids]
         assert trained == [[0, index] for index in range(GROUPS_PER_STEP * (step - 1))]
         assert {status for _, status in server.acks} <= {"accepted", "superseded"}
-        assert len(server.acks) > 40
+        assert len(server.acks) >= GROUPS_PER_STEP * (step - 1)

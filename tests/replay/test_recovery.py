@@ -217,15 +217,30 @@ def test_a_start_with_other_weights_that_was_half_written_is_completed():
 
 def test_nothing_leaves_while_the_disk_is_full():
     made = service()
-    made.is_written(0.0)
-    made.outbox.clear()
+    assert made.sayable(0.0) and not made.outbox
     made.journal.full = True
     lease(made)
     made.handle("b", m.LeaseRequest(capacity=1, version=0, incarnation=1), 1.0)
-    assert made.outbox and not made.is_written(1.0) and made.counters["journal_full"] == 1
-    assert not made.is_written(1.0 + made.config.learner.batch_deadline_s)
-    assert made.is_written(2.0 + made.config.learner.batch_deadline_s), "Goodbyes are no promise"
-    assert made.failed and "[full]" in made.ended and all(isinstance(said, m.Goodbye) for _, said in made.outbox)
+    made.handle("viewer", m.StatusRequest(), 1.0)
+    kept = len(made.outbox) - 1
+    assert [type(said) for _, said in made.sayable(1.0)] == [m.Status], "it promises nothing"
+    assert len(made.outbox) == kept > 0 and made.counters["journal_full"] == 1
+    late = 2.0 + made.config.learner.batch_deadline_s
+    goodbyes = made.sayable(late) + made.sayable(late)
+    assert goodbyes and all(isinstance(said, m.Goodbye) for _, said in goodbyes) and not made.outbox
+    assert made.failed and "[full]" in made.ended
+
+
+def test_what_waited_for_the_disk_is_said_when_there_is_room():
+    made = service()
+    made.sayable(0.0)
+    made.journal.full = True
+    lease(made)
+    made.handle("b", m.LeaseRequest(capacity=1, version=0, incarnation=1), 1.0)
+    waiting = list(made.outbox)
+    assert waiting and made.sayable(1.0) == []
+    made.journal.full = False
+    assert made.sayable(2.0) == waiting and not made.outbox
 
 
 def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
@@ -252,7 +267,8 @@ def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
     made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
     assert made.journal.segment == 1 and made.journal.released == 0
     made.journal.full = False
-    assert made.is_written(3.0) and same(made, restarted(made))
+    made.journal.flush()
+    assert same(made, restarted(made))
 
 
 def test_a_journal_of_another_dataset_or_run_is_refused():

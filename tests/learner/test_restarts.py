@@ -1,0 +1,44 @@
+"""Restarts in place: at once, later and later when a process dies again and again, never more than allowed."""
+
+from learner.launch import restarts as module
+from learner.launch.restarts import LONGEST_WAIT_S, SOON_S, Restarts
+
+
+class Clock:
+    """Monotonic seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def made(monkeypatch, limit: int) -> tuple[Restarts, Clock]:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return Restarts(limit, _started=clock.now), clock
+
+
+def test_a_first_death_costs_no_wait_and_is_started_once(monkeypatch):
+    restarts, clock = made(monkeypatch, 2)
+    assert not restarts.is_due(), "nothing has died"
+    assert restarts.plan() == "restart 1 of 2"
+    assert restarts.is_due() and not restarts.is_due()
+    clock.now += SOON_S + 1
+    assert restarts.plan() == "restart 2 of 2" and restarts.are_used_up
+
+
+def test_each_death_right_after_a_start_doubles_the_wait_up_to_a_bound(monkeypatch):
+    restarts, clock = made(monkeypatch, 9)
+    waits = []
+    for _ in range(8):
+        restarts.plan()
+        assert restarts.due is not None
+        waits.append(restarts.due - clock.now)
+        assert restarts.is_due() == (waits[-1] == 0)
+        clock.now += waits[-1]
+        assert waits[-1] == 0 or restarts.is_due()
+    assert waits == [0, 0.5, 1, 2, 4, LONGEST_WAIT_S, LONGEST_WAIT_S, LONGEST_WAIT_S]
+    clock.now += SOON_S + 1
+    assert restarts.plan() == "restart 9 of 9", "one that lived for long starts at once again"
