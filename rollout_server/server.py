@@ -55,7 +55,7 @@ class RolloutServer:
         """Results of evaluations that are not closed yet, by version and mode; a restarted replay gets them again."""
         self.working: dict[LeaseKey, asyncio.Task[None]] = {}
         self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
-        self.evaluating: set[asyncio.Task[None]] = set()
+        self.evaluating: dict[tuple[int, bool], asyncio.Task[None]] = {}
         self.reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
         self.started = time.monotonic()
         self.activity, self.activity_since = "joining", self.started
@@ -117,16 +117,18 @@ class RolloutServer:
                     self._now("waiting for the learner")
             case m.Lease():
                 key = (message.pass_, message.index, message.attempt)
-                self.reports.leased(message)
-                self.working[key] = tasks.create_task(self._work(message, key))
+                if key not in self.working and key not in self.unacked:  # else it was said twice
+                    self.reports.leased(message)
+                    self.working[key] = tasks.create_task(self._work(message, key))
             case m.Cancel():
                 self._cancel((message.pass_, message.index, message.attempt))
             case m.Ack():
                 self._acked(message)
             case m.EvaluationLease():
-                task = tasks.create_task(self._evaluate(message))
-                self.evaluating.add(task)
-                task.add_done_callback(self.evaluating.discard)
+                which = (message.version, message.greedy)
+                if which not in self.evaluating:
+                    self.evaluating[which] = tasks.create_task(self._evaluate(message))
+                    self.evaluating[which].add_done_callback(lambda _: self.evaluating.pop(which, None))
             case m.EvaluationClosed():
                 self.evaluated = {key: result for key, result in self.evaluated.items() if key[0] != message.version}
                 await self.engine.unpin(message.version)

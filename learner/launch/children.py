@@ -45,7 +45,8 @@ class Child:
         if code is None:
             return "still running"
         how = f"killed by {signal.Signals(-code).name} [closed]" if code < 0 else f"exit code {code}"
-        error = last_error(self.log_path, self.offset)
+        # Who is killed from outside has no last word: what it complained of before is not the cause.
+        error = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_error(self.log_path, self.offset)
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
 

@@ -263,6 +263,24 @@ def test_a_server_that_joins_again_tells_everything_again(
     run(main)
 
 
+def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]) -> None:
+    async def main() -> None:
+        async with server_of(config_of(folders[0])) as (server, wire):
+            await server.engine.pause("keep_kv")
+            async with working(server, lease(1)) as tasks:
+                await until(lambda: server.generator.running_tokens())
+                await server.handle(lease(1), tasks)
+                await until(lambda: len(wire.of(m.Renew)) > 1)
+                await server.engine.resume()
+                await until(lambda: wire.of(m.Group))
+                await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
+                beats = len(wire.of(m.Renew))
+                await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
+            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.working
+
+    run(main)
+
+
 # ---- what a Renew says, without an engine -----------------------------------------------------------------
 
 
