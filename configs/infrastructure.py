@@ -24,6 +24,12 @@ class WeightBus(Section):
     """No step of the learner waits longer than this for the bus."""
     collective_timeout_s: float = Field(default=5.0, gt=0)
     """A single broadcast or rendezvous that takes longer has lost a peer."""
+    delta: bool = False
+    """Send what has changed since the version before, lossless, wherever that is less than half (staged only)."""
+    full_every: int = Field(default=50, ge=1)
+    """With delta: so many versions apart, one is sent whole whatever has changed."""
+    compression: Literal["none", "zstd"] = "none"
+    """Of what delta sends, for buckets in host memory; zstd needs the extra `zstd`."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Subscribers say this often that they live; three silent beats make a peer silent."""
     max_heals: int = Field(default=3, ge=1)

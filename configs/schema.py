@@ -179,6 +179,18 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _changes_can_travel(self) -> "Config":
+        bus = self.weight_bus
+        if bus.delta and bus.apply == "direct":
+            raise ValueError("weight_bus.delta: true needs the version before beside the engine; take apply=staged")
+        if bus.compression != "none" and (not bus.delta or bus.backend == "nccl"):
+            why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
+            raise ValueError(
+                f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _network_is_safe(self) -> "Config":
         network = self.network
         if not is_loopback(network.host) and network.keys is None and not network.insecure:

@@ -11,6 +11,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
+from weight_bus.changes import ChangeReader
 from weight_bus.manifest import WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging
@@ -50,6 +51,9 @@ class Intake(Received):
         self._formed = 0
         """Epoch of the present group, 0 for none."""
         self.staging = Staging(transport.device)
+        self._reader = ChangeReader(transport.device)
+        self._holds = ""
+        """Digest of the version whose bytes are staged, proven; empty when they may be anything."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -72,20 +76,34 @@ class Intake(Received):
             WireError: the manifest is not consistent.
         """
         self.staged = None
-        self.staging.prepare(manifest_of(begin))
+        manifest = manifest_of(begin)
+        if not begin.base:
+            self._holds = ""
+            self.staging.prepare(manifest)
+        pieces = self._reader.room(begin.wire_bytes, begin.bucket_bytes) if begin.base else self.staging.buckets
         if self._formed != begin.epoch:
             self._transport.form(_formation(begin, self._run_id))
             self._formed = begin.epoch
         started = time.monotonic()
-        for index, bucket in enumerate(self.staging.buckets):
+        for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
         self._transport.finish()
         arrived = time.monotonic()
+        if begin.base:
+            self._change(begin, manifest)
         corrupt = self.staging.corrupt()
         self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
         if not corrupt:
-            self.staged = begin
+            self.staged, self._holds = begin, begin.digest
         return corrupt
+
+    def _change(self, begin: Begin, manifest: Manifest) -> None:
+        """Make the new version of what is staged. After all has come, so that nobody waits for one that refuses."""
+        held, self._holds = self._holds, ""
+        if held != begin.base or manifest.bucket_sizes != self.staging.manifest.bucket_sizes:
+            raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
+        self._reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)
+        self.staging.manifest = manifest
 
     def apply(self, version: int, load: Load) -> Mapping[str, int]:
         """Load what is staged; digests of what the engine holds then."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from weight_bus.changes import Change
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
 
@@ -41,7 +42,8 @@ class PublishReport:
     held: dict[str, str]
     """Subscribers that finish an evaluation of an older version first, and why. Nobody waits for them."""
     seconds: dict[str, float]
-    """By phase: gather (and pack, on the caller's thread), queue, epoch, send, apply, total."""
+    """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
+    total."""
     epoch: int
     num_bytes: int
     """On the wire, to each subscriber."""
@@ -60,6 +62,10 @@ class Job:
     posted_at: float
     deadline: float
     seconds: dict[str, float]
+    change: Change | None = None
+    """What leads here from the version before, where it is worth sending."""
+    wire_bytes: int = 0
+    """Of the last round, to each subscriber."""
     failed: dict[str, str] = field(default_factory=dict)
     report: PublishReport | None = None
     """Set once everyone is settled."""
@@ -84,7 +90,7 @@ class Board:
         self.failure: BaseException | None = None
         self.closing = ""
         self.counters: dict[str, float] = dict.fromkeys(
-            ("rounds", "epochs", "joins", "heals", "quarantines", "corrupt", "lost_peers", "superseded"), 0.0
+            ("rounds", "epochs", "joins", "heals", "quarantines", "corrupt", "lost_peers", "superseded", "changes"), 0.0
         )
         self.on_event: list[Callable[[Event], None]] = []
 
@@ -120,7 +126,7 @@ class Board:
         failed = {name: reason for name, reason in job.failed.items() if name not in served and name not in held}
         for member in self.membership.unsettled(job.version):
             failed[member.name] = laggard(member, job, now, self.membership)
-        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["gather"]}
+        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["gather"] + job.seconds.get("encode", 0.0)}
         if job.sent_at:
             seconds["apply"] = now - job.sent_at
         return PublishReport(
@@ -130,7 +136,7 @@ class Board:
             held=held,
             seconds=seconds,
             epoch=self.membership.epoch,
-            num_bytes=job.manifest.num_bytes,
+            num_bytes=job.wire_bytes or job.manifest.num_bytes,
         )
 
 

@@ -73,6 +73,8 @@ class Member:
     """Version on its way to it."""
     expected: str = ""
     """Digest of `target`."""
+    base: str = ""
+    """Digest of the version whose bytes it has beside its engine, proven; empty while that is not known."""
     faults: int = 0
     """Failed updates since the last verified one."""
     retry_at: float = -math.inf
@@ -205,6 +207,7 @@ class Membership:
             assert member.state is State.READY or member.session in self.group, member.state
             self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
             member.target, member.expected = target
+            member.base = ""  # what it has staged is written over
             member.epoch = self.epoch
         self.group = tuple(member.session for member in receivers)
 
@@ -242,6 +245,7 @@ class Membership:
         else:
             # from here until Applied the engine may hold anything
             member.version = -1
+            member.base = member.expected
             self._move(member, State.APPLYING, now, deadline)
         return member
 

@@ -98,6 +98,12 @@ class Begin(Message):
     digests: list[int]
     digest: str
     """Of the whole version."""
+    base: str = ""
+    """Digest of the staged version that what follows is a change of; empty says that the version comes whole."""
+    wire_bytes: int = 0
+    """Of the change, as it comes."""
+    change_bytes: int = 0
+    """Of the change after decompression; no more than wire_bytes where it is not compressed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +246,9 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
     manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
     if manifest.num_bytes > MAX_UPDATE_BYTES:
         raise WireError(f"Begin of v{begin.version}: {manifest.num_bytes} bytes is above {MAX_UPDATE_BYTES}")
+    if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= manifest.num_bytes:
+        sizes = f"{begin.wire_bytes} and {begin.change_bytes} bytes, of {manifest.num_bytes}"
+        raise WireError(f"Begin of v{begin.version}: a change of {sizes}")
     if manifest.digest != begin.digest:
         raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
     return manifest

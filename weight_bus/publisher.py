@@ -15,10 +15,11 @@ import torch
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
 from weight_bus.bus import Bus
+from weight_bus.changes import Change, ChangeMaker
 from weight_bus.control import Router
 from weight_bus.errors import WeightBusError
 from weight_bus.jobs import Board, Event, Job, PublishReport
-from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS
+from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.membership import Membership
 from weight_bus.staging import Packer, Pieces
 from weight_bus.transports import TransportFactory, make_transport
@@ -59,6 +60,7 @@ class Publisher:
         transport = (transport_factory or make_transport)(config, host)
         alignment = WITHOUT_GAPS if config.apply == "direct" else ALIGNMENT
         self._packer = Packer(config.bucket_bytes, transport.device, alignment)
+        self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
@@ -133,6 +135,8 @@ class Publisher:
         spare = self._spare_buffer(version)
         layout, buckets = self._packer.pack(named_tensors, spare)
         manifest = layout.with_digests(digests)
+        packed = time.monotonic()
+        change = self._change(manifest, buckets, spare)
         now = time.monotonic()
         job = Job(
             version=version,
@@ -142,8 +146,11 @@ class Publisher:
             evaluate=evaluate,
             posted_at=now,
             deadline=now + self._config.deadline_s,
-            seconds={"gather": now - started},
+            seconds={"gather": packed - started},
+            change=change,
         )
+        if self._config.delta:
+            job.seconds["encode"] = now - packed
         with self._board.changed:
             self._raise_failure()
             self._board.pending = self._last = job
@@ -186,7 +193,7 @@ class Publisher:
                 **self._board.counters,
                 **{f"seconds/{phase}": value for phase, value in seconds.items()},
                 "members": float(len(self._board.membership.members)),
-                "num_bytes": float(job.manifest.num_bytes) if job is not None else 0.0,
+                "num_bytes": float(job.wire_bytes or job.manifest.num_bytes) if job is not None else 0.0,
             }
 
     def close(self, reason: str = "the learner is done") -> None:
@@ -206,6 +213,14 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _change(self, manifest: Manifest, buckets: list[torch.Tensor], spare: int) -> Change | None:
+        """What leads here from the version before, whose bytes are in the other set until the next is packed."""
+        with self._board.changed:
+            before = self._board.current
+        if before is None or before.buffer == spare:
+            return None
+        return self._changes.change(before.digest, before.buckets, buckets, manifest)
 
     def _spare_buffer(self, version: int) -> int:
         """The set of buffers that the bus does not use. A version it has not begun gives its set up."""

@@ -6,11 +6,15 @@ answer for it. Buckets travel on a thread of their own, so the control plane is 
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from configs.infrastructure import WeightBus
+from weight_bus.changes import Change
 from weight_bus.control import Router
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.jobs import Board, Event, Job
@@ -23,6 +27,16 @@ log = logging.getLogger(__name__)
 WORKER_SLACK_S = 15.0
 FORMING = 4
 """Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels in a round."""
+
+    pieces: Sequence[torch.Tensor]
+    """Flat uint8, one broadcast each."""
+    change: Change | None
+    """None when they are the buckets themselves."""
 
 
 class Control(Protocol):
@@ -65,7 +79,8 @@ class Rounds:
         self._endpoint = transport.serve()
         self._bucket = -1
         """Bucket on the wire, -1 between rounds."""
-        self._last_bucket = -1
+        self._pieces = 0
+        """How many buckets this round has."""
         self._failed: frozenset[str] = frozenset()
         """Sessions of the last round if it failed."""
 
@@ -94,7 +109,7 @@ class Rounds:
         job = self._board.current
         if member.state is State.RECEIVING and job is not None:
             if self._bucket >= 0:
-                return f"receiving bucket {self._bucket + 1} of {len(job.buckets)} of v{member.target}"
+                return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{member.target}"
             return f"verifying what it received of v{member.target}"
         engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
         return f"{member.state.value} v{member.target}" if engaged else member.state.value
@@ -141,20 +156,21 @@ class Rounds:
         with self._board.changed:
             membership = self._board.membership
             deadline = started + self._config.deadline_s
+            parcel = self._parcel(job, receivers)
             membership.begin(receivers, (job.version, job.digest), started, deadline, pause=self._direct)
             epoch = membership.epoch
             ranks, size = first_ranks(receivers)
             self._board.counters["rounds"] += 1
             job.rounds += 1
             for rank, member in zip(ranks, receivers, strict=True):
-                self._router.send(member.identity, self._begin(job, member, rank=rank, size=size))
+                self._router.send(member.identity, self._begin(job, parcel, member, rank=rank, size=size))
         prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
         formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
         error = self._pause(job, receivers) if self._direct else None
         if error is None:
-            future = self._worker.submit(self._transmit, job, formation if fresh else None)
+            future = self._worker.submit(self._transmit, parcel.pieces, formation if fresh else None)
             future.add_done_callback(lambda _: self._router.wake.set())
-            error = self._await(future, job)
+            error = self._await(future, job, len(parcel.pieces))
         if error is None and self._direct:
             # SGLang ends a transfer with no collective: only the subscribers know that everything is there
             self._settle(job, receivers, State.RECEIVING, self._config.deadline_s)
@@ -201,7 +217,19 @@ class Rounds:
 
         self._control.pump(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
 
-    def _begin(self, job: Job, member: Member, *, rank: int, size: int) -> Begin:
+    def _parcel(self, job: Job, receivers: list[Member]) -> Parcel:
+        """The change since the version before where every receiver has that one staged, else all of it."""
+        change = job.change
+        if change is not None and all(member.base == change.base for member in receivers):
+            parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
+            self._board.counters["changes"] += 1
+        else:
+            parcel = Parcel(job.buckets, None)
+        job.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
+        self._pieces = len(parcel.pieces)
+        return parcel
+
+    def _begin(self, job: Job, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
         names, dtypes, shapes, digests = describe_manifest(job.manifest)
         return Begin(
             session=member.session,
@@ -218,13 +246,15 @@ class Rounds:
             shapes=shapes,
             digests=digests,
             digest=job.digest,
+            base=parcel.change.base if parcel.change is not None else "",
+            wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
+            change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
         )
 
-    def _transmit(self, job: Job, formation: Formation | None) -> None:
+    def _transmit(self, pieces: Sequence[torch.Tensor], formation: Formation | None) -> None:
         if formation is not None:
             self._transport.form(formation)
-        self._last_bucket = len(job.buckets) - 1
-        for index, bucket in enumerate(job.buckets):
+        for index, bucket in enumerate(pieces):
             if self._board.closing:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
             self._bucket = index
@@ -233,10 +263,10 @@ class Rounds:
 
     def _follow(self, index: int) -> None:
         """Buckets that are only launched arrive one by one afterwards."""
-        self._bucket = min(index + 1, self._last_bucket)
+        self._bucket = min(index + 1, self._pieces - 1)
 
-    def _await(self, future: "Future[None]", job: Job) -> TransportError | None:
-        limit = (len(job.buckets) + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
+    def _await(self, future: "Future[None]", job: Job, pieces: int) -> TransportError | None:
+        limit = (pieces + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
         if not self._control.pump(future.done, time.monotonic() + limit):
             raise WeightBusError(
                 f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"

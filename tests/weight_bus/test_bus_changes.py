@@ -1,0 +1,158 @@
+"""Versions as changes of the one before: what travels, and what happens to those who cannot use it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
+from pydantic import ValidationError
+
+from configs import Config
+from configs.infrastructure import WeightBus
+from replay.channel import WireError
+from weight_bus import Publisher
+from weight_bus.changes import ChangeMaker, ChangeReader
+from weight_bus.manifest import plan
+
+DELTA = CONFIG.model_copy(update={"delta": True})
+FULL = plan([(n, str(t.dtype)[6:], tuple(t.shape)) for n, t in weights(0).items()], CONFIG.bucket_bytes).num_bytes
+
+
+def stepped(named: Weights, version: int, share: float = 0.01) -> Weights:
+    """A step of training: this share of the elements, by a unit in the last place."""
+    rng = torch.Generator().manual_seed(version)
+    after = {}
+    for name, tensor in named.items():
+        bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+        after[name] = (bits + (torch.rand(bits.shape, generator=rng) < share).to(bits.dtype)).view(tensor.dtype)
+    return after
+
+
+@contextmanager
+def bus(config: WeightBus = DELTA, *servers: str) -> Iterator[tuple[Publisher, list[Rollout]]]:
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:
+        running = [Rollout(publisher, name, config=config) for name in servers or ("a", "b")]
+        try:
+            until(lambda: len(publisher.members()) == len(running), "all joined")
+            yield publisher, running
+        finally:
+            for server in running:
+                server.halt()
+
+
+def same(engine: Engine, named: Weights) -> bool:
+    return all(torch.equal(engine.live[n].view(torch.uint8), t.view(torch.uint8)) for n, t in named.items())
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_versions_travel_as_changes_and_arrive_bit_by_bit(compression: str) -> None:
+    config = DELTA.model_copy(update={"compression": compression, "full_every": 5})
+    with bus(config) as (publisher, servers):
+        named, sizes = weights(0), []
+        for version in range(12):
+            named = stepped(named, version)
+            report = publisher.publish(version, named.items(), digests(named))
+            assert sorted(report.served) == ["a", "b"] and not report.failed
+            assert all(same(server.engine, named) for server in servers)
+            sizes.append(report.num_bytes)
+        full = [version for version, size in enumerate(sizes) if size == FULL]
+        assert full == [0, 5, 10] and max(s for s in sizes if s != FULL) * 25 < FULL
+        assert publisher.stats()["changes"] == 9 and publisher.stats()["corrupt"] == 0
+
+
+def test_who_joins_late_gets_all_of_it_and_changes_afterwards() -> None:
+    with bus(DELTA, "a") as (publisher, _):
+        first = weights(0)
+        second = stepped(first, 1)
+        publisher.publish(0, first.items(), digests(first))
+        assert publisher.publish(1, second.items(), digests(second)).num_bytes < FULL / 25
+        late = Rollout(publisher, "late", config=DELTA)
+        try:
+            until(lambda: late.engine.activated == [1], "it is filled")
+            third = stepped(second, 2)
+            report = publisher.publish(2, third.items(), digests(third))
+            assert sorted(report.served) == ["a", "late"] and report.num_bytes < FULL / 25
+            assert same(late.engine, third)
+        finally:
+            late.halt()
+
+
+def test_too_much_that_is_new_travels_whole_and_is_tried_again_ever_more_seldom() -> None:
+    maker = ChangeMaker(DELTA.model_copy(update={"full_every": 1000}))
+    layout = plan([("w", "bfloat16", (1000,))], CONFIG.bucket_bytes)
+    rng = torch.Generator().manual_seed(0)
+
+    def bucket() -> list[torch.Tensor]:
+        return [torch.randint(0, 256, (layout.bucket_sizes[0],), generator=rng, dtype=torch.uint8)]
+
+    tried = []
+    for version in range(40):
+        before = maker._wait
+        assert maker.change("base", bucket(), bucket(), layout) is None
+        tried += [version] if maker._wait != before else []
+    assert tried == [0, 2, 5, 10, 19, 36]
+    maker._skip = 0
+    calm = bucket()
+    assert maker.change("base", calm, [calm[0].clone()], layout) is not None and maker._wait == 1
+
+
+def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
+    def damage(bucket: torch.Tensor) -> None:
+        if bucket.numel() < 60_000:  # a change; full buckets are larger
+            bucket[40] ^= 1
+
+    with Publisher(DELTA, host=HOST, run_id=RUN, incarnation=1) as publisher:
+        server = Rollout(publisher, "a", config=DELTA, factory=faulty(0, damage))
+        try:
+            first = weights(0)
+            publisher.publish(0, first.items(), digests(first))
+            until(lambda: server.engine.activated == [0], "the first version")
+            second = stepped(first, 1)
+            report = publisher.publish(1, second.items(), digests(second))
+            assert report.served == ["a"] and same(server.engine, second) and report.num_bytes == FULL
+            assert publisher.stats()["corrupt"] == 1 or "ReceiveFailed" in str(report.failed)
+        finally:
+            server.halt()
+
+
+def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_after_it_came() -> None:
+    with bus() as (publisher, servers):
+        first = weights(0)
+        publisher.publish(0, first.items(), digests(first))
+        servers[0].subscriber._intake._holds = "something else"
+        second = stepped(first, 1)
+        report = publisher.publish(1, second.items(), digests(second))
+        assert sorted(report.served) == ["a", "b"] and all(same(server.engine, second) for server in servers)
+
+
+@pytest.mark.parametrize(
+    ("wire_bytes", "num_bytes", "message"),
+    [(64, 64, "header that cannot be"), (64, 100, "compressed change"), (0, 0, "ends within a header")],
+)
+def test_what_is_no_change_is_refused(wire_bytes: int, num_bytes: int, message: str) -> None:
+    reader = ChangeReader(torch.device("cpu"))
+    for piece in reader.room(64, 32):
+        piece.fill_(255)
+    with pytest.raises(WireError, match=message):
+        reader.apply([torch.zeros(128, dtype=torch.uint8)], wire_bytes, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"delta": True, "apply": "direct"}, "take apply=staged"),
+        ({"compression": "zstd"}, "is of what weight_bus.delta sends"),
+        ({"compression": "zstd", "delta": True, "backend": "nccl"}, "works on host memory"),
+    ],
+)
+def test_what_cannot_travel_together_is_refused(keys: dict[str, object], message: str) -> None:
+    rollout = {"engine": "sglang"}
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout, "weight_bus": keys})
+
+
+def test_zstd_without_its_package_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(Exception, match="install the extra zstd"):
+        ChangeMaker(DELTA.model_copy(update={"compression": "zstd"}))

@@ -1,0 +1,89 @@
+"""The coding of changes: every bit comes back, and nothing that cannot be is written anywhere."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay.channel import WireError
+from weight_bus import delta
+
+
+def changed(rng: torch.Generator, elements: int, width: int, share: float, small: bool) -> tuple[torch.Tensor, ...]:
+    """A bucket of random bits and the next one."""
+    integers = delta.INTEGERS[width]
+    bounds = torch.iinfo(integers)
+    old = torch.randint(bounds.min, bounds.max, (elements,), generator=rng).to(integers)
+    where = torch.rand(elements, generator=rng) < share
+    steps = torch.randint(1, 3, (elements,), generator=rng) if small else torch.randint(
+        bounds.min, bounds.max, (elements,), generator=rng
+    )  # fmt: skip
+    new = torch.where(where, old + steps.to(integers), old)
+    return old.view(torch.uint8), new.view(torch.uint8)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**31),
+    elements=st.integers(0, 3000),
+    width=st.sampled_from([2, 4]),
+    share=st.sampled_from([0.0, 0.001, 0.02, 0.3, 1.0]),
+    small=st.booleans(),
+    section=st.integers(1, 4000),
+)
+def test_every_bit_comes_back(seed: int, elements: int, width: int, share: float, small: bool, section: int) -> None:
+    old, new = changed(torch.Generator().manual_seed(seed), elements, width, share, small)
+    coded = delta.encode(old, new, width, section)
+    assert coded.numel() <= delta.most_bytes(new.numel(), width, section)
+    bucket, after = old.clone(), torch.arange(3, dtype=torch.uint8)
+    rest = delta.apply(bucket, torch.cat([coded, after]))
+    assert torch.equal(bucket, new) and torch.equal(rest, after)
+
+
+def test_one_element_in_a_hundred_by_one_unit_in_the_last_place_is_80_times_smaller() -> None:
+    rng = torch.Generator().manual_seed(0)
+    old = (torch.randn(1_000_000, generator=rng) / 50).bfloat16().view(torch.int16)
+    new = old + (torch.rand(old.numel(), generator=rng) < 0.01).short()
+    coded = delta.encode(old.view(torch.uint8), new.view(torch.uint8), 2)
+    assert new.numel() * 2 / coded.numel() > 80
+
+
+def test_nan_infinity_and_both_zeros_are_bits_like_others() -> None:
+    old = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 1.0] * 20, dtype=torch.bfloat16).view(torch.uint8)
+    new = torch.tensor([1.0, float("-inf"), -0.0, 0.0, float("nan")] * 20, dtype=torch.bfloat16).view(torch.uint8)
+    bucket = old.clone()
+    delta.apply(bucket, delta.encode(old, new, 2))
+    assert torch.equal(bucket, new)
+
+
+def test_a_section_that_is_mostly_new_travels_whole() -> None:
+    old, new = changed(torch.Generator().manual_seed(1), 1000, 2, 1.0, small=False)
+    assert int(delta.encode(old, new, 2)[0]) == delta.WHOLE
+    assert int(delta.encode(old, old.clone(), 2)[0]) == delta.SAME
+
+
+@settings(deadline=None, max_examples=300)
+@given(seed=st.integers(0, 2**31), flips=st.integers(1, 6), cut=st.integers(0, 40))
+def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed: int, flips: int, cut: int) -> None:
+    """A damaged change may decode to other numbers, which the digests find; it is never another error."""
+    rng = torch.Generator().manual_seed(seed)
+    old, new = changed(rng, 800, 2, 0.05, small=True)
+    coded = delta.encode(old, new, 2)
+    # the header and the long lists are where sizes come from
+    for position in torch.randint(0, coded.numel(), (flips,), generator=rng).tolist():
+        coded[position] = int(torch.randint(0, 256, (1,), generator=rng))
+    if cut:
+        coded = coded[: max(0, coded.numel() - cut)]
+    bucket = old.clone()
+    try:
+        delta.apply(bucket, coded)
+    except WireError:
+        assert torch.equal(bucket, old), "what is refused writes nothing"
+
+
+def test_a_change_for_a_larger_bucket_is_refused() -> None:
+    old, new = changed(torch.Generator().manual_seed(2), 64, 2, 0.1, small=True)
+    with pytest.raises(WireError, match="of a bucket of 100"):
+        delta.apply(old[:100].clone(), delta.encode(old, new, 2))
+    with pytest.raises(WireError, match="ends within a header"):
+        delta.apply(torch.cat([old, old]), delta.encode(old, new, 2))
