@@ -10,8 +10,10 @@ from configs.base import Section
 class WeightBus(Section):
     """The one-step-off-policy weight broadcast."""
 
-    transport: Literal["collective"] = "collective"
-    """How buckets travel: a broadcast in a process group of the current epoch."""
+    transport: Literal["collective", "disk"] = "collective"
+    """How buckets travel: a broadcast in a process group of the current epoch, or files in a shared folder."""
+    folder: str | None = None
+    """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
     backend: Literal["gloo", "nccl", "ucc"] = "gloo"
     """Backend of the collective transport."""
     apply: Literal["staged", "direct"] = "staged"

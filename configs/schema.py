@@ -179,11 +179,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _changes_can_travel(self) -> "Config":
+    def _weights_can_travel(self) -> "Config":
         bus = self.weight_bus
+        if bus.transport == "disk" and (bus.folder is None or bus.apply == "direct"):
+            what = (
+                "needs weight_bus.folder, which all nodes see" if bus.folder is None else "goes with apply=staged only"
+            )
+            raise ValueError(f"weight_bus.transport: 'disk' {what}")
         if bus.delta and bus.apply == "direct":
             raise ValueError("weight_bus.delta: true needs the version before beside the engine; take apply=staged")
-        if bus.compression != "none" and (not bus.delta or bus.backend == "nccl"):
+        if bus.compression != "none" and (not bus.delta or (bus.backend, bus.transport) == ("nccl", "collective")):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
             raise ValueError(
                 f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"

@@ -12,10 +12,10 @@ import torch
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
 from weight_bus.changes import ChangeReader
-from weight_bus.manifest import WITHOUT_GAPS, Manifest
+from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging
-from weight_bus.transports.base import DirectReceiver, Formation, Transport, group_prefix
+from weight_bus.transports.base import DirectReceiver, Formation, Labelled, Transport, group_prefix
 from weight_bus.transports.direct import direct_facts
 
 Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
@@ -44,8 +44,9 @@ class Intake(Received):
 
     ranks = 1
 
-    def __init__(self, transport: Transport, run_id: str) -> None:
+    def __init__(self, transport: Transport, run_id: str, alignment: int = ALIGNMENT) -> None:
         super().__init__()
+        self._alignment = alignment
         self._transport = transport
         self._run_id = run_id
         self._formed = 0
@@ -76,7 +77,7 @@ class Intake(Received):
             WireError: the manifest is not consistent.
         """
         self.staged = None
-        manifest = manifest_of(begin)
+        manifest = manifest_of(begin, self._alignment)
         if not begin.base:
             self._holds = ""
             self.staging.prepare(manifest)
@@ -84,6 +85,8 @@ class Intake(Received):
         if self._formed != begin.epoch:
             self._transport.form(_formation(begin, self._run_id))
             self._formed = begin.epoch
+        if isinstance(self._transport, Labelled):
+            self._transport.label(begin.version, None if begin.base else manifest.by_bucket())
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)

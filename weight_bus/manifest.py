@@ -11,12 +11,19 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from configs.infrastructure import WeightBus
 from weight_bus.digest import combined
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64
 WITHOUT_GAPS = 1
-"""Alignment with which a bucket is its tensors end to end, as SGLang takes one (weight_bus.apply: direct)."""
+"""Alignment with which a bucket is its tensors end to end: as SGLang takes one (weight_bus.apply: direct), and as a
+safetensors file holds them (weight_bus.transport: disk)."""
+
+
+def alignment_of(config: WeightBus) -> int:
+    """How tensors lie in their buckets."""
+    return WITHOUT_GAPS if config.apply == "direct" or config.transport == "disk" else ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,8 @@ class Planner:
         if self._sizes[-1] % ITEM_SIZES[dtype]:
             raise ValueError(
                 f"tensor {name!r} of {dtype} would begin at byte {self._sizes[-1]} of a bucket without gaps"
-                " (weight_bus.apply 'direct'); give all tensors one dtype, or take weight_bus.apply: staged"
+                " (weight_bus.apply 'direct', weight_bus.transport 'disk'); give all tensors one dtype, or take"
+                " weight_bus.apply: staged and weight_bus.transport: collective"
             )
         entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
         self._entries.append(entry)

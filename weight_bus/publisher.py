@@ -19,7 +19,7 @@ from weight_bus.changes import Change, ChangeMaker
 from weight_bus.control import Router
 from weight_bus.errors import WeightBusError
 from weight_bus.jobs import Board, Event, Job, PublishReport
-from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
+from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership
 from weight_bus.staging import Packer, Pieces
 from weight_bus.transports import TransportFactory, make_transport
@@ -58,8 +58,7 @@ class Publisher:
     ) -> None:
         self._config = config
         transport = (transport_factory or make_transport)(config, host)
-        alignment = WITHOUT_GAPS if config.apply == "direct" else ALIGNMENT
-        self._packer = Packer(config.bucket_bytes, transport.device, alignment)
+        self._packer = Packer(config.bucket_bytes, transport.device, alignment_of(config))
         self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)

@@ -20,7 +20,7 @@ from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.jobs import Board, Event, Job
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
-from weight_bus.transports.base import Formation, Transport, group_prefix
+from weight_bus.transports.base import Formation, Labelled, Transport, group_prefix
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Rounds:
         formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
         error = self._pause(job, receivers) if self._direct else None
         if error is None:
-            future = self._worker.submit(self._transmit, parcel.pieces, formation if fresh else None)
+            future = self._worker.submit(self._transmit, job, parcel, formation if fresh else None)
             future.add_done_callback(lambda _: self._router.wake.set())
             error = self._await(future, job, len(parcel.pieces))
         if error is None and self._direct:
@@ -251,10 +251,12 @@ class Rounds:
             change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
         )
 
-    def _transmit(self, pieces: Sequence[torch.Tensor], formation: Formation | None) -> None:
+    def _transmit(self, job: Job, parcel: Parcel, formation: Formation | None) -> None:
         if formation is not None:
             self._transport.form(formation)
-        for index, bucket in enumerate(pieces):
+        if isinstance(self._transport, Labelled):
+            self._transport.label(job.version, job.manifest.by_bucket() if parcel.change is None else None)
+        for index, bucket in enumerate(parcel.pieces):
             if self._board.closing:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
             self._bucket = index

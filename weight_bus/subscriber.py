@@ -22,6 +22,7 @@ from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed, EngineSpoiled, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.intake import DirectIntake, Intake, Load
+from weight_bus.manifest import alignment_of
 from weight_bus.messages import (
     Abort,
     Applied,
@@ -105,7 +106,7 @@ class Subscriber:
                 raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
             self._intake = DirectIntake(direct, config, run_id)
         else:
-            self._intake = Intake((transport_factory or make_transport)(config, host), run_id)
+            self._intake = Intake((transport_factory or make_transport)(config, host), run_id, alignment_of(config))
         identity = f"{name}.{self._instance}"
         self._dealer = Dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)

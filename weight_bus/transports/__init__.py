@@ -5,9 +5,11 @@ from weight_bus.errors import WeightBusError
 from weight_bus.transports.base import DirectReceiver, Formation, Transport, TransportFactory, differing
 from weight_bus.transports.collective import Collective
 from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
+from weight_bus.transports.disk import Disk
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
+from weight_bus.transports.ucc import UccCollective, resolve_ucc
 
-BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollective}
+BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollective, "ucc": UccCollective}
 """The collective transport, by weight_bus.backend."""
 
 
@@ -17,10 +19,13 @@ def make_transport(config: WeightBus, host: str) -> Transport:
     Raises:
         WeightBusError: it is not available here.
     """
+    if config.transport == "disk":
+        return Disk(config, host)
     backends = DIRECT_BACKENDS if config.apply == "direct" else BACKENDS
     if config.backend not in backends:
         raise WeightBusError(
-            f"weight_bus.backend {config.backend!r} is not available in this version; take weight_bus.backend: gloo"
+            f"weight_bus.backend {config.backend!r} is not available in this version with weight_bus.apply"
+            f" {config.apply!r}; take weight_bus.apply: staged, or weight_bus.backend: gloo or nccl"
         )
     return backends[config.backend](config, host)
 
@@ -34,5 +39,6 @@ __all__ = [
     "differing",
     "direct_facts",
     "make_transport",
+    "resolve_ucc",
     "set_nccl_defaults",
 ]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -73,6 +73,14 @@ class Transport(Protocol):
         """Drop everything."""
 
 
+@runtime_checkable
+class Labelled(Protocol):
+    """A transport that is told what the buckets are that follow, because it names what they hold."""
+
+    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        """Before the first bucket: the tensors of each, or None for a change of the version before."""
+
+
 class DirectReceiver(Protocol):
     """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
 
@@ -122,10 +130,12 @@ def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 
 
 def _remedy(name: str) -> str:
-    if name in ("backend", "apply"):
+    if name in ("backend", "apply", "transport"):
         return f"give both ends the same weight_bus.{name}"
     if name == "nccl":
         return "install the same PyTorch and NCCL on both"
+    if name == "ucc":
+        return "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/ucc.md)"
     if name == "protocol":
         return "run the same release of slipstream on both"
     return f"set {name} alike on all nodes (network.env)"

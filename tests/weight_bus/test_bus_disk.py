@@ -1,0 +1,136 @@
+"""Versions through a shared folder: real publisher and subscribers, real files, readers that come late or see another folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from bus_harness import CONFIG, HOST, RUN, Rollout, Weights, digests, until, weights
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from configs import Config
+from configs.infrastructure import WeightBus
+from weight_bus import Publisher, WeightBusError
+from weight_bus.errors import TransportError
+from weight_bus.manifest import WITHOUT_GAPS, plan
+from weight_bus.transports import make_transport
+from weight_bus.transports.base import Formation
+from weight_bus.transports.disk import INDEX
+
+
+def disk(folder: Path, **keys: object) -> WeightBus:
+    return CONFIG.model_copy(update={"transport": "disk", "folder": str(folder), **keys})
+
+
+def of_one_dtype(version: int) -> Weights:
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights(version).items()}
+
+
+def test_versions_are_model_folders_and_the_two_newest_are_kept(tmp_path: Path) -> None:
+    config = disk(tmp_path)
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=3) as publisher:
+        servers = [Rollout(publisher, name, config=config) for name in "ab"]
+        until(lambda: len(publisher.members()) == 2, "both joined")
+        for version in range(4):
+            named = of_one_dtype(version)
+            report = publisher.publish(version, named.items(), digests(named))
+            assert sorted(report.served) == ["a", "b"] and not report.failed
+        late = Rollout(publisher, "late", config=config)
+        until(lambda: late.engine.activated == [3], "a late one reads what is there")
+        for server in [*servers, late]:
+            server.halt()
+    folder = tmp_path / f"{RUN}-3"
+    assert sorted(path.name for path in folder.iterdir()) == ["publisher.json", "v000002", "v000003"]
+    index = json.loads((folder / "v000003" / INDEX).read_text())["weight_map"]
+    held = {name: load_file(folder / "v000003" / file)[name] for name, file in index.items()}
+    assert held.keys() == named.keys() and all(torch.equal(held[name], named[name]) for name in named)
+
+
+def test_a_flipped_byte_in_a_file_is_found_and_the_engine_is_not_touched(tmp_path: Path) -> None:
+    config = disk(tmp_path)
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:
+        named = of_one_dtype(0)
+        publisher.publish(0, named.items(), digests(named))
+        server = Rollout(publisher, "a", config=config)
+        until(lambda: server.engine.activated == [0], "filled")
+        path = tmp_path / f"{RUN}-1" / "v000000" / "bucket-00001.safetensors"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:])
+        late = Rollout(publisher, "late", config=config)
+        until(lambda: publisher.stats()["corrupt"] >= 1, "the damage is found")
+        assert late.engine.loads == 0
+        path.write_bytes(whole)
+        until(lambda: late.engine.activated == [0], "and it is filled from a whole one")
+        for each in (server, late):
+            each.halt()
+
+
+def test_changes_go_through_files_as_well(tmp_path: Path) -> None:
+    config = disk(tmp_path, delta=True)
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:
+        server = Rollout(publisher, "a", config=config)
+        until(lambda: publisher.members(), "joined")
+        named = of_one_dtype(0)
+        for version in range(3):
+            bits = named["layers.0.weight"].view(torch.int16)
+            named["layers.0.weight"] = (
+                bits + (torch.arange(bits.numel()).view_as(bits) % 500 == version).short()
+            ).view(torch.bfloat16)
+            report = publisher.publish(version, named.items(), digests(named))
+            assert report.served == ["a"], report
+        assert report.num_bytes < 10_000 and (tmp_path / f"{RUN}-1" / "v000002.change").is_dir()
+        server.halt()
+
+
+def formed(config: WeightBus, rank: int):
+    transport = make_transport(config, HOST)
+    transport.serve()
+    transport.form(Formation(epoch=1, rank=rank, size=2, endpoint="disk", prefix=f"{RUN}/wb/1/1"))
+    return transport
+
+
+def test_another_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
+    formed(disk(tmp_path / "learner"), 0)
+    elsewhere = disk(tmp_path / "rollout", collective_timeout_s=0.2)
+    with pytest.raises(
+        TransportError, match=r"rollout/bus-test-1/publisher.json is not there after 0.2 s; is weight_bus"
+    ):
+        formed(elsewhere, 1)
+
+
+def test_files_that_are_not_the_updates_are_refused(tmp_path: Path) -> None:
+    config = disk(tmp_path, collective_timeout_s=0.2)
+    layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
+    writer, reader = formed(config, 0), formed(config, 1)
+    for transport in (writer, reader):
+        transport.label(5, layout.by_bucket())
+    with pytest.raises(TransportError, match=r"bucket-00001.safetensors is not there .* may have been replaced"):
+        reader.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
+    writer.broadcast(torch.arange(20, dtype=torch.uint8), 0)
+    got = torch.zeros(20, dtype=torch.uint8)
+    reader.broadcast(got, 0)
+    assert got.tolist() == list(range(20))
+    (path,) = tmp_path.glob("*/v000005/*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TransportError, match="19 bytes of data or more, not 20"):
+        reader.broadcast(got, 0)
+    path.write_bytes(path.read_bytes()[10:])
+    with pytest.raises(TransportError, match="its header is not that of the update"):
+        reader.broadcast(got, 0)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightBusError, match="weight_bus.folder: .*file/weights cannot be written"):
+        Publisher(disk(tmp_path / "file" / "weights"), host=HOST, run_id=RUN, incarnation=1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [({}, "needs weight_bus.folder"), ({"folder": "f", "apply": "direct"}, "goes with apply=staged only")],
+)
+def test_what_disk_needs_is_checked(keys: dict[str, object], message: str) -> None:
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "sglang"}}
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({**tree, "weight_bus": {"transport": "disk", **keys}})

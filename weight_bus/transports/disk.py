@@ -1,0 +1,180 @@
+"""Versions as safetensors files in a folder that learner rank 0 and all rollout servers see.
+
+For clusters without a route between their GPUs, and for engines that come and go: there is no group, so nobody waits
+for anybody, and a late one reads what is there. Each bucket is a file of its own, which takes its name only when it is
+whole, so readers begin while the next one is written. A version that travels whole is a model folder that any reader of
+safetensors can open:
+
+    <weight_bus.folder>/<run id>-<incarnation>/
+        publisher.json                           who writes here
+        v000012/bucket-00001.safetensors ...     the tensors by name
+        v000012/model.safetensors.index.json     which tensor is in which file; last
+        v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta.py
+
+The control plane says who reads what, as with every transport; only the bytes go this way. The two newest versions are
+kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest.
+"""
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from configs.infrastructure import WeightBus
+from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.manifest import Entry
+from weight_bus.transports.base import PROTOCOL, Formation, ignore
+
+KEPT = 2
+LOOK_S = 0.005
+MAX_HEADER = 1 << 27
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+INDEX = "model.safetensors.index.json"
+OWNER = "publisher.json"
+
+
+class Disk:
+    """One member's end: rank 0 writes, the others read. Buckets live in host memory."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, config: WeightBus, host: str) -> None:
+        if config.folder is None:
+            raise WeightBusError("weight_bus.transport 'disk' needs weight_bus.folder, which all nodes see")
+        self._root = Path(config.folder).absolute()
+        self._patience_s = config.collective_timeout_s
+        self._folder: Path | None = None
+        self._rank = 0
+        self._version = -1
+        self._entries: Sequence[Sequence[Entry]] | None = None
+        self._version_folder = Path()
+
+    def facts(self) -> dict[str, str]:
+        """The transport and the protocol; where the folder is mounted may differ."""
+        return {"transport": "disk", "protocol": PROTOCOL}
+
+    def serve(self) -> str:
+        """Make the folder; subscribers find it by their own weight_bus.folder."""
+        try:
+            self._root.mkdir(parents=True, exist_ok=True)
+            probe = self._root / f".writable-{os.getpid()}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise WeightBusError(f"weight_bus.folder: {self._root} cannot be written: {error.strerror}") from error
+        return "disk"
+
+    def form(self, formation: Formation) -> None:
+        """Go to the folder of the run's incarnation; a reader waits until it is there."""
+        run, _, incarnation = formation.prefix.rpartition("/")[0].rpartition("/")
+        run = run.removesuffix("/wb").replace("/", "_")
+        self._folder, self._rank = self._root / f"{run}-{incarnation}", formation.rank
+        owner = self._folder / OWNER
+        if formation.rank == 0:
+            _write(owner, [json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
+        else:
+            self._wait_for(owner, "is weight_bus.folder the same shared folder as the learner's?")
+
+    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        """What comes next: the tensors of each bucket, or None for a change of the version before."""
+        if self._folder is None:
+            raise TransportError(f"v{version}: no group is formed", "closed")
+        self._version, self._entries = version, entries
+        self._version_folder = self._folder / (f"v{version:06d}" if entries is not None else f"v{version:06d}.change")
+        if self._rank == 0:
+            _make_room(self._folder, version)
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        """Write bucket `index`, or read it as soon as it is there."""
+        path = self._version_folder / f"{'part' if self._entries is None else 'bucket'}-{index + 1:05d}.safetensors"
+        header = _header(bucket, self._entries[index] if self._entries is not None else None)
+        if self._rank:
+            self._wait_for(path, f"v{self._version} may have been replaced by newer ones, or its writer is slow")
+            _read(path, header, bucket)
+        elif not path.exists():  # a resend finds it there
+            try:
+                _write(path, [header, bucket.numpy().data])
+            except OSError as error:
+                raise TransportError(f"{path}: cannot be written: {error.strerror}", "full") from error
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        """Rank 0: the version is whole, and stays readable. Readers have read each bucket already."""
+        if self._rank == 0 and self._entries is not None:
+            names = {e.name: f"bucket-{i + 1:05d}.safetensors" for i, b in enumerate(self._entries) for e in b}
+            size = sum(entry.num_bytes for bucket in self._entries for entry in bucket)
+            index = {"metadata": {"total_size": size}, "weight_map": names}
+            _write(self._version_folder / INDEX, [json.dumps(index).encode()])
+
+    def leave(self) -> None:
+        """There is no group to leave."""
+        self._folder = None
+
+    def close(self) -> None:
+        """What is on the disk stays: it is the newest version."""
+        self._folder = None
+
+    def _wait_for(self, path: Path, hint: str) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TransportError(f"{path} is not there after {self._patience_s:g} s; {hint}", "slow")
+            time.sleep(LOOK_S)
+
+
+def _make_room(folder: Path, version: int) -> None:
+    """Remove versions of this incarnation that are older than the ones that are kept."""
+    for old in folder.glob("v*"):
+        number = old.name[1:].removesuffix(".change")
+        if number.isdigit() and int(number) <= version - KEPT:
+            shutil.rmtree(old, ignore_errors=True)  # a reader on a network file system may hold a file of it open
+
+
+def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
+    """What a safetensors file begins with, its data being the bucket as it is."""
+    if entries is None:
+        tensors = {"change": {"dtype": "U8", "shape": [bucket.numel()], "data_offsets": [0, bucket.numel()]}}
+    else:
+        tensors = {
+            entry.name: {
+                "dtype": DTYPES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [entry.offset, entry.offset + entry.num_bytes],
+            }
+            for entry in entries
+        }
+    text = json.dumps(tensors, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
+    """Write a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def _read(path: Path, header: bytes, bucket: torch.Tensor) -> None:
+    """Read a file whose header must be exactly this into a bucket."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            found = file.read(len(header))
+            if found != header:
+                raise TransportError(f"{path}: its header is not that of the update", "corrupt")
+            view, done = bucket.numpy().data, 0
+            while done < len(view) and (count := file.readinto(view[done:])):
+                done += count
+            if done < len(view) or file.read(1):
+                raise TransportError(f"{path}: {done} bytes of data or more, not {len(view)}", "corrupt")
+    except OSError as error:
+        raise TransportError(f"{path}: cannot be read: {error.strerror}", "closed") from error
