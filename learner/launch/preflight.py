@@ -71,7 +71,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
         PreflightError: the engine is not installed, or the bus cannot work on this device.
     """
     if config.weight_bus.backend == "ucc":
-        raise PreflightError("weight_bus.backend: 'ucc' is not in this version yet; take 'nccl' on GPUs or 'gloo'")
+        check_ucc(config)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
         raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
@@ -79,6 +79,19 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
             "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
             " take 'torch' for a small model"
         )
+
+
+def check_ucc(config: Config) -> None:
+    """Raises PreflightError when there is no UCC on this machine, or weight_bus.apply is `direct`."""
+    if config.weight_bus.apply == "direct":
+        raise PreflightError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
+    from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
+    from weight_bus.transports import resolve_ucc
+
+    try:
+        resolve_ucc()
+    except WeightBusError as error:
+        raise PreflightError(str(error)) from error
 
 
 def check_safetensors(file: Path) -> None:
