@@ -84,6 +84,20 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     assert sent(made, "l", m.Proceed) and sent(made, "l1", m.Proceed)
 
 
+def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_again():
+    made = service()
+    for given in lease(made, capacity=4):
+        made.handle("a", group_message(given, [0, 0]), 1.0)
+    made.handle("l", m.Take(step=1, rank=0), 1.0)
+    for second in range(5):
+        made.tick(1.0 + second)
+        made.handle("b", m.Heartbeat(), 1.0 + second)
+    takes = [record for record in made.journal.records if record.kind == "take"]
+    assert len(sent(made, "l", m.Batch)) == 1 and len(takes) == 1
+    made.handle("l", m.Take(step=1, rank=0), 3.0)
+    assert len(sent(made, "l", m.Batch)) == 1 and made.journal.records.count(takes[0]) == 1
+
+
 def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     made = service(replay__lease_s=60)
     made.handle("a", m.LeaseRequest(capacity=2, version=0), 0.0)

@@ -207,7 +207,10 @@ class UccCollective:
 
 
 def _environment(host: str) -> dict[str, str]:
-    """Of a process: this one's. A run that stays on this machine does not listen on its other interfaces."""
+    """Of the processes: this one's, without threads that would be lost in a fork.
+
+    A run that stays on this machine does not listen on its other interfaces.
+    """
     path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     loopback = {"UCX_NET_DEVICES": "lo"} if is_loopback(host) else {}
-    return {**loopback, **os.environ, "PYTHONPATH": path}
+    return {**loopback, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}
