@@ -3,11 +3,15 @@
 The digest of a logical tensor is  sum over elements of mix(bits of the element, its flat index)  mod 2^64.
 A sum over elements does not care who holds which slice: FSDP shards, tensor-parallel slices and rows of a
 fused projection each digest what they hold, in place, and the parts are added. Keying by position makes
-swapped elements visible, which a plain XOR or sum is blind to. mix is a multiply-xorshift finaliser in the
-manner of SplitMix64 (Steele, Lea, Flood 2014).
+swapped elements visible, which a plain XOR or sum is blind to.
 
-The code here is the definition. Tensors on a CUDA device take the same arithmetic as one kernel
-(weight_bus/digest_cuda.py), `slice_digests` with a single wait for all of them.
+mix is a multiply-xorshift finaliser in 32 bits, with the constants of Wellons' "lowbias32" (Hash Function Prospector,
+2018), read as a signed number. For a fixed position it is a bijection of the bits of an element of up to four bytes, so
+one changed element always changes the digest; several changed ones do not with a chance of about 2^-32. Positions
+count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
+
+The code here is the definition. Tensors on a CUDA device take the same arithmetic as one kernel for all of them
+(weight_bus/digest_cuda.py), `slice_digests` with a single wait.
 """
 
 import functools
@@ -26,10 +30,12 @@ MASK = (1 << 64) - 1
 CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
 
-INDEX_KEY = 0x9E3779B97F4A7C15
-BITS_KEY = 0xD1B54A32D192ED03
-MIX_1 = 0xBF58476D1CE4E5B9
-MIX_2 = 0x94D049BB133111EB
+INDEX_KEY = 0x85EBCA77
+BITS_KEY = 0x9E3779B1
+HIGH_KEY = 0xC2B2AE3D
+"""For the upper half of eight-byte elements."""
+MIX_1 = 0x7FEB352D
+MIX_2 = 0x846CA68B
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,20 +58,42 @@ class Rows(NamedTuple):
     row_step: int
 
 
+class Task(NamedTuple):
+    """What the kernel is to digest."""
+
+    rows: Rows
+    """Not empty."""
+    slot: int
+    """Which sum to add it to."""
+    rounded: torch.dtype | None
+    """Digest float32 elements as if they had been rounded to this dtype; None takes the bits as they are."""
+
+
 def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    """The int32 with these bits."""
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def _xorshift(h: torch.Tensor, shift: int) -> torch.Tensor:
-    """h ^ (h >> shift) with a logical shift, on int64 in place."""
-    return h.bitwise_xor_((h >> shift).bitwise_and_((1 << (64 - shift)) - 1))
+    """h ^ (h >> shift) with a logical shift, on int32 in place."""
+    return h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1))
 
 
-def _mixed_sum(bits: torch.Tensor, index: torch.Tensor) -> int:
-    h = bits.to(torch.int64, copy=True).mul_(_signed(BITS_KEY)).add_((index + 1).mul_(_signed(INDEX_KEY)))
-    _xorshift(h, 30).mul_(_signed(MIX_1))
-    _xorshift(h, 27).mul_(_signed(MIX_2))
-    return int(_xorshift(h, 31).sum()) & MASK
+def _mixed_sum(bits: torch.Tensor, keyed: torch.Tensor) -> int:
+    """Sum of mix over elements: their bits, and int32 (index + 1) * INDEX_KEY."""
+    if bits.dtype == torch.int64:
+        bits = (bits >> 32).to(torch.int32).mul_(_signed(HIGH_KEY)).add_(bits.to(torch.int32))
+    h = bits.to(torch.int32, copy=True).mul_(_signed(BITS_KEY)).add_(keyed)
+    _xorshift(h, 16).mul_(_signed(MIX_1))
+    _xorshift(h, 15).mul_(_signed(MIX_2))
+    return int(_xorshift(h, 16).sum(dtype=torch.int64)) & MASK
+
+
+@functools.cache
+def _lanes(device: torch.device) -> torch.Tensor:
+    """The index's term of the first CHUNK elements, less its constant."""
+    return torch.arange(CHUNK, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
 
 
 def slice_digest(
@@ -106,30 +134,30 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
 def _device_digests(device: torch.device, parts: list[Part]) -> list[int]:
     kernel = _kernel()
     assert kernel is not None
-    sums = torch.zeros(len(parts), dtype=torch.int64, device=device)
-    totals = []
+    tasks: list[Task] = []
+    totals = [0] * len(parts)
     for number, part in enumerate(parts):
         rounded = None if part.rounded == part.tensor.dtype else part.rounded
         if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
             part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
         rows = rows_of(part)
         if rows is None:
-            totals.append(reference_digest(part))
+            totals[number] = reference_digest(part)
         else:
-            kernel(rows, sums, number, rounded)
-            totals.append(0)
+            tasks.append(Task(rows, number, rounded))
+    sums = kernel(tasks, len(parts), device)
     return [(total + on_device) & MASK for total, on_device in zip(totals, sums.tolist(), strict=True)]
 
 
 @functools.cache
-def _kernel() -> Callable[[Rows, torch.Tensor, int, torch.dtype | None], None] | None:
+def _kernel() -> Callable[[Sequence[Task], int, torch.device], torch.Tensor] | None:
     """The kernel for CUDA tensors; None where Triton is not installed."""
     try:
-        from weight_bus.digest_cuda import add_digest
+        from weight_bus.digest_cuda import digest_sums
     except ImportError as error:
         log.warning("digests of CUDA tensors take the slow path: Triton is not usable (%s); install triton", error)
         return None
-    return add_digest
+    return digest_sums
 
 
 def rows_of(part: Part) -> Rows | None:
@@ -173,19 +201,25 @@ def reference_digest(whole_part: Part) -> int:
     if part.numel() == 0:
         return 0
     row_size = math.prod(part.shape[1:])
-    first = begin[0] * math.prod(shape[1:])
-    whole_rows = tuple(part.shape[1:]) == tuple(shape[1:])
+    if tuple(part.shape[1:]) == tuple(shape[1:]) and part.is_contiguous():
+        return _flat_digest(part.view(-1), begin[0] * math.prod(shape[1:]), rounded)
     total = 0
     rows_per_chunk = max(1, CHUNK // max(1, row_size))
     for row in range(0, part.shape[0], rows_per_chunk):
         piece = part[row : row + rows_per_chunk].to(rounded).contiguous()
         bits = piece.view(VIEWS[piece.element_size()]).reshape(-1)
-        if whole_rows:
-            offset = first + row * row_size
-            index = torch.arange(offset, offset + bits.numel(), dtype=torch.int64, device=part.device)
-        else:
-            index = _strided_index(piece.shape, shape, (begin[0] + row, *begin[1:]), part.device)
-        total += _mixed_sum(bits, index)
+        index = _strided_index(piece.shape, shape, (begin[0] + row, *begin[1:]), part.device)
+        total += _mixed_sum(bits, (index + 1).mul_(INDEX_KEY).to(torch.int32))
+    return total & MASK
+
+
+def _flat_digest(part: torch.Tensor, first: int, rounded: torch.dtype) -> int:
+    """Of contiguous elements from the flat index `first` on."""
+    lanes, total = _lanes(part.device), 0
+    for begin in range(0, part.numel(), CHUNK):
+        piece = part[begin : begin + CHUNK].to(rounded)
+        keyed = lanes[: piece.numel()] + _signed((first + begin + 1) * INDEX_KEY)
+        total += _mixed_sum(piece.view(VIEWS[piece.element_size()]), keyed)
     return total & MASK
 
 

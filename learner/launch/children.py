@@ -111,13 +111,17 @@ def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
 
 
 def killed_rank(log_path: Path, offset: int) -> str:
-    """What torchrun's log says of a rank that a signal ended; empty when none was."""
-    found = re.search(
-        r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+) \(pid: (\d+)\)", _tail(log_path, offset), re.DOTALL
-    )
-    if found is None:
+    """What torchrun's log says of a rank that a signal ended; empty when none was.
+
+    Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
+    rest is ended by torchrun itself, with SIGTERM.
+    """
+    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _tail(log_path, offset))
+    killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM]
+    if not killed:
         return ""
-    return f"learner rank {found[1]} (pid {found[3]}) was killed by {signal.Signals(int(found[2])).name} [closed]"
+    rank, number, pid = killed[-1]  # the root cause stands at the end
+    return f"learner rank {rank} (pid {pid}) was killed by {signal.Signals(int(number)).name} [closed]"
 
 
 def without_time(line: str) -> str:

@@ -70,7 +70,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
     Raises:
         PreflightError: the engine is not installed, or the bus cannot work on this device.
     """
-    if config.weight_bus.backend == "ucc":
+    if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
         check_ucc(config)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
         raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")

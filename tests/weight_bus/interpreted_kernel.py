@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from weight_bus.digest import MASK, Part, reference_digest, rows_of
-from weight_bus.digest_cuda import add_digest
+from weight_bus.digest import MASK, Part, Task, reference_digest, rows_of
+from weight_bus.digest_cuda import digest_sums
 
 SHAPES = [(1,), (2047,), (2049,), (3, 5), (7, 1000), (40, 1024), (2, 3, 4), (33_000,), (3, 40_000)]
 DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -36,12 +36,18 @@ def parts() -> list[Part]:
 def main() -> int:
     wrong = 0
     everything = parts()
-    for part in everything:
+    tasks = []
+    for slot, part in enumerate(everything):
         rows = rows_of(part)
         assert rows is not None
-        sums = torch.full((3,), -1, dtype=torch.int64)  # adds to what is there
-        add_digest(rows, sums, 1, part.rounded)
-        if sums[0] != -1 or sums[2] != -1 or (int(sums[1]) + 1) & MASK != reference_digest(part):
+        tasks.append(Task(rows, slot + 1, part.rounded))
+    tasks.append(tasks[0]._replace(slot=len(everything) + 1))
+    tasks.append(tasks[1]._replace(slot=len(everything) + 1))  # two tasks, one slot
+    sums = digest_sums(tasks, len(everything) + 3, torch.device("cpu")).tolist()
+    assert sums[0] == sums[-1] == 0, "nothing is added elsewhere"
+    assert sums[-2] & MASK == (sums[1] + sums[2]) & MASK
+    for part, found in zip(everything, sums[1:-2], strict=True):
+        if found & MASK != reference_digest(part):
             wrong += 1
             print("differs:", part.tensor.dtype, tuple(part.tensor.shape), part.full_shape, part.start, part.rounded)
     print("compared" if not wrong else "FAILED:", len(everything))

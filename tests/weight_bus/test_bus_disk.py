@@ -1,4 +1,4 @@
-"""Versions through a shared folder: real publisher and subscribers, real files, readers that come late or see another folder."""
+"""Versions through a shared folder: real publisher, subscribers and files; readers that come late or look elsewhere."""
 
 import json
 from pathlib import Path
@@ -122,7 +122,7 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeightBusError, match="weight_bus.folder: .*file/weights cannot be written"):
+    with pytest.raises(WeightBusError, match=r"weight_bus\.folder: .*file/weights cannot be written"):
         Publisher(disk(tmp_path / "file" / "weights"), host=HOST, run_id=RUN, incarnation=1)
 
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from weight_bus.digest import (
     BITS_KEY,
+    CHUNK,
+    HIGH_KEY,
     INDEX_KEY,
-    MASK,
     MIX_1,
     MIX_2,
     Part,
@@ -28,6 +29,7 @@ from weight_bus.digest import (
     slice_digests,
 )
 
+WORD = (1 << 32) - 1
 HERE = Path(__file__).parent
 DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,10 +37,13 @@ VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def mix(bits: int, index: int) -> int:
     """The definition, one element at a time; bits as a signed number (one byte: unsigned)."""
-    h = (bits * BITS_KEY + (index + 1) * INDEX_KEY) & MASK
-    h = (h ^ (h >> 30)) * MIX_1 & MASK
-    h = (h ^ (h >> 27)) * MIX_2 & MASK
-    return h ^ (h >> 31)
+    if not -(1 << 31) <= bits < 1 << 31:
+        bits = bits % (1 << 32) + (bits >> 32) * HIGH_KEY
+    h = (bits * BITS_KEY + (index + 1) * INDEX_KEY) & WORD
+    h = (h ^ (h >> 16)) * MIX_1 & WORD
+    h = (h ^ (h >> 15)) * MIX_2 & WORD
+    h ^= h >> 16
+    return h - (1 << 32) if h >> 31 else h
 
 
 def walked(rows: Rows) -> int:
@@ -80,6 +85,41 @@ def test_slices_of_all_kinds_are_walked_in_two_dimensions(
         if rows is not None:
             assert rows.values.shape[1] == 1 or rows.values.stride(1) == 1
             assert walked(rows) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from([torch.uint8, torch.int16, torch.bfloat16, torch.float32]))
+def test_a_single_changed_element_always_shows(data: st.DataObject, dtype: torch.dtype) -> None:
+    whole = random_tensor((50,), dtype, 7)
+    before = slice_digest(whole)
+    raw = whole.view(torch.uint8)
+    raw[data.draw(st.integers(0, raw.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    assert slice_digest(whole) != before
+
+
+def test_elements_that_change_places_show() -> None:
+    whole = random_tensor((3000,), torch.bfloat16, 8)
+    digests = {slice_digest(whole)}
+    for first in range(0, 2000, 7):
+        other = whole.clone().view(torch.int16)
+        other[[first, first + 900]] = other[[first + 900, first]]
+        if not torch.equal(other, whole.view(torch.int16)):
+            digests.add(slice_digest(other.view(torch.bfloat16)))
+    assert len(digests) == 287
+
+
+@pytest.mark.parametrize("first", [0, 1, (1 << 31) - 5, (1 << 32) - 40_000, (1 << 33) + 3])
+def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first: int) -> None:
+    """Over the borders of what is mixed at once, and of 32-bit positions."""
+    part, shape = random_tensor((2 * CHUNK + 77,), torch.int16, 9), ((1 << 34),)
+    found = slice_digest(part, shape, (first,))
+    cuts = [0, 5, CHUNK - 1, CHUNK + 3, 2 * CHUNK, part.numel()]
+    pieces = [slice_digest(part[a:b], shape, (first + a,)) for a, b in itertools.pairwise(cuts)]
+    assert add(pieces) == found
+    few = [5, CHUNK - 1, 2 * CHUNK + 76]
+    for place in few:
+        expected = mix(int(part[place]), first + place) % (1 << 64)
+        assert slice_digest(part[place : place + 1], shape, (first + place,)) == expected
 
 
 def test_columns_and_rows_share_the_memory_of_their_tensor() -> None:

@@ -1,0 +1,49 @@
+"""What the launcher reads from the logs of its children."""
+
+import sys
+from pathlib import Path
+
+from learner.launch import children
+
+ENTRY = """[{number}]:
+  time      : 2026-11-21_18:11:37
+  host      : localhost
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: {pid}){signal}
+  error_file: <N/A>
+  traceback : To enable traceback see: ...
+"""
+
+
+def report(*entries: tuple[int, int, int], root: tuple[int, int, int]) -> str:
+    """What torchrun prints when ranks (rank, exit code, pid) have failed."""
+
+    def shown(number: int, entry: tuple[int, int, int]) -> str:
+        rank, code, pid = entry
+        signal = "  (SIGKILL)" if code == -9 else ""
+        return ENTRY.format(number=number, rank=rank, code=f"{code:<2}", pid=pid, signal=signal)
+
+    others = "".join(shown(number, entry) for number, entry in enumerate(entries, 1)) or "  <NO_OTHER_FAILURES>\\n"
+    return f"Failures:\n{others}------\nRoot Cause (first observed failure):\n{shown(0, root)}======\n"
+
+
+def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path: Path) -> None:
+    log = tmp_path / "learner.log"
+    for text, said in [
+        (report((1, 1, 11), root=(0, -9, 10)), "learner rank 0 (pid 10) was killed by SIGKILL [closed]"),
+        (report((1, -9, 11), root=(0, 1, 10)), "learner rank 1 (pid 11) was killed by SIGKILL [closed]"),
+        (report((1, -15, 11), root=(0, 1, 10)), ""),
+        (report(root=(0, 1, 10)), ""),
+    ]:
+        log.write_text(text)
+        assert children.killed_rank(log, 0) == said
+    assert children.killed_rank(log, len(text)) == ""
+
+
+def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
+    said = "import os, signal, sys; print('2026-11-21 10:00:00,000 x ERROR no room [full]', flush=True); "
+    ends = {"os.kill(os.getpid(), signal.SIGKILL)": ("SIGKILL", False), "sys.exit(4)": ("exit code 4", True)}
+    for end, (how, quoted) in ends.items():
+        child = children.start("x", [sys.executable, "-c", said + end], tmp_path / f"{how}.log", {})
+        child.process.wait()
+        assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
