@@ -21,9 +21,9 @@ import triton.language as tl
 
 from weight_bus.digest import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
 
-BLOCK = 2048
-BLOCKS_PER_PROGRAM = 16
-WARPS = 8
+BLOCK = 1024
+BLOCKS_PER_PROGRAM = 64
+WARPS = 4
 ALIGN = 16
 """Bytes of a vector load; what begins elsewhere is read element by element."""
 STEP = BLOCK * INDEX_KEY & 0xFFFFFFFF

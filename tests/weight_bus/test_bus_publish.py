@@ -302,12 +302,11 @@ def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog: pytest.Log
     assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ucc"])
-def test_backends_that_are_not_here_are_refused_by_name(backend: str) -> None:
-    config = WeightBus(backend=backend)  # type: ignore[arg-type]
-    with pytest.raises(WeightBusError, match=f"{backend}.*take weight_bus.backend: gloo"):
+def test_a_backend_that_is_not_here_is_refused_by_name() -> None:
+    config = WeightBus(backend="nccl")
+    with pytest.raises(WeightBusError, match=r"nccl.*take weight_bus\.backend: gloo"):
         Publisher(config, host=HOST, run_id=RUN, incarnation=1)
-    with pytest.raises(WeightBusError, match=backend):
+    with pytest.raises(WeightBusError, match="nccl"):
         Subscriber("tcp://127.0.0.1:1", name="one", config=config, host=HOST, run_id=RUN)
 
 
