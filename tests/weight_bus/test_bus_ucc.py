@@ -1,0 +1,454 @@
+"""Backend ucc: where UCC comes from, and its process per group, which may die.
+
+Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only the last test needs a real UCC.
+"""
+
+import errno
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+from bus_harness import CONFIG as GLOO
+from bus_harness import HOST, RUN, Faulty, Rollout, digests, until, weights
+from ucc_harness import (
+    CONFIG,
+    START_S,
+    Outcome,
+    Pair,
+    hit,
+    is_gone,
+    make_warm,
+    parent_of,
+    processes,
+    stub,
+    together,
+    worker,
+)
+
+from configs.infrastructure import WeightBus
+from configs.loading import load
+from learner.launch.preflight import PreflightError, check_available
+from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
+from weight_bus.digest import combined
+from weight_bus.transports import Formation, make_transport, resolve_ucc, ucc, ucc_member, ucc_process
+from weight_bus.transports.ucc import SLACK_S, ucc_name
+
+BOUND_S = CONFIG.collective_timeout_s + SLACK_S + 1.5
+"""Of one call whose peer is lost, and what two busy cores add."""
+over_the_stub = pytest.mark.skipif(dist.is_ucc_available(), reason="PyTorch's own UCC goes before any plugin")
+
+
+# ---- where it comes from --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without any UCC."""
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "torch_ucc", None)
+
+
+def test_ucc_of_pytorch_itself_goes_first(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
+    assert resolve_ucc() == "native" and ucc_name("native") == "native"
+
+
+def test_a_plugin_is_named_with_its_version(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = ModuleType("torch_ucc")
+    monkeypatch.setitem(sys.modules, "torch_ucc", plugin)
+    assert resolve_ucc() == "plugin"
+    assert ucc_name("plugin") == "plugin torch_ucc of unknown version"
+    plugin.__version__ = "1.0.0"  # type: ignore[attr-defined]
+    assert ucc_name("plugin") == "plugin torch_ucc 1.0.0"
+
+
+ABSENT = (
+    f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no plugin"
+    " torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that has one"
+    " (docs/ucc.md), or take weight_bus.backend: gloo (nccl between GPUs). Check with:"
+    ' python -c "import torch.distributed as d; print(d.is_ucc_available())"'
+)
+
+
+def test_absent_ucc_is_refused_everywhere_and_nothing_takes_its_place(without: None) -> None:
+    calls = [
+        resolve_ucc,
+        lambda: make_transport(CONFIG, HOST),
+        lambda: Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1),
+        lambda: Subscriber("tcp://127.0.0.1:1", name="one", config=CONFIG, host=HOST, run_id=RUN),
+    ]
+    for call in calls:
+        with pytest.raises(WeightBusError) as raised:
+            call()
+        assert str(raised.value) == ABSENT
+    with pytest.raises(PreflightError) as refused:
+        check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
+    assert str(refused.value) == ABSENT
+    disk = ["weight_bus.backend=ucc", "weight_bus.transport=disk", "weight_bus.folder=shared"]
+    check_available(load("quickstart", disk), runs_servers=True)  # which needs no backend at all
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "raise ImportError('libucc.so.1: cannot open shared object file: No such file or directory')",
+            "libucc.so.1: cannot open shared object file: No such file or directory",
+        ),
+        ("import ctypes; ctypes.CDLL('libucc-of-this-test.so.1')", "libucc-of-this-test.so.1: cannot open shared obj"),
+        ("import a_module_of_torch_ucc", "No module named 'a_module_of_torch_ucc'"),
+    ],
+)
+def test_a_plugin_that_cannot_be_loaded_is_not_absent(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, words: str
+) -> None:
+    (tmp_path / "torch_ucc.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: False)
+    monkeypatch.delitem(sys.modules, "torch_ucc", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(WeightBusError) as raised:
+        resolve_ucc()
+    text = str(raised.value)
+    assert text.startswith(f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {words}")
+    assert text.endswith(
+        ". The folders of libucc and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), or"
+        " take weight_bus.backend: gloo (nccl between GPUs)"
+    )
+
+
+def test_ucc_does_not_receive_into_an_engine(without: None) -> None:
+    words = "weight_bus.backend 'ucc' is not available in this version with weight_bus.apply 'direct'"
+    with pytest.raises(WeightBusError, match=words):
+        make_transport(WeightBus(backend="ucc", apply="direct"), HOST)
+    overrides = ["weight_bus.backend=ucc", "weight_bus.apply=direct", "rollout.engine=sglang"]
+    with pytest.raises(PreflightError, match=r"'ucc' does not go with weight_bus\.apply: direct"):
+        check_available(load("quickstart", overrides), runs_servers=False)
+
+
+def test_what_a_run_finds_is_what_its_launcher_is_told(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_ucc", ModuleType("torch_ucc"))
+    check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
+
+
+@over_the_stub
+@pytest.mark.parametrize(
+    ("host", "given", "taken"),
+    [
+        ("127.0.0.1", None, "lo"),
+        ("127.0.0.1", "eth7", "eth7"),
+        ("10.0.0.1", None, None),
+        ("10.0.0.1", "mlx5_0:1", "mlx5_0:1"),
+    ],
+)
+def test_ucx_stays_on_the_loopback_interface_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, taken: str | None
+) -> None:
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("UCX_NET_DEVICES", given)
+    assert ucc._environment(host).get("UCX_NET_DEVICES") == taken
+
+
+# ---- one member's end -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def faults() -> Iterator[Path]:
+    with stub() as file:
+        yield file
+
+
+@pytest.fixture(scope="module")
+def pair(faults: Path) -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def bucket(value: int, size: int = 100_000) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def test_a_real_ucc_carries_a_version() -> None:
+    try:
+        kind = resolve_ucc()
+    except WeightBusError as error:
+        pytest.skip(str(error))
+    assert "stub" not in ucc_name(kind), "this test is about the real one"
+    real = Pair()
+    try:
+        assert [outcome.error for outcome in real.form()] == [None, None]
+        for version in (1, 2):
+            sent = [bucket(version), bucket(version + 1, 20_000_000)]
+            outcomes, received = real.send(*sent)
+            assert [outcome.error for outcome in outcomes] == [None, None]
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, received, strict=True))
+    finally:
+        real.close()
+
+
+@over_the_stub
+def test_each_group_has_processes_of_its_own_and_carries_buckets(pair: Pair) -> None:
+    seen: set[int] = set()
+    for value in (1, 2):
+        assert [outcome.error for outcome in pair.form()] == [None, None]
+        assert pair.root._member is not None and pair.member._member is not None
+        pids = {pair.root._member.pid, pair.member._member.pid}
+        assert not pids & seen and all(is_gone(pid) for pid in seen), "a group ends with its processes"
+        seen |= pids
+        for version in (3, 4):
+            sent = [bucket(value, 100), bucket(version, 3_000_000), bucket(9, 0)]
+            outcomes, received = pair.send(*sent)
+            assert [outcome.error for outcome in outcomes] == [None, None]
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, received, strict=True))
+    assert not dist.is_initialized(), "no group in this process"
+
+
+@over_the_stub
+@pytest.mark.parametrize(
+    ("whose", "number", "symptom"),
+    [("root", signal.SIGKILL, "closed"), ("member", signal.SIGKILL, "closed"), ("member", signal.SIGSTOP, "silent")],
+)
+def test_a_process_lost_in_a_transfer_costs_bounded_time(
+    pair: Pair, whose: str, number: signal.Signals, symptom: str
+) -> None:
+    pair.stand()
+    transport = getattr(pair, whose)
+    pid = hit(transport, number)
+    outcomes, _ = pair.send(bucket(1), bucket(2, 3_000_000))
+    assert all(outcome.error is not None and outcome.seconds < BOUND_S for outcome in outcomes)
+    error = outcomes[0 if whose == "root" else 1].error
+    assert error is not None and error.symptom == symptom
+    how = "was ended by SIGKILL" if symptom == "closed" else "did not answer in 3.0 s and was killed"
+    assert f"broadcast of bucket 1 failed: the UCC process (pid {pid}) {how}" in str(error)
+    assert is_gone(pid) and pair.root._member is None and pair.member._member is None
+    with pytest.raises(TransportError, match="no group is formed"):
+        transport.broadcast(bucket(1), 0)
+    assert [outcome.error for outcome in pair.form()] == [None, None], "the next epoch has new processes"
+    assert [outcome.error for outcome in pair.send(bucket(5))[0]] == [None, None]
+
+
+@over_the_stub
+def test_the_end_of_a_transfer_is_that_of_all(pair: Pair) -> None:
+    pair.stand()
+    marks: dict[str, float] = {}
+
+    def root() -> None:
+        pair.root.broadcast(bucket(7, 100), 0)
+        marks["sent"] = time.monotonic()
+        pair.root.finish()
+        marks["over"] = time.monotonic()
+
+    def member() -> None:
+        pair.member.broadcast(bucket(0, 100), 0)
+        time.sleep(1.0)
+        marks["counted"] = time.monotonic()
+        pair.member.finish()
+
+    assert [outcome.error for outcome in together(root, member)] == [None, None]
+    assert marks["sent"] < marks["counted"] < marks["over"]
+
+
+@pytest.mark.parametrize("adds", [[0, 0], [1, 1]])
+def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.MonkeyPatch, adds: list[int]) -> None:
+    """UCC was seen to return from a broadcast whose receiver was dead; the other member adds what is given here."""
+    group = ucc_process.Group(ucc_member.SharedBytes())
+    group._size = 2
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(torch.tensor(adds)))
+    group.broadcast(100)
+    group.broadcast(100)
+    with pytest.raises(TransportError, match=rf"\[{1 + adds[0]}, {2 + adds[1]}\], not \[2, 4\] \[corrupt\]"):
+        group.finish()
+
+
+def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub():
+        group = ucc_process.Group(ucc_member.SharedBytes())
+        monkeypatch.setattr(ucc_process.Meeting, "at", lambda *_: dist.HashStore())
+        monkeypatch.setattr(ucc_process, "_show_up", lambda *_: None)
+        monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+        monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
+        order = {"epoch": 7, "rank": 1, "size": 2, "endpoint": "", "prefix": "", "timeout_s": 1.0, "patience_s": 1.0}
+        with pytest.raises(TransportError, match=r"the first broadcast brought 0, not 7 \[corrupt\]"):
+            group.form(order)
+
+
+@over_the_stub
+@pytest.mark.parametrize(("action", "symptom"), [("abort", "closed"), ("stop", "silent")])
+def test_a_group_that_only_seems_to_be_built_is_not_formed(pair: Pair, faults: Path, action: str, symptom: str) -> None:
+    """UCC connects with the first broadcast, and ends its process by std::terminate where that fails."""
+    faults.write_text(f"{action}@1", encoding="ascii")
+    root, member = pair.form()
+    faults.write_text("", encoding="ascii")
+    assert root.error is not None and member.error is not None
+    assert f"epoch {pair.epoch} with 2 members did not form" in str(root.error)
+    assert root.seconds < 2 * BOUND_S and member.error.symptom == symptom
+    how = "was ended by SIGABRT" if action == "abort" else "and was killed"
+    assert how in str(member.error)
+
+
+@over_the_stub
+def test_a_member_that_stays_away_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucc, "START_S", 0.5)
+    pair.epoch += 1
+    alone = Outcome(lambda: pair.root.form(pair.formation(0)))
+    assert alone.seconds < 0.5 + BOUND_S
+    assert f"epoch {pair.epoch} with 2 members did not form: rank 1 did not come in " in str(alone.error)
+    assert alone.error is not None and alone.error.symptom == "silent"
+    nowhere = Formation(epoch=pair.epoch, rank=1, size=2, endpoint="x", prefix="p")
+    wrong = Outcome(lambda: pair.member.form(nowhere))
+    assert "endpoint 'x' is not host:port [corrupt]" in str(wrong.error)
+
+
+@over_the_stub
+def test_a_lost_starter_takes_its_group_along_and_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.stand()
+    starter, member = pair.member._starter, pair.member._member
+    assert member is not None
+    os.kill(starter.pid, signal.SIGKILL)
+    outcomes, _ = pair.send(bucket(1), bucket(2, 3_000_000))
+    assert all(outcome.error is not None and outcome.seconds < BOUND_S for outcome in outcomes)
+    until(lambda: is_gone(member.pid), "the process of the group has gone with it")
+    monkeypatch.setattr(ucc, "START_S", START_S)  # for two busy cores
+    assert [outcome.error for outcome in pair.form()] == [None, None]
+    assert is_gone(starter.pid) and pair.member._starter is not starter
+
+
+@over_the_stub
+def test_a_late_starter_goes_on_and_a_hopeless_one_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ucc, "START_S", 0.2)
+    pair.member.leave()
+    pair.member._starter.kill()
+    late = pair.member._present()
+    os.kill(late.pid, signal.SIGSTOP)
+    outcome = Outcome(lambda: pair.member.form(pair.formation(1)))
+    words = f"epoch {pair.epoch} with 2 members did not form: the process that starts those of UCC (pid {late.pid})"
+    assert f"{words} is not ready after 0." in str(outcome.error) and str(outcome.error).endswith(" s [silent]")
+    assert pair.member._present() is late, "it goes on"
+    monkeypatch.setattr(ucc_member, "HOPELESS_S", 0.0)
+    assert Outcome(lambda: pair.member.form(pair.formation(1))).error is not None
+    assert is_gone(late.pid)
+    pair.member.facts()
+    assert [outcome.error for outcome in pair.form()] == [None, None], "who states its facts is ready"
+
+
+@over_the_stub
+def test_a_starter_that_does_not_answer_is_killed(pair: Pair) -> None:
+    pair.stand()
+    os.kill(pair.root._starter.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    pair.root.leave()
+    assert time.monotonic() - started < ucc_member.REAP_S + 1.0 and is_gone(pair.root._starter.pid)
+    pair.root.facts()
+    threads = list(Path(f"/proc/{pair.root._starter.pid}/task").iterdir())
+    assert len(threads) == 1, "a fork takes one thread along"
+
+
+@over_the_stub
+def test_memory_that_is_not_there_is_an_error_of_the_bus(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.stand()
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space, in this test")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    outcome = Outcome(lambda: pair.root.broadcast(bucket(1, 50_000_000), 0))
+    assert outcome.error is not None and outcome.error.symptom == "full"
+    assert "no 50000000 bytes of memory to share" in str(outcome.error) and pair.root._member is None
+
+
+# ---- through the bus ------------------------------------------------------------------------------------
+
+
+def publish(publisher: Publisher, version: int) -> PublishReport:
+    named = weights(version)
+    return publisher.publish(version, named.items(), digests(named))
+
+
+def line(version: int) -> str:
+    return f"{version} {combined(digests(weights(version)))}"
+
+
+@over_the_stub
+def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    plan = iter([None, signal.SIGKILL, None, signal.SIGSTOP])
+    lost: list[int] = []
+    with stub():
+        before = processes(os.getpid())
+        inner = make_warm(CONFIG, HOST)
+
+        def act(_: torch.Tensor) -> None:
+            number = next(plan, None)
+            if number is not None:
+                lost.append(hit(inner, number))
+
+        with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
+            spared = Rollout(publisher, "spared", factory=make_warm, config=CONFIG)
+            shaken = Rollout(publisher, "shaken", factory=lambda *_: Faulty(inner, 1, act, before=True), config=CONFIG)
+            until(lambda: len(publisher.members()) == 2, "both join")
+            for version in (1, 2, 3, 4, 5):
+                epoch = publisher.epoch
+                report = publish(publisher, version)
+                assert sorted(report.served) == ["shaken", "spared"] and report.failed == {}, caplog.text
+                assert (publisher.epoch > epoch) == (version < 5), "a loss costs epochs, and nothing else does"
+                for rollout in (spared, shaken):
+                    assert digests(rollout.engine.live) == digests(weights(version))
+            assert spared.engine.activated == shaken.engine.activated == [1, 2, 3, 4, 5]
+            assert len(lost) == 2 and all(is_gone(pid) for pid in lost)
+            assert publisher.stats()["lost_peers"] == 0, "the receivers themselves live"
+            spared.halt()
+            shaken.halt()
+        assert processes(os.getpid()) == before, "no process is left"
+    assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 3
+
+
+@over_the_stub
+def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pytest.LogCaptureFixture) -> None:
+    with stub(), Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
+        survivor = Rollout(publisher, "rollout-0", factory=make_warm, config=CONFIG)
+        with worker(publisher, "rollout-1", "kill@2") as (process, lines):
+            assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"], caplog.text
+            until(lambda: lines == [line(1)], "the process holds what was sent")
+            until(lambda: len(processes(process.pid)) == 2, "the starter, and the process of the group")
+            (starter,) = [pid for pid in processes(process.pid) if parent_of(pid) == process.pid]
+            os.kill(starter, signal.SIGSTOP)  # so that it cannot notice anything by itself
+            started = time.monotonic()
+            report = publish(publisher, 2)
+            assert time.monotonic() - started < 2 * BOUND_S + 4 * CONFIG.heartbeat_s
+            assert report.served == ["rollout-0"] and report.failed.keys() == {"rollout-1"}
+            assert digests(survivor.engine.live) == digests(weights(2))
+            assert process.wait(10.0) == -signal.SIGKILL
+            until(lambda: not processes(process.pid), "its processes end with it")
+        assert publish(publisher, 3).served == ["rollout-0"]
+        survivor.halt()
+
+
+@over_the_stub
+def test_two_kinds_of_ucc_do_not_meet(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stub():
+        monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
+        publisher = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1)
+        monkeypatch.setattr(dist, "is_ucc_available", lambda: False)
+        with publisher:
+            plugin = Rollout(publisher, "plugin", config=CONFIG)
+            other = Rollout(publisher, "other", config=GLOO)
+            for rollout in (plugin, other):
+                rollout.join(10.0)
+                assert isinstance(rollout.ended, RemovedFromBus)
+    assert (
+        f"'plugin' on {socket.gethostname()} cannot be in a group with the publisher: ucc is plugin torch_ucc"
+        " ucc-stub(gloo) there and native here, install the same UCC on both, in PyTorch or as the plugin torch_ucc"
+        " (docs/ucc.md)"
+    ) in str(plugin.ended)
+    assert "backend is gloo there and ucc here, give both ends the same weight_bus.backend" in str(other.ended)
