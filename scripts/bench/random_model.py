@@ -43,6 +43,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=64, layers=2, intermediate=192, heads=4, kv_heads=2, head_dim=16, vocab=512, tied=True),
+    "10M": Shape(hidden=320, layers=7, intermediate=960, heads=5, kv_heads=5, head_dim=64, vocab=4096, tied=True),
     "0.6B": Shape(
         hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocab=151_936, tied=True
     ),
