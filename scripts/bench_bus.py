@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import yaml
 
-from configs.loading import ConfigError, validate
+from configs.loading import ConfigError, apply_override, validate
 from configs.schema import Config
 from scripts.bench.random_model import SHAPES, make
 from scripts.bench.run import CaseFailed, raw_broadcast
@@ -61,17 +61,18 @@ def settings(args: argparse.Namespace, folder: Path, model: Path) -> Config:
         "max_new_tokens": args.tokens,
         "max_running": args.requests,
     }
-    return validate(
-        {
-            "run": {"name": "bench-bus", "dir": str(folder)},
-            "model": {"path": str(model)},
-            "data": {"train": "unused", "max_prompt_tokens": 16},
-            "rollout": rollout,
-            "weight_bus": bus,
-            "placement": {"device": args.device, "split": f"{args.receivers}:1"},
-        },
-        "bench_bus",
-    )
+    tree: dict[str, Any] = {
+        "run": {"name": "bench-bus", "dir": str(folder)},
+        "model": {"path": str(model)},
+        "data": {"train": "unused", "max_prompt_tokens": 16},
+        "rollout": rollout,
+        "learner": {"compute_dtype": "bfloat16" if cuda else "float32"},
+        "weight_bus": bus,
+        "placement": {"device": args.device, "split": f"{args.receivers}:1"},
+    }
+    for override in args.overrides:
+        apply_override(tree, override)
+    return validate(tree, "bench_bus")
 
 
 def start_receivers(
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--between-s", type=float, default=0.3, help="pause between versions")
     parser.add_argument("--work", type=Path, default=None, help="folder for models; default: a temporary one")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")
     parser.add_argument("--out", type=Path, default=None, help="also write the result there")
     args = parser.parse_args()
     args.shape = args.shape or (QUICK_SHAPE if args.quick else "0.6B")

@@ -101,7 +101,9 @@ async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_paralle
                 for completion in await running:
                     assert set(completion.versions.tolist()) <= {version - 1, version}
             assert live == list(range(1, UPDATES + 1))
-            assert all("spoiled" in reason for reason in dark), "of the engine that waits in the broken group, if at all"
+            assert all("spoiled" in reason for reason in dark), (
+                "of the engine that waits in the broken group, if at all"
+            )
             assert report.served == [] and "one" in report.failed, report
             await until(lambda: follower.failure, "an engine that received a part ends its server")
             assert isinstance(follower.failure, EngineSpoiled), follower.failure
