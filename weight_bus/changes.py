@@ -76,15 +76,15 @@ class ChangeMaker:
         if self._skip:
             self._skip -= 1
             return None
-        coded = torch.cat(
-            [
-                delta.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
-                for was, now, entries in zip(old, new, layout.by_bucket(), strict=True)
-            ]
-        )
-        if coded.numel() >= delta.WORTH * layout.num_bytes:
+        parts = [
+            delta.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
+            for was, now, entries in zip(old, new, layout.by_bucket(), strict=True)
+        ]
+        whole = delta.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
+        if whole.num_bytes >= delta.WORTH * layout.num_bytes:
             self._skip, self._wait = self._wait, min(2 * self._wait, self.config.full_every)
             return None
+        coded = whole.joined(new[0].device)
         self._wait = 1
         return Change(base=base, coded=self._compressed(coded), num_bytes=coded.numel())
 
@@ -120,15 +120,12 @@ class ChangeReader:
             num_bytes: after decompression; the same number says that it is not compressed.
 
         Raises:
-            WireError: it cannot be what leads on from here. Buckets may be spoiled.
+            WireError: it cannot be what leads on from here. Nothing was written.
         """
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:
             coded = _decompressed(coded, num_bytes)
-        for bucket in buckets:
-            coded = delta.apply(bucket, coded)
-        if coded.numel():
-            raise WireError(f"a change has {coded.numel()} bytes more than its buckets take")
+        delta.apply(delta.decode(buckets, coded))
 
 
 def _decompressed(coded: torch.Tensor, num_bytes: int) -> torch.Tensor:

@@ -5,21 +5,21 @@ nine in ten of those by one unit in the last place. So a version travels as two 
 unchanged ones lie before it, and the zigzag-coded difference of its bits as integers. 255 in either byte says that the
 number stands, whole, in a list behind.
 
-A bucket is cut into sections of at most SECTION elements, each coded by itself:
+A bucket is cut into sections of at most SECTION elements, each coded by itself. A change is the headers of all sections
+of all buckets, in order, then their columns, each padded to 8 bytes:
 
-    kind  u8   0 nothing changed, 1 coded, 2 the new bytes as they are
-    width u8   bytes an element: 2 or 4
-    zero  u16
-    elements, changed, long gaps, long differences   u32 each
-    zero  u32
-    then, each padded to 8 bytes:  gaps u8, differences u8, long gaps i32, long differences i16 or i32
+    header: kind u8 (0 nothing changed, 1 coded, 2 the new bytes as they are), bytes an element u8 (2 or 4), zero u16,
+            elements, changed, long gaps, long differences u32 each, zero u32
+    columns: gaps u8, differences u8, long gaps i32, long differences i16 or i32
 
 All of it is torch operations, so that either side may be a CPU or a GPU. Integers wrap, and every bit pattern, NaN
 too, comes back as it was. Applied to another base it gives nonsense: who decodes knows the base and proves the result.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +28,8 @@ from replay.channel import WireError
 SECTION = 1 << 26
 HEADER = struct.Struct("<BBHIIIII")
 ALIGN = 8
+HEADERS_AT_ONCE = 1 << 16
+"""Bytes of headers that are read at first: more than any model has."""
 LONG = 255
 SAME, CODED, WHOLE = 0, 1, 2
 INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -35,7 +37,24 @@ WORTH = 0.5
 """A coded section or version that is not below this share of its bytes is sent whole."""
 
 
-def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int = SECTION) -> torch.Tensor:
+class Coded(NamedTuple):
+    """What has changed in a bucket, or in several: headers, and their columns on the device."""
+
+    headers: bytes
+    columns: list[torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole, joined."""
+        return len(self.headers) + sum(column.numel() for column in self.columns)
+
+    def joined(self, device: torch.device) -> torch.Tensor:
+        """Flat uint8, as it travels."""
+        head = torch.tensor(list(self.headers), dtype=torch.uint8, device=device)
+        return torch.cat([head, *self.columns])
+
+
+def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int = SECTION) -> Coded:
     """The change from `old` to `new`.
 
     Args:
@@ -43,64 +62,78 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int = SECT
         new: the same size, on the same device.
         width: bytes an element: 2, or 4 where every number of the bucket has so many.
         section: most elements that are coded at once; needs about 9 bytes for each of them meanwhile.
-
-    Returns:
-        Flat uint8 on that device, at most `most_bytes` long.
     """
     was, now = old.view(INTEGERS[width]), new.view(INTEGERS[width])
-    parts: list[torch.Tensor] = []
+    headers, columns = b"", []
     for first in range(0, now.numel(), section):
-        parts += _section(was[first : first + section], now[first : first + section], width)
-    return torch.cat(parts) if parts else new[:0]
+        header, parts = _section(was[first : first + section], now[first : first + section], width)
+        headers += header
+        columns += parts
+    return Coded(headers, columns)
 
 
-def most_bytes(num_bytes: int, width: int, section: int = SECTION) -> int:
-    """The longest that a change of a bucket of `num_bytes` can be."""
-    sections = -(-num_bytes // (width * section))
-    return num_bytes + sections * (HEADER.size + ALIGN)
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What is to be done to one section."""
+
+    place: torch.Tensor
+    """The section in its bucket."""
+    index: torch.Tensor | None
+    """Elements to add to; None writes the values over all of it."""
+    values: torch.Tensor
 
 
-def apply(bucket: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-    """Turn a bucket that holds the base into the next version, in place.
-
-    Nothing is written before all of it has been checked against the bucket's size.
+def decode(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[Update]:
+    """What a change does to the buckets that hold its base. Nothing is written; on a GPU it is awaited twice, no more.
 
     Args:
-        bucket: flat uint8.
-        change: flat uint8 on the same device; other changes may follow in it.
-
-    Returns:
-        What is left of `change`.
+        buckets: flat uint8.
+        change: flat uint8 on the same device.
 
     Raises:
-        WireError: it does not fit the bucket.
+        WireError: it does not fit them, whatever they hold.
     """
-    done, writes = 0, []
-    while done < bucket.numel():
-        kind, width, elements, columns, change = _read_section(change)
-        size = elements * width
-        if not 0 < size <= bucket.numel() - done or (done % width):
-            raise WireError(f"a change of {size} bytes from byte {done} on, of a bucket of {bucket.numel()}")
-        place = bucket[done : done + size].view(INTEGERS[width])
-        writes.append((kind, place, _decoded(kind, place, columns)))
-        done += size
-    for kind, place, (index, values) in writes:
-        if kind == WHOLE:
-            place.copy_(values)
-        elif kind == CODED:
-            place[index] += values
-    return change
+    headers = _headers(buckets, change)
+    updates, sound = [], []
+    at, taken = len(headers) * HEADER.size, iter(headers)
+    for bucket in buckets:
+        done = 0
+        while done < bucket.numel():
+            kind, width, _, elements, changed, long_gaps, long_values, _ = next(taken)
+            place = bucket[done : done + elements * width].view(INTEGERS[width])
+            done += elements * width
+            columns = []
+            for size in _sizes(kind, width, elements, changed, long_gaps, long_values):
+                columns.append(change[at : at + size])
+                at += size + -size % ALIGN
+            if kind == WHOLE:
+                updates.append(Update(place, None, columns[0].view(place.dtype)))
+            elif kind == CODED:
+                update, checks = _decoded(place, columns)
+                updates.append(update)
+                sound += checks
+    if sound and not bool(torch.stack(sound).all()):
+        raise WireError("a change has numbers that do not fit its sections")
+    return updates
+
+
+def apply(updates: Sequence[Update]) -> None:
+    """Turn what holds the base into the next version, in place."""
+    for update in updates:
+        if update.index is None:
+            update.place.copy_(update.values)
+        else:
+            update.place.index_add_(0, update.index, update.values)
 
 
 # ---- one section --------------------------------------------------------------------------------------------
 
 
-def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> Iterator[torch.Tensor]:
+def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> tuple[bytes, list[torch.Tensor]]:
     index = torch.nonzero(now != was).view(-1)
     changed = index.numel()
     if changed == 0:
-        yield _header(now, SAME, width, now.numel())
-        return
+        return HEADER.pack(SAME, width, 0, now.numel(), 0, 0, 0, 0), []
     gaps = torch.diff(index, prepend=index.new_full((1,), -1)) - 1
     # A difference of integers wraps; its sign is spread over all bits, so that small ones of either sign are small.
     difference = now[index] - was[index]
@@ -113,64 +146,72 @@ def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> Iterator[torch
         zigzag[long_value].view(torch.uint8),
     ]
     if sum(column.numel() for column in columns) >= WORTH * now.numel() * width:
-        yield _header(now, WHOLE, width, now.numel())
-        yield from _padded(now.view(torch.uint8))
-        return
-    yield _header(now, CODED, width, now.numel(), changed, columns[2].numel() // 4, columns[3].numel() // width)
-    for column in columns:
-        yield from _padded(column)
+        return HEADER.pack(WHOLE, width, 0, now.numel(), 0, 0, 0, 0), _padded(now.view(torch.uint8))
+    counts = changed, columns[2].numel() // 4, columns[3].numel() // width
+    return HEADER.pack(CODED, width, 0, now.numel(), *counts, 0), [part for c in columns for part in _padded(c)]
 
 
-def _header(like: torch.Tensor, kind: int, width: int, elements: int, *counts: int) -> torch.Tensor:
-    changed, long_gaps, long_values = counts or (0, 0, 0)
-    packed = HEADER.pack(kind, width, 0, elements, changed, long_gaps, long_values, 0)
-    return torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(like.device)
+def _padded(column: torch.Tensor) -> list[torch.Tensor]:
+    rest = -column.numel() % ALIGN
+    return [column, column.new_zeros(rest)] if rest else [column]
 
 
-def _padded(column: torch.Tensor) -> Iterator[torch.Tensor]:
-    yield column
-    if column.numel() % ALIGN:
-        yield column.new_zeros(ALIGN - column.numel() % ALIGN)
+def _sizes(kind: int, width: int, elements: int, changed: int, long_gaps: int, long_values: int) -> list[int]:
+    """Bytes of the columns of a section, without padding."""
+    coded = [changed, changed, 4 * long_gaps, width * long_values]
+    return {SAME: [], CODED: coded, WHOLE: [elements * width]}[kind]
 
 
-def _read_section(change: torch.Tensor) -> tuple[int, int, int, Sequence[torch.Tensor], torch.Tensor]:
-    """Kind, width, elements, columns, and what follows."""
-    if change.numel() < HEADER.size:
-        raise WireError(f"a change ends within a header, after {change.numel()} bytes")
-    header = HEADER.unpack(change[: HEADER.size].cpu().numpy().tobytes())
-    kind, width, zero, elements, changed, long_gaps, long_values, end = header
-    if kind > WHOLE or width not in INTEGERS or zero or end or max(long_gaps, long_values) > changed:
-        raise WireError(f"a change has a header that cannot be: {header}")
-    sizes = {SAME: [], WHOLE: [elements * width], CODED: [changed, changed, 4 * long_gaps, width * long_values]}[kind]
-    columns, at = [], HEADER.size
-    for size in sizes:
-        if at + size > change.numel():
-            raise WireError(f"a change ends after {change.numel()} bytes, its columns at byte {at + size}")
-        columns.append(change[at : at + size])
-        at += size + -size % ALIGN
-    return kind, width, elements, columns, change[at:]
+def _headers(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[tuple[int, ...]]:
+    """The headers of all sections, read at once. Raises WireError unless sections and columns fill everything."""
+    found: list[tuple[int, ...]] = []
+    # no more than a header for two bytes of a bucket could be; a real change has one for a hundred million
+    limit = min(change.numel(), HEADER.size * (len(buckets) + sum(b.numel() for b in buckets) // 2))
+    head = b""
+    at = 0
+    for number, bucket in enumerate(buckets):
+        done = 0
+        while done < bucket.numel():
+            begin = len(found) * HEADER.size
+            if len(head) < begin + HEADER.size:
+                wanted = max(HEADERS_AT_ONCE, 2 * begin + HEADER.size)
+                head = change[: min(limit, wanted)].cpu().numpy().tobytes()
+            if len(head) < begin + HEADER.size:
+                raise WireError(f"a change of {change.numel()} bytes ends within a header")
+            header = HEADER.unpack_from(head, begin)
+            kind, width, zero, elements, changed, long_gaps, long_values, end = header
+            if kind > WHOLE or width not in INTEGERS or zero or end:
+                raise WireError(f"a change has a header that cannot be: {header}")
+            if changed > elements or max(long_gaps, long_values) > changed or (kind == CODED) != (changed > 0):
+                raise WireError(f"a change has a header that cannot be: {header}")
+            size = elements * width
+            if not 0 < size <= bucket.numel() - done or done % width:
+                raise WireError(f"a change of {size} bytes from byte {done} on, of bucket {number} of {bucket.numel()}")
+            done += size
+            at += sum(s + -s % ALIGN for s in _sizes(kind, width, elements, changed, long_gaps, long_values))
+            found.append(header)
+    if at + len(found) * HEADER.size != change.numel():
+        raise WireError(f"a change of {change.numel()} bytes has columns of {at} and {len(found)} headers")
+    return found
 
 
-def _decoded(kind: int, place: torch.Tensor, columns: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where to write, and what to write or add."""
-    if kind == SAME:
-        return place[:0], place[:0]
-    if kind == WHOLE:
-        return place[:0], columns[0].view(place.dtype)
-    index = torch.cumsum(_lengthened(columns[0], columns[2].view(torch.int32).to(torch.int64)) + 1, 0) - 1
-    zigzag = _lengthened(columns[1], columns[3].view(place.dtype))
-    forwards = not bool((columns[2].view(torch.int32) < LONG).any())
-    if not forwards or index.numel() == 0 or int(index[-1]) >= place.numel():
-        raise WireError(f"a change of {index.numel()} elements does not fit {place.numel()}")
+def _decoded(place: torch.Tensor, columns: Sequence[torch.Tensor]) -> tuple[Update, list[torch.Tensor]]:
+    """What to add where, and whether the numbers are possible, without waiting for any of it."""
+    long_gaps, long_values = columns[2].view(torch.int32).to(torch.int64), columns[3].view(place.dtype)
+    gaps, as_many_gaps = _lengthened(columns[0], long_gaps)
+    zigzag, as_many_values = _lengthened(columns[1], long_values)
+    index = torch.cumsum(gaps + 1, 0) - 1
+    forwards = (long_gaps >= LONG).all()
+    inside = index[-1] < place.numel()
     half = (zigzag >> 1) & torch.iinfo(place.dtype).max  # a logical shift
-    return index, half ^ -(zigzag & 1)
+    return Update(place, index, half ^ -(zigzag & 1)), [as_many_gaps, as_many_values, forwards, inside]
 
 
-def _lengthened(column: torch.Tensor, long: torch.Tensor) -> torch.Tensor:
-    """A byte column with its long numbers in their places. Raises WireError when there are not as many as places."""
-    places = torch.nonzero(column == LONG).view(-1)
-    if places.numel() != long.numel():
-        raise WireError(f"a change has {long.numel()} long numbers for {places.numel()} places")
-    numbers = column.to(long.dtype)
-    numbers[places] = long
-    return numbers
+def _lengthened(column: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A byte column with its long numbers in their places, and whether there are as many as places."""
+    is_long = column == LONG
+    order = torch.cumsum(is_long, 0)
+    as_many = order[-1] == long.numel()
+    if not long.numel():
+        return column.to(long.dtype), as_many
+    return torch.where(is_long, long[(order - 1).clamp_(0, long.numel() - 1)], column.to(long.dtype)), as_many

@@ -100,7 +100,7 @@ def test_too_much_that_is_new_travels_whole_and_is_tried_again_ever_more_seldom(
 def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
     def damage(bucket: torch.Tensor) -> None:
         if bucket.numel() < 60_000:  # a change; full buckets are larger
-            bucket[40] ^= 1
+            bucket[5000] ^= 1  # a gap
 
     with Publisher(DELTA, host=HOST, run_id=RUN, incarnation=1) as publisher:
         server = Rollout(publisher, "a", config=DELTA, factory=faulty(0, damage))
@@ -111,7 +111,7 @@ def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
             second = stepped(first, 1)
             report = publisher.publish(1, second.items(), digests(second))
             assert report.served == ["a"] and same(server.engine, second) and report.num_bytes == FULL
-            assert publisher.stats()["corrupt"] == 1 or "ReceiveFailed" in str(report.failed)
+            assert publisher.stats()["corrupt"] == 1
         finally:
             server.halt()
 

@@ -22,6 +22,10 @@ def changed(rng: torch.Generator, elements: int, width: int, share: float, small
     return old.view(torch.uint8), new.view(torch.uint8)
 
 
+def joined(coded: delta.Coded) -> torch.Tensor:
+    return coded.joined(torch.device("cpu"))
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
@@ -34,10 +38,23 @@ def changed(rng: torch.Generator, elements: int, width: int, share: float, small
 def test_every_bit_comes_back(seed: int, elements: int, width: int, share: float, small: bool, section: int) -> None:
     old, new = changed(torch.Generator().manual_seed(seed), elements, width, share, small)
     coded = delta.encode(old, new, width, section)
-    assert coded.numel() <= delta.most_bytes(new.numel(), width, section)
-    bucket, after = old.clone(), torch.arange(3, dtype=torch.uint8)
-    rest = delta.apply(bucket, torch.cat([coded, after]))
-    assert torch.equal(bucket, new) and torch.equal(rest, after)
+    joined = coded.joined(torch.device("cpu"))
+    assert joined.numel() == coded.num_bytes
+    bucket = old.clone()
+    delta.apply(delta.decode([bucket], joined))
+    assert torch.equal(bucket, new)
+    with pytest.raises(WireError, match="bytes has columns of"):
+        delta.decode([bucket], torch.cat([joined, joined.new_zeros(3)]))
+
+
+def test_several_buckets_are_one_change() -> None:
+    rng = torch.Generator().manual_seed(5)
+    pairs = [changed(rng, n, width, share, True) for n, width, share in [(900, 2, 0.1), (0, 2, 0.0), (700, 4, 0.9)]]
+    coded = [delta.encode(old, new, width, 300) for (old, new), width in zip(pairs, (2, 2, 4), strict=True)]
+    whole = delta.Coded(b"".join(c.headers for c in coded), [column for c in coded for column in c.columns])
+    buckets = [old.clone() for old, _ in pairs]
+    delta.apply(delta.decode(buckets, whole.joined(torch.device("cpu"))))
+    assert all(torch.equal(bucket, new) for bucket, (_, new) in zip(buckets, pairs, strict=True))
 
 
 def test_one_element_in_a_hundred_by_one_unit_in_the_last_place_is_80_times_smaller() -> None:
@@ -45,21 +62,21 @@ def test_one_element_in_a_hundred_by_one_unit_in_the_last_place_is_80_times_smal
     old = (torch.randn(1_000_000, generator=rng) / 50).bfloat16().view(torch.int16)
     new = old + (torch.rand(old.numel(), generator=rng) < 0.01).short()
     coded = delta.encode(old.view(torch.uint8), new.view(torch.uint8), 2)
-    assert new.numel() * 2 / coded.numel() > 80
+    assert new.numel() * 2 / coded.num_bytes > 80
 
 
 def test_nan_infinity_and_both_zeros_are_bits_like_others() -> None:
     old = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 1.0] * 20, dtype=torch.bfloat16).view(torch.uint8)
     new = torch.tensor([1.0, float("-inf"), -0.0, 0.0, float("nan")] * 20, dtype=torch.bfloat16).view(torch.uint8)
     bucket = old.clone()
-    delta.apply(bucket, delta.encode(old, new, 2))
+    delta.apply(delta.decode([bucket], joined(delta.encode(old, new, 2))))
     assert torch.equal(bucket, new)
 
 
 def test_a_section_that_is_mostly_new_travels_whole() -> None:
     old, new = changed(torch.Generator().manual_seed(1), 1000, 2, 1.0, small=False)
-    assert int(delta.encode(old, new, 2)[0]) == delta.WHOLE
-    assert int(delta.encode(old, old.clone(), 2)[0]) == delta.SAME
+    assert delta.encode(old, new, 2).headers[0] == delta.WHOLE
+    assert delta.encode(old, old.clone(), 2).headers[0] == delta.SAME
 
 
 @settings(deadline=None, max_examples=300)
@@ -68,7 +85,7 @@ def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed: int, flips:
     """A damaged change may decode to other numbers, which the digests find; it is never another error."""
     rng = torch.Generator().manual_seed(seed)
     old, new = changed(rng, 800, 2, 0.05, small=True)
-    coded = delta.encode(old, new, 2)
+    coded = joined(delta.encode(old, new, 2))
     # the header and the long lists are where sizes come from
     for position in torch.randint(0, coded.numel(), (flips,), generator=rng).tolist():
         coded[position] = int(torch.randint(0, 256, (1,), generator=rng))
@@ -76,14 +93,15 @@ def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed: int, flips:
         coded = coded[: max(0, coded.numel() - cut)]
     bucket = old.clone()
     try:
-        delta.apply(bucket, coded)
+        delta.apply(delta.decode([bucket], coded))
     except WireError:
         assert torch.equal(bucket, old), "what is refused writes nothing"
 
 
 def test_a_change_for_a_larger_bucket_is_refused() -> None:
     old, new = changed(torch.Generator().manual_seed(2), 64, 2, 0.1, small=True)
-    with pytest.raises(WireError, match="of a bucket of 100"):
-        delta.apply(old[:100].clone(), delta.encode(old, new, 2))
-    with pytest.raises(WireError, match="ends within a header"):
-        delta.apply(torch.cat([old, old]), delta.encode(old, new, 2))
+    coded = joined(delta.encode(old, new, 2))
+    with pytest.raises(WireError, match="of bucket 0 of 100"):
+        delta.decode([old[:100].clone()], coded)
+    with pytest.raises(WireError, match=r"a header that cannot be|ends within a header|from byte 128 on"):
+        delta.decode([torch.cat([old, old])], coded)

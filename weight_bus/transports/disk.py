@@ -96,7 +96,7 @@ class Disk:
         if self._rank:
             self._wait_for(path, f"v{self._version} may have been replaced by newer ones, or its writer is slow")
             _read(path, header, bucket)
-        elif not path.exists():  # a resend finds it there
+        elif not _holds(path, header, bucket):  # a late one or a resend finds it there, unless it was damaged
             try:
                 _write(path, [header, bucket.numpy().data])
             except OSError as error:
@@ -162,6 +162,18 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+def _holds(path: Path, header: bytes, bucket: torch.Tensor) -> bool:
+    """Whether a file is there and is exactly this."""
+    if not path.exists():
+        return False
+    found = torch.empty_like(bucket)
+    try:
+        _read(path, header, found)
+    except TransportError:
+        return False
+    return torch.equal(found, bucket)
 
 
 def _read(path: Path, header: bytes, bucket: torch.Tensor) -> None:
