@@ -79,6 +79,8 @@ class Rounds:
         self._endpoint = transport.serve()
         self._bucket = -1
         """Bucket on the wire, -1 between rounds."""
+        self._forming = False
+        """The group of an epoch is being built."""
         self._pieces = 0
         """How many buckets this round has."""
         self._failed: frozenset[str] = frozenset()
@@ -110,6 +112,8 @@ class Rounds:
         if member.state is State.RECEIVING and job is not None:
             if self._bucket >= 0:
                 return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{member.target}"
+            if self._forming:
+                return f"building the group of epoch {member.epoch} for v{member.target}"
             return f"verifying what it received of v{member.target}"
         engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
         return f"{member.state.value} v{member.target}" if engaged else member.state.value
@@ -253,7 +257,11 @@ class Rounds:
 
     def _transmit(self, job: Job, parcel: Parcel, formation: Formation | None) -> None:
         if formation is not None:
-            self._transport.form(formation)
+            self._forming = True
+            try:
+                self._transport.form(formation)
+            finally:
+                self._forming = False
         if isinstance(self._transport, Labelled):
             self._transport.label(job.version, job.manifest.by_bucket() if parcel.change is None else None)
         for index, bucket in enumerate(parcel.pieces):

@@ -1,0 +1,1 @@
+"""Faults at every moment of a weight update, against real processes: see __main__.py."""

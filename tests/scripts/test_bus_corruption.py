@@ -1,0 +1,70 @@
+"""Flipped bits in weight updates: found, healed, never served; and a bench that notices when they are served."""
+
+import json
+
+import pytest
+
+from scripts.bus_corruption import bench, flips, receiver
+from scripts.bus_corruption.__main__ import main
+from scripts.bus_corruption.bench import Bench
+from scripts.bus_corruption.flips import ALL, Flip
+from weight_bus.manifest import Manifest
+from weight_bus.staging import Staging
+
+UPDATES, EVERY = 24, 2
+
+
+@pytest.mark.parametrize("more", [[], ["--delta"]], ids=["whole", "delta"])
+def test_every_flipped_bit_is_found_and_healed_and_none_is_served(
+    capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    arguments = ["--updates", str(UPDATES), "--every", str(EVERY), "--seed", "3", *more]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    planted = sum(found["planted"].values())
+    assert planted == UPDATES // EVERY and {"wire", "staged", "live"} <= found["planted"].keys()
+    assert found["found"] == found["healed"] == planted - found["harmless"]
+    assert more or found["harmless"] == 0, "each byte of a whole version belongs to a tensor"
+    assert found["served_corrupt"] == 0 and found["digests_equal"] is True
+
+
+def test_bits_at_rest_are_reported_as_what_the_bus_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "AT_REST_EVERY", 0.1)
+    with Bench(4) as made:
+        at_rest = made.run(6, 6).at_rest
+    assert at_rest["planted"] >= 4
+    assert at_rest["found"] == 0 and at_rest["served"] == at_rest["overwritten"] == at_rest["planted"]
+
+
+def test_the_same_seed_plants_the_same() -> None:
+    with Bench(5) as first, Bench(5) as second:
+        assert [first.draw(last=False) for _ in range(20)] == [second.draw(last=False) for _ in range(20)]
+
+
+# ---- without the guards ---------------------------------------------------------------------------------
+
+
+def test_without_the_proof_of_live_weights_the_observer_sees_what_is_served(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
+    assert main(["--updates", "12", "--every", "1", "--seed", "3"]) == 1
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert found["served_corrupt"] > 0 and "WRONG: 'receiver-" in out
+
+
+def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Staging, "corrupt", lambda self: [])
+    with Bench(3) as made:
+        for version, victim in enumerate(("receiver-0", ALL), start=1):
+            made.update(version, Flip("wire", victim, "embed", byte=5, bit=3))
+        assert made.counts.healed["wire"] == 2 and not made.observer.served_corrupt
+
+
+def test_a_flip_that_nobody_names_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for module in (flips, receiver):
+        monkeypatch.setattr(module, "flip", lambda tensor, byte, bit: None)
+    assert main(["--updates", "2", "--every", "1", "--seed", "3"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("found False") == 2 and json.loads(out.splitlines()[-1])["found"] == 0
