@@ -31,6 +31,7 @@ from replay.lifeline import PARENT, RUN_FAILED
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+REPLAY_START_S = 60.0
 OVER_S = 1.0
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
@@ -203,7 +204,8 @@ class Launcher:
         (process,) = self.plan().of(self.node, "replay")
         child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
         # It reads its data and journal first; the learner waits as long for a batch.
-        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", self.config.learner.batch_deadline_s)
+        limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
+        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", limit)
         if ready is None:
             self.replay = child
             raise RunFailed(f"replay did not start: {child.how_it_ended()}")

@@ -92,7 +92,10 @@ def test_sglang_on_a_cpu_is_refused_beside_a_cuda_torch_before_anything_is_insta
 @pytest.mark.parametrize(
     ("extras", "said"),
     [
-        ("dve", r"unknown ['dve']; there are parquet, tensorboard, wandb, sglang, dev, sglang-cpu, and none by itself"),
+        (
+            "dve",
+            r"unknown ['dve']; there are parquet, tensorboard, wandb, zstd, sglang, dev, sglang-cpu, and none",
+        ),
         ("sglang,sglang-cpu", "sglang is for machines with GPUs and sglang-cpu for those without; take one"),
     ],
 )
