@@ -316,9 +316,9 @@ def test_a_lost_starter_takes_its_group_along_and_is_replaced(pair: Pair, monkey
     starter, member = pair.member._starter, pair.member._member
     assert member is not None
     os.kill(starter.pid, signal.SIGKILL)
+    until(lambda: is_gone(member.pid), "the process of the group goes with it")
     outcomes, _ = pair.send(bucket(1), bucket(2, 3_000_000))
-    assert all(outcome.error is not None and outcome.seconds < 3 * BOUND_S for outcome in outcomes)
-    until(lambda: is_gone(member.pid), "the process of the group has gone with it")
+    assert all(outcome.error is not None for outcome in outcomes)
     monkeypatch.setattr(ucc, "START_S", START_S)  # for two busy cores
     assert [outcome.error for outcome in pair.form()] == [None, None]
     assert is_gone(starter.pid) and pair.member._starter is not starter
