@@ -106,9 +106,16 @@ class ChangeReader:
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self, num_bytes: int, bucket_bytes: int) -> list[torch.Tensor]:
-        """Buffers for a change of that size, as it is broadcast. They are reused."""
+        """Buffers for a change of that size, as it is broadcast. They are reused.
+
+        Raises:
+            WireError: there is not so much memory.
+        """
         if self._room.numel() < num_bytes:
-            self._room = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8, device=self._device)
+            try:
+                self._room = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8, device=self._device)
+            except RuntimeError as error:  # of torch's allocators
+                raise WireError(f"a change of {num_bytes} bytes does not fit into the memory here: {error}") from error
         return list(torch.split(self._room[:num_bytes], bucket_bytes))
 
     def apply(self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int) -> None:

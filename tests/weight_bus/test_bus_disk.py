@@ -119,6 +119,17 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path: Path) -> None:
         reader.broadcast(got, 0)
 
 
+def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path: Path) -> None:
+    config = disk(tmp_path)
+    writer = formed(config, 0)
+    writer.label(5, plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS).by_bucket())
+    (tmp_path / f"{RUN}-1" / "v000005").write_text("in the way")
+    with pytest.raises(TransportError, match=r"v000005/bucket-00001\.safetensors: cannot be written.*\[full\]"):
+        writer.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
+    with pytest.raises(TransportError, match=r"index\.json: cannot be written.*\[full\]"):
+        writer.finish()
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightBusError, match=r"weight_bus\.folder: .*file/weights cannot be written"):

@@ -32,7 +32,6 @@ from weight_bus.transports.base import PROTOCOL, Formation, ignore
 
 KEPT = 2
 LOOK_S = 0.005
-MAX_HEADER = 1 << 27
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 INDEX = "model.safetensors.index.json"
 OWNER = "publisher.json"
@@ -97,10 +96,7 @@ class Disk:
             self._wait_for(path, f"v{self._version} may have been replaced by newer ones, or its writer is slow")
             _read(path, header, bucket)
         elif not _holds(path, header, bucket):  # a late one or a resend finds it there, unless it was damaged
-            try:
-                _write(path, [header, bucket.numpy().data])
-            except OSError as error:
-                raise TransportError(f"{path}: cannot be written: {error.strerror}", "full") from error
+            _write(path, [header, bucket.numpy().data])
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Rank 0: the version is whole, and stays readable. Readers have read each bucket already."""
@@ -153,15 +149,18 @@ def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
 
 
 def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
-    """Write a file that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that is there whole or not at all. Raises TransportError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        raise TransportError(f"{path}: cannot be written: {error.strerror}", "full") from error
 
 
 def _holds(path: Path, header: bytes, bucket: torch.Tensor) -> bool:
