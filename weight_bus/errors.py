@@ -34,4 +34,9 @@ class TransportError(WeightBusError):
 
     def __init__(self, message: str, symptom: str) -> None:
         super().__init__(f"{message} [{symptom}]")
+        self.message = message
         self.symptom = symptom
+
+    def during(self, what: str) -> "TransportError":
+        """The same, with what it has stopped in front of it."""
+        return TransportError(f"{what}: {self.message}", self.symptom)

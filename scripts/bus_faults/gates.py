@@ -18,6 +18,7 @@ from weight_bus.control import Dealer
 from weight_bus.manifest import Manifest
 from weight_bus.staging import Staging
 from weight_bus.transports import Formation, Transport, make_transport
+from weight_bus.transports.meeting import HERE
 
 LOOK_S = 0.002
 BEFORE_SENDING: dict[type[Message], str] = {messages.Join: "before Join"}
@@ -187,7 +188,8 @@ class GatedStore(Store):
     def set(self, key: str, value: Any) -> None:
         """See `Store.set`."""
         self._inner.set(key, value)
-        self._gate.reach("forming")
+        if not key.startswith(HERE):
+            self._gate.reach("forming")
 
     def get(self, key: str) -> bytes:
         """See `Store.get`."""

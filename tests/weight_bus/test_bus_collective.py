@@ -1,13 +1,17 @@
 """The collective transport by itself: groups per epoch in one process, lost members, interfaces."""
 
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from bus_harness import CONFIG, HOST
 
+from scripts.bus_faults.gates import GatedStore
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
@@ -52,6 +56,43 @@ def test_a_member_that_stays_away_costs_the_collective_timeout() -> None:
     with pytest.raises(TransportError, match="no group"):
         root.broadcast(torch.zeros(1, dtype=torch.uint8), 0)
     root.close()
+
+
+def listening() -> int:
+    """Ports on which this process accepts connections."""
+    tables = [Path(f"/proc/self/net/{name}").read_text(encoding="ascii").splitlines()[1:] for name in ("tcp", "tcp6")]
+    inodes = {f"socket:[{row.split()[9]}]" for table in tables for row in table if row.split()[3] == "0A"}
+    held = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(target) in inodes for target in held)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts ports in /proc")
+def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_open() -> None:
+    """gloo would wait five timeouts, and hand a connection that comes late to what is freed by then."""
+    root, member, go_on = Collective(CONFIG, HOST), Collective(CONFIG, HOST), threading.Event()
+    endpoint, meet, failed = root.serve(), member._meeting.at, []
+    gate = SimpleNamespace(reach=lambda _: go_on.wait(20.0))
+    member._meeting.at = lambda where: GatedStore(meet(where), gate)  # type: ignore[assignment, arg-type, return-value]
+    before = listening()
+
+    def enter() -> None:
+        with pytest.raises(TransportError, match="did not form") as raised:
+            member.form(formation(endpoint, 1, 1, 2))
+        failed.append(raised.value)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="epoch 1 with 2 members did not form") as raised:
+        root.form(formation(endpoint, 1, 0, 2))
+    assert time.monotonic() - started < 2 * CONFIG.collective_timeout_s
+    assert raised.value.__traceback__ is not None  # what could hold the port
+    assert listening() == before + 1, "the member still has its own"
+    go_on.set()
+    thread.join(20.0)
+    assert len(failed) == 1 and listening() == before
+    for transport in (root, member):
+        transport.close()
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "127.0.0.1:", "127.0.0.1:port"])

@@ -275,7 +275,7 @@ def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.M
     with stub():
         group = ucc_process.Group(ucc_member.SharedBytes())
         monkeypatch.setattr(ucc_process.Meeting, "at", lambda *_: dist.HashStore())
-        monkeypatch.setattr(ucc_process, "_show_up", lambda *_: None)
+        monkeypatch.setattr(ucc_process.Meeting, "show_up", lambda *_: None)
         monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
         monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
         order = {"epoch": 7, "rank": 1, "size": 2, "endpoint": "", "prefix": "", "timeout_s": 1.0, "patience_s": 1.0}

@@ -5,19 +5,24 @@ default group of torch.distributed, and so can be dropped and built anew while t
 
 Measured behaviour that the bus is built around: when a peer dies or hangs in a broadcast, the others block
 for the full group timeout; abort from another thread does not wake them; a broken group fails at once, and a
-new group under another prefix builds in milliseconds in the same processes.
+new group under another prefix builds in milliseconds in the same processes. A peer that is lost while the group is
+being built, between its address and its connection, holds the others for five timeouts. So all meet first, with the
+whole timeout, and the group is then built with a fifth of it.
 """
 
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-from torch.distributed.distributed_c10d import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
 from weight_bus.transports.meeting import Meeting, lost
+
+TRIES = 5
+"""Timeouts for which gloo waits for a connection."""
 
 
 class Collective:
@@ -42,18 +47,15 @@ class Collective:
     def form(self, formation: Formation) -> None:
         """Enter the group of an epoch; waits at most the collective timeout for the other members."""
         self.leave()
+        what = f"epoch {formation.epoch} with {formation.size} members did not form"
         try:
-            store = self._meeting.at(formation)
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
-            options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            options._timeout = self._timeout
-            self._group = ProcessGroupGloo(store, formation.rank, formation.size, options)
-        except TransportError:
-            raise
+            self._group = self._build(self._meeting.at(formation), formation)
+        except TransportError as error:
+            raise error.during(what) from error
         except RuntimeError as error:
             if formation.rank:
                 self._meeting.forget()
-            raise lost(f"epoch {formation.epoch} with {formation.size} members did not form", error) from error
+            raise lost(what, error) from error
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """One bucket from rank 0 to all; it has arrived here when this returns."""
@@ -75,3 +77,22 @@ class Collective:
         """Drop the group and the store."""
         self.leave()
         self._meeting.forget()
+
+    def _build(self, store: PrefixStore, formation: Formation) -> ProcessGroupGloo:
+        """The group of those who are all here."""
+        self._meeting.show_up(store, formation, self._timeout.total_seconds())
+        group = self._connected(store, formation, self._timeout / TRIES)
+        group._set_default_timeout(self._timeout)
+        return group
+
+    def _connected(self, store: PrefixStore, formation: Formation, timeout: timedelta) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+        options._timeout = timeout
+        try:
+            return ProcessGroupGloo(store, formation.rank, formation.size, options)
+        except RuntimeError:
+            # The device listens as long as anything holds it, be it a traceback, and hands a connection that comes late
+            # to a part of the group that is freed by now: the process would end by SIGSEGV.
+            options._devices = []
+            raise

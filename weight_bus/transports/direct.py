@@ -9,7 +9,7 @@ SGLang receives buckets and nothing else. So the control plane says when all are
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
 from weight_bus.transports.base import PROTOCOL, Formation
@@ -49,6 +49,10 @@ class DirectGloo(Collective):
         """See `direct_facts`."""
         return dict(self._facts)
 
+    def _build(self, store: PrefixStore, formation: Formation) -> ProcessGroupGloo:
+        """SGLang's end shows up nowhere before it builds its own."""
+        return self._connected(store, formation, self._timeout)
+
 
 class DirectNccl(NcclCollective):
     """Rank 0 of an NCCL group of engines. The first bucket builds the communicator."""
@@ -62,7 +66,7 @@ class DirectNccl(NcclCollective):
         """See `direct_facts`."""
         return dict(self._facts)
 
-    def _enter(self, store: PrefixStore, formation: Formation, what: str) -> None:
+    def _enter(self, store: PrefixStore, formation: Formation) -> None:
         with self._here():
             self._group = self._build(store, formation)
 

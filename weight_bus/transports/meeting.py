@@ -9,6 +9,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 
+HERE = "here/"
+"""Keys by which members show up, a rank each."""
+
 
 class Meeting:
     """The store of one member. It has no authentication of its own, so it binds the interface `host` only."""
@@ -50,6 +53,22 @@ class Meeting:
             self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=self._timeout)
             self._endpoint = formation.endpoint
         return PrefixStore(formation.prefix, self._store)
+
+    def show_up(self, store: PrefixStore, formation: Formation, within_s: float) -> None:
+        """Be seen by the other members and wait for them, so that nobody connects to one who is not there.
+
+        Raises:
+            TransportError: who did not come in time, by rank.
+        """
+        keys = [f"{HERE}{rank}" for rank in range(formation.size)]
+        store.set(keys[formation.rank], "1")
+        try:
+            store.wait(keys, timedelta(seconds=within_s))
+        except RuntimeError as error:
+            away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            if not away:
+                raise
+            raise TransportError(f"rank {', '.join(away)} did not come in {within_s:.1f} s", "silent") from error
 
     def forget(self) -> None:
         """Drop the store; a member connects anew."""

@@ -117,10 +117,10 @@ class NcclCollective:
         self.leave()
         what = f"epoch {formation.epoch} with {formation.size} members did not form"
         try:
-            self._enter(self._meeting.at(formation), formation, what)
-        except TransportError:
+            self._enter(self._meeting.at(formation), formation)
+        except TransportError as error:
             self.leave()
-            raise
+            raise error.during(what) from error
         except RuntimeError as error:
             self.leave()
             if formation.rank:
@@ -175,8 +175,8 @@ class NcclCollective:
         self.leave()
         self._meeting.forget()
 
-    def _enter(self, store: PrefixStore, formation: Formation, what: str) -> None:
-        self._show_up(store, formation, what)
+    def _enter(self, store: PrefixStore, formation: Formation) -> None:
+        self._meeting.show_up(store, formation, self._timeout_s)
         with self._here():
             self._group = self._build(store, formation)
             self._launch(self._mark, CLOSING)
@@ -213,18 +213,6 @@ class NcclCollective:
     def _launch(self, tensor: torch.Tensor, index: int) -> None:
         assert self._group is not None
         self._launched.append((index, self._group.broadcast(tensor, 0)))  # type: ignore[attr-defined]  # as above
-
-    def _show_up(self, store: PrefixStore, formation: Formation, what: str) -> None:
-        keys = [f"here/{rank}" for rank in range(formation.size)]
-        store.set(keys[formation.rank], "1")
-        try:
-            store.wait(keys, timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            away = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not away:
-                raise
-            reason = f"{what}: ranks {away} did not come in {self._timeout_s:.1f} s"
-            raise TransportError(reason, "silent") from error
 
     def _wait(self, work: "Work", index: int) -> None:
         started = time.monotonic()

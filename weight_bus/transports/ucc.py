@@ -139,7 +139,7 @@ class UccCollective:
             starter.await_ready(START_S)
             self._rank, self._member = formation.rank, starter.fork(REAP_S)
         except TransportError as error:
-            raise TransportError(f"{what}: {str(error).removesuffix(f' [{error.symptom}]')}", error.symptom) from error
+            raise error.during(what) from error
         patience_s = max(0.0, START_S - (time.monotonic() - begun)) + self._timeout_s
         order = {
             "do": "form",

@@ -36,7 +36,6 @@ from typing import Any
 import msgpack
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
@@ -70,8 +69,9 @@ class Group:
         resolve_ucc()
         formation = Formation(**{key: order[key] for key in ("epoch", "rank", "size", "endpoint", "prefix")})
         timeout, deadline = timedelta(seconds=order["timeout_s"]), time.monotonic() + order["patience_s"]
-        store = Meeting("", timeout).at(formation)
-        _show_up(store, formation, deadline)
+        meeting = Meeting("", timeout)
+        store = meeting.at(formation)
+        meeting.show_up(store, formation, max(0.1, deadline - time.monotonic()))
         rank, self._size = formation.rank, formation.size
         dist.init_process_group("cpu:ucc", store=store, rank=rank, world_size=self._size, timeout=timeout)
         probe = torch.tensor([formation.epoch if rank == 0 else 0])
@@ -142,24 +142,10 @@ def serve(channel: socket.socket, group: Group) -> int:
 
 
 def _failed(error: RuntimeError) -> bytes:
-    symptom = error.symptom if isinstance(error, TransportError) else ""
-    answer = {"failed": str(error).removesuffix(f" [{symptom}]")[:MAX_REASON], "symptom": symptom}
+    message, symptom = (error.message, error.symptom) if isinstance(error, TransportError) else (str(error), "")
+    answer = {"failed": message[:MAX_REASON], "symptom": symptom}
     body: bytes = msgpack.packb(answer)
     return body
-
-
-def _show_up(store: PrefixStore, formation: Formation, deadline: float) -> None:
-    """Be seen by the other members and wait for them, so that UCC connects to nobody who is not there."""
-    keys = [f"here/{rank}" for rank in range(formation.size)]
-    store.set(keys[formation.rank], "1")
-    left = max(0.1, deadline - time.monotonic())
-    try:
-        store.wait(keys, timedelta(seconds=left))
-    except RuntimeError as error:
-        away = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-        if not away:
-            raise
-        raise TransportError(f"rank {', '.join(away)} did not come in {left:.1f} s", "silent") from error
 
 
 def _end_with(parent: int) -> None:
