@@ -20,9 +20,12 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from weight_bus.digest_cuda import Plan
 
 log = logging.getLogger(__name__)
 
@@ -118,46 +121,86 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
     What is on a device must stay unchanged until this returns; work that was queued on the current stream before
     is waited for by the device itself.
     """
-    totals: list[int] = []
-    launched: dict[torch.device, list[tuple[int, Part]]] = defaultdict(list)
-    for number, part in enumerate(parts):
-        on_device = part.tensor.is_cuda and part.tensor.numel() > 0 and _kernel() is not None
-        totals.append(0 if on_device else reference_digest(part))
-        if on_device:
-            launched[part.tensor.device].append((number, part))
-    for device, batch in launched.items():
-        for (number, _), total in zip(batch, _device_digests(device, [part for _, part in batch]), strict=True):
-            totals[number] = total
-    return totals
+    return Digester(parts).launch().sums()
 
 
-def _device_digests(device: torch.device, parts: list[Part]) -> list[int]:
-    kernel = _kernel()
-    assert kernel is not None
-    tasks: list[Task] = []
-    totals = [0] * len(parts)
-    for number, part in enumerate(parts):
+class Digester:
+    """Digests of the same parts again and again, of what lies in their memory then.
+
+    What can be worked out once is worked out here: for the tensors of a model on a GPU that takes longer than the
+    kernel itself.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        self._parts = list(parts)
+        self._copied: list[int] = []
+        """Of which the kernel takes a copy, made anew each time."""
+        self._by_reference: list[int] = []
+        tasks: dict[torch.device, list[Task]] = defaultdict(list)
+        for number, part in enumerate(self._parts):
+            task = self._task(number)
+            if task is None:
+                self._by_reference.append(number)
+            elif task.rows.values.untyped_storage().data_ptr() != part.tensor.untyped_storage().data_ptr():
+                self._copied.append(number)
+            else:
+                tasks[part.tensor.device].append(task)
+        self._plans = [self._plan(batch) for batch in tasks.values()]
+
+    def launch(self) -> "Launched":
+        """Begin to digest; what is on a device must stay unchanged until the sums are there."""
+        sums = [plan.launch() for plan in self._plans]
+        for number in self._copied:
+            task = self._task(number)
+            assert task is not None
+            sums.append(self._plan([task]).launch())
+        totals = [0] * len(self._parts)
+        for number in self._by_reference:
+            totals[number] = reference_digest(self._parts[number])
+        return Launched(totals, sums)
+
+    def _task(self, number: int) -> Task | None:
+        """What the kernel is to do for a part; None where it takes the slow path."""
+        part = self._parts[number]
+        if not (part.tensor.is_cuda and part.tensor.numel() and _kernel() is not None):
+            return None
         rounded = None if part.rounded == part.tensor.dtype else part.rounded
         if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
             part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
         rows = rows_of(part)
-        if rows is None:
-            totals[number] = reference_digest(part)
-        else:
-            tasks.append(Task(rows, number, rounded))
-    sums = kernel(tasks, len(parts), device)
-    return [(total + on_device) & MASK for total, on_device in zip(totals, sums.tolist(), strict=True)]
+        return None if rows is None else Task(rows, number, rounded)
+
+    def _plan(self, tasks: list[Task]) -> "Plan":
+        kernel = _kernel()
+        assert kernel is not None
+        return kernel(tasks, len(self._parts), tasks[0].rows.values.device)
+
+
+class Launched(NamedTuple):
+    """Digests under way."""
+
+    totals: list[int]
+    """By part; of those that are done already."""
+    under_way: list[torch.Tensor]
+    """int64 on a device, by part; to be added."""
+
+    def sums(self) -> list[int]:
+        """Wait, and say what they are, by part."""
+        totals = self.totals
+        for sums in self.under_way:
+            totals = [(total + on_device) & MASK for total, on_device in zip(totals, sums.tolist(), strict=True)]
+        return totals
 
 
 @functools.cache
-def _kernel() -> Callable[[Sequence[Task], int, torch.device], torch.Tensor] | None:
-    """The kernel for CUDA tensors; None where Triton is not installed."""
+def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
+    """Plans for CUDA tensors; None where Triton is not installed."""
     try:
-        from weight_bus.digest_cuda import digest_sums
+        from weight_bus.digest_cuda import Plan
     except ImportError as error:
         log.warning("digests of CUDA tensors take the slow path: Triton is not usable (%s); install triton", error)
         return None
-    return digest_sums
+    return Plan
 
 
 def rows_of(part: Part) -> Rows | None:

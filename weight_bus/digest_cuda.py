@@ -3,17 +3,16 @@
 Imported only where such a tensor is digested, so that nobody else needs Triton. Each element is read once. A task is
 rows of contiguous elements, `row_step` flat indices apart in the logical tensor and `stride` elements apart in memory,
 which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
-rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches. Updates come
-again in the same memory, so the table is kept on the device.
+rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
 
 The arithmetic is that of `weight_bus.digest._mixed_sum` in unsigned 32 bits, where every sum and product is modulo 2^32
 by itself and a right shift fills with zeros. (index + 1) * INDEX_KEY is not multiplied out for each element: it grows
 by BLOCK * INDEX_KEY from one block to the next.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,8 +28,7 @@ ALIGN = 16
 STEP = BLOCK * INDEX_KEY & 0xFFFFFFFF
 """What the index's term of a lane grows by from one block to the next."""
 COLUMNS = 8
-"""Numbers of a task in the table: address, columns, stride, chunks a row, base, row step, slot, first program."""
-MAX_TABLES = 16
+"""Numbers of a task in its table: address, columns, stride, chunks a row, base, row step, slot, first program."""
 ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -127,64 +125,57 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + slot, tl.sum(total, axis=0), sem="relaxed")
 
 
-class _Tables:
-    """Tables on their devices, by what is in them."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Any, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
-
-    def of(self, rows: list[list[int]], programs: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table of tasks and, for each program, whose it is; tasks have so many programs."""
-        key = (device, tuple(map(tuple, rows)))
-        if key not in self._kept:
-            table = torch.tensor(rows, dtype=torch.int64)
-            owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
-            self._kept[key] = table.to(device), owners.to(device)
-            while len(self._kept) > MAX_TABLES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
-
-
-_TABLES = _Tables()
-
-
-def digest_sums(tasks: Sequence[Task], slots: int, device: torch.device) -> torch.Tensor:
-    """The sums of all tasks by slot, without waiting for them.
+class Plan:
+    """The same tasks again and again. Their table is made once, and kept on the device.
 
     Args:
-        tasks: their columns contiguous, on `device` and unchanged until the sums are read.
+        tasks: their columns contiguous, on `device`.
         slots: how many sums.
         device: a CUDA device (in Triton's interpreter, the CPU).
-
-    Returns:
-        int64[slots] on the device, modulo 2^64.
     """
-    sums = torch.zeros(slots, dtype=torch.int64, device=device)
-    for kind, batch in _by_kind(tasks).items():
-        rows: list[list[int]] = []
-        programs: list[int] = []
-        for task in batch:
-            row, count = _row(task)
-            rows.append([*row, sum(programs)])
-            programs.append(count)
-        table, owners = _TABLES.of(rows, programs, device)
+
+    def __init__(self, tasks: Sequence[Task], slots: int, device: torch.device) -> None:
+        self._slots, self._device = slots, device
+        self._tasks = tasks  # their memory must live as long as the table that names it
+        self._launches = [(kind, *_table(batch, device)) for kind, batch in _by_kind(tasks).items()]
+
+    def launch(self) -> torch.Tensor:
+        """The sums of all tasks by slot, int64[slots] on the device, modulo 2^64, without waiting for them.
+
+        The tasks' memory must stay unchanged until they are read.
+        """
+        sums = torch.zeros(self._slots, dtype=torch.int64, device=self._device)
         # the device of a tensor here, for Triton launches on the current one
         with torch.cuda.device_of(sums):  # type: ignore[no-untyped-call]
-            _digest_tasks[(owners.numel(),)](
-                table,
-                owners,
-                sums,
-                ELEMENT=ELEMENTS[kind.width] if kind.rounded is None else tl.float32,
-                ROUND=None if kind.rounded is None else ROUNDED[kind.rounded],
-                WIDE=kind.width == 8,
-                ALIGNED=kind.aligned,
-                BLOCK=BLOCK,
-                BLOCKS=BLOCKS_PER_PROGRAM,
-                num_warps=WARPS,
-                **Keys()._asdict(),
-            )
-    return sums
+            for kind, table, owners in self._launches:
+                _digest_tasks[(owners.numel(),)](
+                    table,
+                    owners,
+                    sums,
+                    ELEMENT=ELEMENTS[kind.width] if kind.rounded is None else tl.float32,
+                    ROUND=None if kind.rounded is None else ROUNDED[kind.rounded],
+                    WIDE=kind.width == 8,
+                    ALIGNED=kind.aligned,
+                    BLOCK=BLOCK,
+                    BLOCKS=BLOCKS_PER_PROGRAM,
+                    num_warps=WARPS,
+                    **Keys()._asdict(),
+                )
+        return sums
+
+
+def _table(batch: Sequence[Task], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tasks as int64[tasks, COLUMNS], and for each program whose it is, int32[programs]."""
+    rows: list[list[int]] = []
+    programs: list[int] = []
+    first = 0
+    for task in batch:
+        row, count = _row(task)
+        rows.append([*row, first])
+        programs.append(count)
+        first += count
+    owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
+    return torch.tensor(rows, dtype=torch.int64).to(device), owners.to(device)
 
 
 def _by_kind(tasks: Sequence[Task]) -> dict[Kind, list[Task]]:

@@ -28,7 +28,7 @@ class Received:
     def __init__(self) -> None:
         self.staged: Begin | None = None
         self.seconds: dict[str, float] = {}
-        """Of the last version: `wire`, from the first bucket to the last, and `verify`, the digests of what came."""
+        """Of the last version: `wire`, from the first bucket to the last, and `verify`, what digests took beyond it."""
 
     def decide(self, decision: Commit | Abort) -> Begin | None:
         """What a decision is about, which is staged no longer; None when it is about something else."""
@@ -90,7 +90,10 @@ class Intake(Received):
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
-        self._transport.finish()
+        if begin.base:
+            self._transport.finish()
+        else:
+            self._transport.finish(self.staging.digest)
         arrived = time.monotonic()
         if begin.base:
             self._change(begin, manifest)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from replay.channel import WireError
-from weight_bus.digest import Part, slice_digests
+from weight_bus.digest import Digester, Launched, Part
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import ALIGNMENT, Entry, Manifest, Planner, aligned
 
@@ -158,6 +158,9 @@ class Staging:
         self._device = device
         self.manifest = Manifest((), ())
         self.buckets: list[torch.Tensor] = []
+        self._digesters: tuple[tuple[Entry, ...], list[Digester]] = ((), [])
+        """Of each bucket, and the layout that they are for."""
+        self._launched: dict[int, Launched] = {}
 
     def prepare(self, manifest: Manifest) -> None:
         """Make room for an update; keeps the buffers while the layout stays.
@@ -165,7 +168,9 @@ class Staging:
         Raises:
             WireError: there is not so much memory.
         """
+        self._launched.clear()
         if manifest.bucket_sizes != self.manifest.bucket_sizes:
+            self._digesters = ((), [])
             self.buckets = []  # first, so that the old ones make room
             try:
                 self.buckets = [self._empty(size) for size in manifest.bucket_sizes]
@@ -180,11 +185,29 @@ class Staging:
     def _empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
+    def digest(self, index: int) -> None:
+        """Bucket `index` has come: on a GPU, begin to digest it while others are on their way."""
+        self._launched[index] = self._of_buckets()[index].launch()
+
     def corrupt(self) -> list[str]:
-        """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device once."""
-        named = list(self.tensors())
-        sums = slice_digests(Part(tensor) for _, tensor in named)
-        return self.manifest.differences({name: value for (name, _), value in zip(named, sums, strict=True)})
+        """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device."""
+        digesters = self._of_buckets()
+        for index in range(len(digesters)):
+            if index not in self._launched:
+                self.digest(index)
+        launched, self._launched = self._launched, {}
+        sums = [value for index in range(len(digesters)) for value in launched[index].sums()]
+        names = [entry.name for bucket in self.manifest.by_bucket() for entry in bucket]
+        return self.manifest.differences(dict(zip(names, sums, strict=True)))
+
+    def _of_buckets(self) -> list[Digester]:
+        """A digester for each bucket of the present layout."""
+        layout, digesters = self._digesters
+        if layout != self.manifest.entries:
+            by_bucket = self.manifest.by_bucket()
+            digesters = [Digester(Part(view_of(self.buckets, entry)) for entry in bucket) for bucket in by_bucket]
+            self._digesters = (self.manifest.entries, digesters)
+        return digesters
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update as views into the buffers; whoever keeps them must copy."""

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from weight_bus.digest import MASK, Part, Task, reference_digest, rows_of
-from weight_bus.digest_cuda import digest_sums
+from weight_bus.digest_cuda import Plan
 
 SHAPES = [(1,), (2047,), (2049,), (3, 5), (7, 1000), (40, 1024), (2, 3, 4), (33_000,), (3, 40_000)]
 DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -43,7 +43,9 @@ def main() -> int:
         tasks.append(Task(rows, slot + 1, part.rounded))
     tasks.append(tasks[0]._replace(slot=len(everything) + 1))
     tasks.append(tasks[1]._replace(slot=len(everything) + 1))  # two tasks, one slot
-    sums = digest_sums(tasks, len(everything) + 3, torch.device("cpu")).tolist()
+    plan = Plan(tasks, len(everything) + 3, torch.device("cpu"))
+    sums = plan.launch().tolist()
+    assert plan.launch().tolist() == sums, "again"
     assert sums[0] == sums[-1] == 0, "nothing is added elsewhere"
     assert sums[-2] & MASK == (sums[1] + sums[2]) & MASK
     for part, found in zip(everything, sums[1:-2], strict=True):
