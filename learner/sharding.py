@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from weight_bus.digest import Part, slice_digests
-from weight_bus.staging import Pieces
+from weight_bus.packing import Pieces
 
 GATHER_BYTES = 64 * 1024 * 1024
 """Parameters are gathered in spans of at most this many bytes (whole tensors, in the wire dtype); a larger one alone.

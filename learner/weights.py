@@ -51,7 +51,7 @@ class WeightPublisher:
         """Gather the policy (a collective) and hand it to the bus, which sends it on a thread of its own.
 
         Raises:
-            NonFiniteWeights: a tensor is not finite; nothing was sent.
+            NonFiniteWeights: a tensor is not finite; nothing of the version is applied.
         """
         self._is_out = True
         dtype = DTYPES[self.config.rollout.dtype]

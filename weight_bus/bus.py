@@ -104,7 +104,9 @@ class Bus:
     def _receivers(self) -> list[Member]:
         with self._board.changed:
             job = self._board.current
-            return self._board.membership.needing(job.version, time.monotonic()) if job is not None else []
+            if job is None or job.progress.stalled:
+                return []
+            return self._board.membership.needing(job.version, time.monotonic())
 
     def _has_work(self) -> bool:
         return self._board.pending is not None or bool(self._receivers())
@@ -242,8 +244,9 @@ class Bus:
         if member is None or job is None:
             return
         session, epoch, version = staged.session, staged.epoch, staged.version
-        if not staged.corrupt and version != job.version:
-            reason = f"superseded by v{job.version}"
+        off = (epoch, version) == board.called_off
+        if off or (not staged.corrupt and version != job.version):
+            reason = "called off" if off else f"superseded by v{job.version}"
             self._router.send(member.identity, Abort(session=session, epoch=epoch, version=version, reason=reason))
             board.membership.release(member, now)
             return

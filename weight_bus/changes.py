@@ -53,13 +53,30 @@ class ChangeMaker:
         if self.config.delta and self.config.compression == "zstd":
             self._packer = zstandard().ZstdCompressor(level=LEVEL)
 
+    def due(self, base: str) -> bool:
+        """Whether the next version may travel as a change; to be asked once for each.
+
+        Args:
+            base: digest of the version whose bytes are there to compare with; empty when there is none.
+        """
+        if not self.config.delta:
+            return False
+        self._since_full += 1
+        if not base or self._since_full >= self.config.full_every:
+            self._since_full = 0
+            return False
+        if self._skip:
+            self._skip -= 1
+            return False
+        return True
+
     def change(
         self, base: str, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], layout: Manifest
     ) -> Change | None:
-        """The change from `old` to `new`, or None when this version is to be sent whole.
+        """The change from `old` to `new`, or None when this version is to be sent whole after all.
 
         Args:
-            base: digest of the version whose bytes `old` are; empty when there is none.
+            base: digest of the version whose bytes `old` are.
             old: buckets, flat uint8.
             new: the buckets of this version, on the same device.
             layout: of both.
@@ -67,15 +84,6 @@ class ChangeMaker:
         Raises:
             WeightBusError: zstd was asked for, and the buckets are on a GPU.
         """
-        if not self.config.delta:
-            return None
-        self._since_full += 1
-        if not base or self._since_full >= self.config.full_every:
-            self._since_full = 0
-            return None
-        if self._skip:
-            self._skip -= 1
-            return None
         parts = [
             delta.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
             for was, now, entries in zip(old, new, layout.by_bucket(), strict=True)

@@ -1,7 +1,7 @@
 """Errors of the weight bus.
 
 WeightBusError
-├── NonFiniteWeights   an update holds NaN or infinity; nothing of it was sent
+├── NonFiniteWeights   an update holds NaN or infinity; nothing of it is applied
 ├── BusClosed          the other end said goodbye, or `stop()` was called
 ├── RemovedFromBus     the publisher will not serve this subscriber again (max_heals, duplicate name)
 ├── EngineSpoiled      `direct` only: the engine was touched and holds no whole version; it must be restarted

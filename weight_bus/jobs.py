@@ -10,6 +10,7 @@ import torch
 from weight_bus.changes import Change
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
+from weight_bus.packing import Progress
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,9 @@ class Job:
     buffer: int
     """Which of the two sets the buckets are."""
     evaluate: bool
+    progress: Progress
+    started_at: float
+    """Of `start_publish`."""
     posted_at: float
     deadline: float
     seconds: dict[str, float]
@@ -87,6 +91,8 @@ class Board:
         self.pending: Job | None = None
         """Packed and not yet taken up by the bus thread."""
         self.current: Job | None = None
+        self.called_off = (0, -1)
+        """Epoch and version that was sent last, or a part of it, and is not to be applied."""
         self.failure: BaseException | None = None
         self.closing = ""
         self.counters: dict[str, float] = dict.fromkeys(
@@ -108,6 +114,18 @@ class Board:
             log.warning("weight bus: v%d is superseded by v%d before all had it: %s", job.version, newer, late)
             self.emit(Event(kind="superseded", version=job.version, epoch=job.report.epoch, detail=late))
 
+    def call_off(self, job: Job, before: Job | None, reason: str) -> None:
+        """Nobody is to apply a version, which the bus may be sending; the one before stands."""
+        with self.changed:
+            job.progress.call_off(reason)
+            if self.pending is job:
+                self.pending = None
+            elif self.current is job:
+                self.current = before
+                self.called_off = (self.membership.epoch, job.version)
+                self.membership.break_group()  # the number of the version may come again, then in another epoch
+            self.changed.notify_all()
+
     def settle(self, now: float) -> None:
         """Write the current report once no member waits for its version any more."""
         job = self.current
@@ -126,7 +144,7 @@ class Board:
         failed = {name: reason for name, reason in job.failed.items() if name not in served and name not in held}
         for member in self.membership.unsettled(job.version):
             failed[member.name] = laggard(member, job, now, self.membership)
-        seconds = {**job.seconds, "total": now - job.posted_at + job.seconds["gather"] + job.seconds.get("encode", 0.0)}
+        seconds = {**job.seconds, "total": now - job.started_at}
         if job.sent_at:
             seconds["apply"] = now - job.sent_at
         return PublishReport(

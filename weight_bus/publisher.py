@@ -9,6 +9,8 @@ Example:
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -21,7 +23,7 @@ from weight_bus.errors import WeightBusError
 from weight_bus.jobs import Board, Event, Job, PublishReport
 from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership
-from weight_bus.staging import Packer, Pieces
+from weight_bus.packing import Packer, Pieces, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class Publisher:
         self._config = config
         transport = (transport_factory or make_transport)(config, host)
         self._packer = Packer(config.bucket_bytes, transport.device, alignment_of(config))
+        self._overlaps = config.transport == "collective" and config.apply == "staged"
+        """Buckets are sent while others are packed: nobody stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
@@ -111,7 +115,7 @@ class Publisher:
         *,
         evaluate: bool = False,
     ) -> None:
-        """Pack a version on this thread, hand it to the bus thread and return.
+        """Pack a version on this thread; the bus thread sends it, from the second version on while it is being packed.
 
         A version that is still being sent is finished or superseded by this one, never mixed with it.
 
@@ -123,7 +127,7 @@ class Publisher:
             evaluate: subscribers are told to keep this version for an evaluation.
 
         Raises:
-            NonFiniteWeights: nothing is sent, subscribers keep the last version.
+            NonFiniteWeights: nothing is applied, subscribers keep the last version.
             ValueError: the version is not newer, the layout changed, or names and digests differ; or a tensor does not
                 fit weight_bus.apply `direct`.
             WeightBusError: the bus thread has failed, with its cause; or the publisher is closed.
@@ -131,29 +135,32 @@ class Publisher:
         started = time.monotonic()
         if version <= self.version:
             raise ValueError(f"version {version} is not above {self.version}, which was published before")
-        spare = self._spare_buffer(version)
+        spare, before = self._spare_buffer(version)
+        base = before if before is not None and before.buffer != spare else None
+        due = self._changes.due(base.digest if base is not None else "")
+        room = self._packer.room(spare) if self._overlaps and not due else None
+        post = partial(self._post, version, evaluate=evaluate, buffer=spare, started=started)
+        if room is not None:
+            layout, buckets = room
+            last = self._last
+            job = post(layout.with_digests(digests), buckets, packed=0)
+            try:
+                self._pack_behind(job, named_tensors)
+            except BaseException as error:
+                self._last = last
+                self._board.call_off(job, before, str(error))
+                log.warning("weight bus: v%d is called off: %s", version, error)
+                raise
+            return
         layout, buckets = self._packer.pack(named_tensors, spare)
         manifest = layout.with_digests(digests)
         packed = time.monotonic()
-        change = self._change(manifest, buckets, spare)
-        now = time.monotonic()
-        job = Job(
-            version=version,
-            manifest=manifest,
-            buckets=buckets,
-            buffer=spare,
-            evaluate=evaluate,
-            posted_at=now,
-            deadline=now + self._config.deadline_s,
-            seconds={"gather": packed - started},
-            change=change,
-        )
-        if self._config.delta:
-            job.seconds["encode"] = now - packed
-        with self._board.changed:
-            self._raise_failure()
-            self._board.pending = self._last = job
-        self._router.wake.set()
+        seconds = {"gather": packed - started}
+        change = None
+        if due and base is not None:
+            change = self._changes.change(base.digest, base.buckets, buckets, manifest)
+            seconds["encode"] = time.monotonic() - packed
+        post(manifest, buckets, packed=len(buckets), change=change, seconds=seconds)
 
     def wait(self, deadline_s: float | None = None) -> PublishReport:
         """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
@@ -213,16 +220,57 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _change(self, manifest: Manifest, buckets: list[torch.Tensor], spare: int) -> Change | None:
-        """What leads here from the version before, whose bytes are in the other set until the next is packed."""
+    def _post(
+        self,
+        version: int,
+        manifest: Manifest,
+        buckets: list[torch.Tensor],
+        *,
+        evaluate: bool,
+        buffer: int,
+        started: float,
+        packed: int,
+        change: Change | None = None,
+        seconds: Mapping[str, float] = MappingProxyType({"gather": 0.0}),
+    ) -> Job:
+        """Hand a version to the bus thread."""
+        now = time.monotonic()
+        job = Job(
+            version=version,
+            manifest=manifest,
+            buckets=buckets,
+            buffer=buffer,
+            evaluate=evaluate,
+            progress=Progress(len(buckets), packed),
+            started_at=started,
+            posted_at=now,
+            deadline=now + self._config.deadline_s,
+            seconds=dict(seconds),
+            change=change,
+        )
         with self._board.changed:
-            before = self._board.current
-        if before is None or before.buffer == spare:
-            return None
-        return self._changes.change(before.digest, before.buckets, buckets, manifest)
+            self._raise_failure()
+            self._board.pending = self._last = job
+        self._router.wake.set()
+        return job
 
-    def _spare_buffer(self, version: int) -> int:
-        """The set of buffers that the bus does not use. A version it has not begun gives its set up."""
+    def _pack_behind(self, job: Job, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
+        """Pack a version that the bus sends meanwhile, a bucket behind."""
+
+        def packed(count: int) -> None:
+            job.seconds["gather"] = time.monotonic() - job.started_at
+            job.progress.reach(count)
+
+        try:
+            self._packer.pack(named_tensors, job.buffer, packed)
+        finally:
+            self._router.wake.set()
+
+    def _spare_buffer(self, version: int) -> tuple[int, Job | None]:
+        """The set of buffers that the bus does not use, and the version in the other one.
+
+        A version it has not begun gives its set up.
+        """
         with self._board.changed:
             self._raise_failure()
             waiting = self._board.pending
@@ -230,7 +278,7 @@ class Publisher:
                 self._board.pending = None
                 self._board.supersede(waiting, version, time.monotonic())
             current = self._board.current
-            return 1 - current.buffer if current is not None else 0
+            return (1 - current.buffer if current is not None else 0), current
 
     def _raise_failure(self) -> None:
         if self._board.failure is not None:

@@ -160,6 +160,11 @@ class Rounds:
         with self._board.changed:
             membership = self._board.membership
             deadline = started + self._config.deadline_s
+            if job.progress.called_off:
+                for member in receivers:
+                    if member.state is State.READY:
+                        membership.release(member, started)
+                return
             parcel = self._parcel(job, receivers)
             membership.begin(receivers, (job.version, job.digest), started, deadline, pause=self._direct)
             epoch = membership.epoch
@@ -264,9 +269,15 @@ class Rounds:
                 self._forming = False
         if isinstance(self._transport, Labelled):
             self._transport.label(job.version, job.manifest.by_bucket() if parcel.change is None else None)
+        limit_s = self._config.collective_timeout_s / 2  # receivers wait for each bucket, too
         for index, bucket in enumerate(parcel.pieces):
             if self._board.closing:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
+            if not job.progress.wait(index, limit_s):
+                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{job.version}"
+                raise TransportError(
+                    f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow"
+                )
             self._bucket = index
             self._transport.broadcast(bucket, index)
         self._transport.finish(self._follow)
@@ -276,7 +287,7 @@ class Rounds:
         self._bucket = min(index + 1, self._pieces - 1)
 
     def _await(self, future: "Future[None]", job: Job, pieces: int) -> TransportError | None:
-        limit = (pieces + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
+        limit = (2 * pieces + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
         if not self._control.pump(future.done, time.monotonic() + limit):
             raise WeightBusError(
                 f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
@@ -295,7 +306,8 @@ class Rounds:
             epoch = membership.epoch
             log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
             membership.break_group()
-            self._failed = frozenset(member.session for member in receivers)
+            theirs = not job.progress.stalled
+            self._failed = frozenset(member.session for member in receivers) if theirs else frozenset()
             touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, job.version)]
             for member in receivers:
                 what = (member.session, epoch, job.version)
@@ -307,7 +319,7 @@ class Rounds:
                 self._router.send(member.identity, abort)
                 membership.release(member, now)
                 job.failed[member.name] = str(error)
-                if len(receivers) == 1:
+                if len(receivers) == 1 and theirs:
                     self._control.charge(member, str(error))
         self._leave(job)
         if touched:

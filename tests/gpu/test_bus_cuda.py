@@ -23,7 +23,8 @@ from bus_harness import CONFIG, HOST, RUN, digests, until, weights
 from weight_bus import NonFiniteWeights, Publisher, PublishReport
 from weight_bus.digest import Part, combined, reference_digest, slice_digests
 from weight_bus.manifest import plan
-from weight_bus.staging import Packer, Pieces, Staging, view_of
+from weight_bus.packing import Packer, Pieces
+from weight_bus.staging import Staging, view_of
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [

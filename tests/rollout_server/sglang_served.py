@@ -12,7 +12,8 @@ from torch_oracle import logprobs_of, make_model, save_folder
 from configs.loading import load
 from rollout_server.engines.base import Completion, EngineError, Sampling
 from weight_bus.digest import slice_digest
-from weight_bus.staging import Packer, view_of
+from weight_bus.packing import Packer
+from weight_bus.staging import view_of
 
 T = TypeVar("T")
 DEADLINE_S = 150.0

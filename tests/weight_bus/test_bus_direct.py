@@ -27,7 +27,7 @@ from weight_bus import (
 from weight_bus.manifest import WITHOUT_GAPS, Entry, plan
 from weight_bus.membership import MAX_RANKS, Membership, State, first_ranks
 from weight_bus.messages import Holding, Join, Paused
-from weight_bus.staging import Packer
+from weight_bus.packing import Packer
 from weight_bus.transports import Formation, make_transport
 from weight_bus.transports.direct import DirectGloo
 

@@ -10,7 +10,8 @@ from replay.channel import WireError, decode, encode
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import Manifest, plan
 from weight_bus.messages import TO_SUBSCRIBER, Begin, describe_manifest, manifest_of
-from weight_bus.staging import Packer, Pieces, Staging, view_of
+from weight_bus.packing import Packer, Pieces
+from weight_bus.staging import Staging, view_of
 
 BUCKET_BYTES = 300_000
 
