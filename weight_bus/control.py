@@ -3,12 +3,14 @@
 import logging
 import socket
 import threading
+from collections import deque
 
 import zmq
 
 from replay.channel import (
     Arrivals,
     ChannelError,
+    DuplicateMessage,
     Envelope,
     Gate,
     HandshakeWatch,
@@ -27,6 +29,8 @@ from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 log = logging.getLogger(__name__)
 
 BEAT_SUFFIX = "/beat"
+REMEMBERED = 1024
+"""Messages of the publisher whose copies are known as such."""
 
 
 class WakeUp:
@@ -141,6 +145,8 @@ class Dealer:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = sequence_numbers()
+        # no window as the publisher's: one that starts anew, on a machine whose clock is behind, counts from below
+        self._had: deque[int] = deque(maxlen=REMEMBERED)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits(), keys)
@@ -184,6 +190,10 @@ class Dealer:
             return error
         if self.run_id and envelope.run_id != self.run_id:
             return WireError(f"run id {envelope.run_id!r}, this subscriber belongs to {self.run_id!r}")
+        if envelope.sequence in self._had:
+            # a Begin twice would wait for a broadcast that is another's, which gloo ends the process for
+            return DuplicateMessage(f"{type(envelope.message).__name__} number {envelope.sequence} came before")
+        self._had.append(envelope.sequence)
         return envelope.message
 
     def close(self) -> None:
