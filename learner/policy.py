@@ -23,8 +23,8 @@ from learner import attention
 from learner.logprobs import head_logprobs, token_logprobs
 from learner.packing import Microbatch
 from learner.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
-from learner.sharding import DTYPES, Shard, digests, gather, local_of, shard_of
-from weight_bus.digest import combined
+from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
+from weight_bus.digest import Digester, combined
 
 __all__ = ["Policy", "PolicyError", "build_policy"]
 
@@ -60,6 +60,8 @@ class Policy:
         self.world_size = 1 if mesh is None else mesh.size()
         self.unpadded = model.config._attn_implementation in attention.PACKED
         """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
+        self._digesters: dict[str, tuple[list[int], Digester]] = {}
+        """By dtype: where the shards lay, and what digests them there."""
         self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > whole_gradient_bytes
         model.row_logprobs = functools.partial(_row_logprobs, model)
         register_fsdp_forward_method(model, "row_logprobs")
@@ -154,7 +156,12 @@ class Policy:
 
     def shard_digests(self, dtype: str) -> dict[str, int]:
         """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective."""
-        return digests(self.shards(), DTYPES[dtype], self.group)
+        shards = self.shards()
+        places = [shard.local.data_ptr() for shard in shards]
+        known = self._digesters.get(dtype)
+        if known is None or known[0] != places:
+            known = self._digesters[dtype] = (places, digester(shards, DTYPES[dtype]))
+        return digests(shards, DTYPES[dtype], self.group, known[1])
 
     def parameter_digest(self) -> str:
         """One digest of the float32 master weights, equal at every world size. A collective.

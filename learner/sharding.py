@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from weight_bus.digest import Part, slice_digests
+from weight_bus.digest import Digester, Part
 from weight_bus.packing import Pieces
 
 GATHER_BYTES = 64 * 1024 * 1024
@@ -132,13 +132,22 @@ def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup
         yield shard.name, Pieces(shard.shape, dtype, parts)
 
 
-def digests(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None) -> dict[str, int]:
+def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:
+    """For the local rows of shards whose memory stays where it is."""
+    return Digester(Part(s.local, s.shape, (s.first_row, *(0,) * (len(s.shape) - 1)), dtype) for s in shards)
+
+
+def digests(
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None, made: Digester | None = None
+) -> dict[str, int]:
     """slice_digest of each whole tensor in `dtype`, from the local rows and one all_reduce. A collective.
+
+    `made` is `digester(shards, dtype)` of an earlier call.
 
     The sum is modulo 2^64, and a collective's overflow is nobody's promise: the two halves travel as int64
     of 32 bits each, which cannot overflow below 2^31 ranks.
     """
-    sums = slice_digests(Part(s.local, s.shape, (s.first_row, *(0,) * (len(s.shape) - 1)), dtype) for s in shards)
+    sums = (made or digester(shards, dtype)).launch().sums()
     if group is not None and shards:
         halves = torch.tensor([part for d in sums for part in (d >> 32, d & 0xFFFFFFFF)], dtype=torch.int64)
         halves = halves.to(shards[0].local.device)

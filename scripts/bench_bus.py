@@ -3,7 +3,8 @@
 One publisher and several receivers, each an engine that answers requests all the time. Versions are those of real
 AdamW steps; every second one is sent whole, the others as what has changed (weight_bus.delta), so both are measured in
 one job and alternately. Afterwards, on the same devices, comes a bare broadcast of the same bytes, which is what the
-bus is held against. A sync is from start_publish to the last engine whose live digests were found equal.
+bus is held against; on GPUs another one before, by processes of its own while the engines still answer (raw_busy). A
+sync is from start_publish to the last engine whose live digests were found equal.
 
 `--device cpu --quick` takes a model of ten million parameters, the torch engine, gloo and two receivers, in less than a
 minute. Standard output gets a line for each version, and as its last line one object of JSON.
@@ -32,7 +33,7 @@ from scripts.bench.run import CaseFailed, raw_broadcast
 from scripts.bench_bus_parts import steps
 from scripts.bench_bus_parts.receiver import RUN
 from weight_bus import Publisher
-from weight_bus.digest import Part, slice_digests
+from weight_bus.digest import Digester, Part
 from weight_bus.jobs import PublishReport
 from weight_bus.transports import set_nccl_defaults
 
@@ -106,11 +107,12 @@ def wait_for_all(publisher: Publisher, receivers: Sequence["subprocess.Popen[byt
         time.sleep(0.05)
 
 
-def published(publisher: Publisher, number: int, version: steps.Version, receivers: int) -> dict[str, Any]:
+def published(
+    publisher: Publisher, number: int, version: steps.Version, digester: Digester, receivers: int
+) -> dict[str, Any]:
     """Publish one version and say how long what took. Raises CaseFailed when an engine does not have it."""
     began, cpu = time.monotonic(), time.process_time()
-    names = list(version)
-    digests = dict(zip(names, slice_digests(Part(version[name]) for name in names), strict=True))
+    digests = dict(zip(version, digester.launch().sums(), strict=True))
     digested = time.monotonic()
     report: PublishReport = publisher.publish(number, version.items(), digests)
     if len(report.served) != receivers:
@@ -177,7 +179,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
     made = steps.versions(model, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
+    digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
     rows: list[dict[str, Any]] = []
+    busy: dict[str, Any] = {}
     with Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1) as publisher:
         receivers = start_receivers(args, config, folder, publisher.address)
         try:
@@ -185,11 +189,14 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             for number in range(args.versions):
                 # to and fro: the step from the last kept version back to the first would be a long one
                 at = number % (2 * args.kept - 2)
-                row = published(publisher, number, made[min(at, 2 * args.kept - 2 - at)], args.receivers)
+                kept = min(at, 2 * args.kept - 2 - at)
+                row = published(publisher, number, made[kept], digesters[kept], args.receivers)
                 rows.append(row)
                 say(f"v{number}: {row['bytes']:,} bytes, {1e3 * row['total_s']:.1f} ms")
                 time.sleep(args.between_s)
             full = max(row["bytes"] for row in rows)
+            if args.device == "cuda" and args.transport == "collective":
+                busy = raw_broadcast(config, full)
         finally:
             publisher.close()
             for process in receivers:
@@ -204,6 +211,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     result |= raw_broadcast(config, full)
     result["sync_over_raw"] = result["sync_s"] / result["raw_s"]
     result["wire_over_raw"] = result["wire_s"] / result["raw_s"]
+    if busy:
+        result |= {"raw_busy_s": busy["raw_s"], "wire_over_raw_busy": result["wire_s"] / busy["raw_s"]}
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {**result, "receivers_cpu_s": usage.ru_utime + usage.ru_stime, "torch": torch.__version__}
 
