@@ -19,7 +19,7 @@ from replay.channel import Message
 from replay.channel.frames import encode
 from replay.journal import Journal
 from replay.journal.format import Frames
-from replay.leases import GroupId, Leases, Slot, SlotState
+from replay.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.partials import Partials
 from replay.peers import Peer, Peers
 from replay.prompts import PromptSource
@@ -79,6 +79,7 @@ class LeaseDesk:
         self.flat_drops = 0
         """Groups that dynamic sampling has dropped since the last batch was taken."""
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
+        self._shares = Shares()
         self._send = send
         self._fail = fail
 
@@ -120,10 +121,14 @@ class LeaseDesk:
         if not queued and self.buffer.room <= 0:
             return  # mostly: this runs after every few messages, with a thousand servers too
         held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
+        servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity and self.is_on_line(peer)]
+        needed = queued[0].min_version if queued else self.buffer.next_min_version()
+        work = held.total() + len(queued) + self.buffer.room
+        most = self._shares.most([peer.version for peer in servers], needed=needed, work=work, now=now)
         free = [
             (held[peer.identity] / peer.capacity, order, peer)
-            for order, peer in enumerate(self.peers.role("rollout_server"))
-            if held[peer.identity] < peer.capacity and self.is_on_line(peer)
+            for order, peer in enumerate(servers)
+            if held[peer.identity] < min(most, peer.capacity)
         ]
         heapify(free)
         while free and (queued or self.buffer.room > 0):
@@ -135,7 +140,7 @@ class LeaseDesk:
             held[peer.identity] += 1
             self._write("lease", slot, attempt=slot.attempt, min_version=slot.min_version, server=peer.identity)
             self._send(peer.identity, self._lease(slot))
-            if held[peer.identity] < peer.capacity:
+            if held[peer.identity] < min(most, peer.capacity):
                 heappush(free, (held[peer.identity] / peer.capacity, order, peer))
 
     def is_on_line(self, peer: Peer) -> bool:

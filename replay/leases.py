@@ -5,7 +5,7 @@ is here) → TAKEN (in the batch being trained) → gone. An expired lease goes 
 attempt number; the first valid result wins, whichever attempt it came from.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,6 +14,9 @@ from replay.journal.format import Location
 from replay.messages import Group
 
 GroupId = tuple[int, int]
+
+WAIT_FOR_OTHERS_S = 1.0
+"""How long leases are kept for rollout servers that have not announced the version that these need."""
 
 
 class SlotState(Enum):
@@ -101,3 +104,31 @@ class Leases:
     def held_by(slots: Iterable[Slot], server: str) -> Iterator[Slot]:
         """Leases of one server."""
         return (slot for slot in slots if slot.state is SlotState.LEASED and slot.server == server)
+
+
+class Shares:
+    """How many leases one server may hold while others have not announced the version that the next ones need.
+
+    What a commit frees needs the version that it has made: the first server that serves it would get all of it, a
+    moment before the others, however many they are.
+    """
+
+    def __init__(self) -> None:
+        self._needed, self._since = -1, 0.0
+        """The version, and since when some server has it."""
+
+    def most(self, versions: Sequence[int], *, needed: int, work: int, now: float) -> int:
+        """Of one server: its part of `work` for WAIT_FOR_OTHERS_S, afterwards all of it.
+
+        Args:
+            versions: that servers hold, one number each.
+            needed: by the next lease.
+            work: leases that are held or could be given.
+            now: seconds.
+        """
+        ready = sum(version >= needed for version in versions)
+        if ready and needed != self._needed:
+            self._needed, self._since = needed, now
+        if ready in (0, len(versions)) or now - self._since > WAIT_FOR_OTHERS_S:
+            return work
+        return -(-work // len(versions))

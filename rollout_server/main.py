@@ -25,6 +25,7 @@ from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
+from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,9 @@ def main() -> int:
     except (ChannelError, EngineStartFailed) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
-        return _stop(args.server_name, _first(group))
+        first = _first(group)
+        code = _stop(args.server_name, first)
+        return CANNOT_START if isinstance(first, NotAvailable) else code
 
 
 def _first(error: BaseException) -> BaseException:

@@ -2,6 +2,7 @@
 
 WeightBusError
 ├── NonFiniteWeights   an update holds NaN or infinity; nothing of it is applied
+├── NotAvailable       what the configuration asks for is not on this machine; starting again does not help
 ├── BusClosed          the other end said goodbye, or `stop()` was called
 ├── RemovedFromBus     the publisher will not serve this subscriber again (max_heals, duplicate name)
 ├── EngineSpoiled      `direct` only: the engine was touched and holds no whole version; it must be restarted
@@ -15,6 +16,10 @@ class WeightBusError(RuntimeError):
 
 class NonFiniteWeights(WeightBusError):
     """An update holds NaN or infinity. Subscribers keep the last version."""
+
+
+class NotAvailable(WeightBusError):
+    """What the configuration asks for is not installed, or cannot be used, on this machine."""
 
 
 class BusClosed(WeightBusError):

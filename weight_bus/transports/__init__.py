@@ -1,7 +1,7 @@
 """Transports of the weight bus, by name; chosen once, here."""
 
 from configs.infrastructure import WeightBus
-from weight_bus.errors import WeightBusError
+from weight_bus.errors import NotAvailable
 from weight_bus.transports.base import DirectReceiver, Formation, Transport, TransportFactory, differing
 from weight_bus.transports.collective import Collective
 from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
@@ -23,7 +23,7 @@ def make_transport(config: WeightBus, host: str) -> Transport:
         return Disk(config, host)
     backends = DIRECT_BACKENDS if config.apply == "direct" else BACKENDS
     if config.backend not in backends:
-        raise WeightBusError(
+        raise NotAvailable(
             f"weight_bus.backend {config.backend!r} is not available in this version with weight_bus.apply"
             f" {config.apply!r}; take weight_bus.apply: staged, or weight_bus.backend: gloo or nccl"
         )

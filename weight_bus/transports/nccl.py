@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus
 from replay.channel.interfaces import InterfaceError, bind_collectives
-from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
 from weight_bus.transports.meeting import Meeting, lost
 
@@ -95,7 +95,7 @@ class NcclCollective:
     def _open(self, config: WeightBus, host: str) -> tuple[torch.device, torch.cuda.Stream]:
         if not (torch.cuda.is_available() and dist.is_nccl_available()):
             why = "PyTorch has no NCCL" if torch.cuda.is_available() else "there is no CUDA device in this process"
-            raise WeightBusError(f"weight_bus.backend 'nccl' cannot be used: {why}; take weight_bus.backend: gloo")
+            raise NotAvailable(f"weight_bus.backend 'nccl' cannot be used: {why}; take weight_bus.backend: gloo")
         set_nccl_defaults(config)
         try:
             bind_collectives(os.environ, host)

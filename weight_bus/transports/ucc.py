@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from configs.infrastructure import WeightBus
 from configs.schema import is_loopback
-from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
 from weight_bus.transports.meeting import Meeting
 from weight_bus.transports.ucc_member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
@@ -56,7 +56,7 @@ def resolve_ucc() -> Literal["native", "plugin"]:
         import torch_ucc  # noqa: F401  # registers itself with torch.distributed
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
-            raise WeightBusError(
+            raise NotAvailable(
                 f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
                 " plugin torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that"
                 f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
