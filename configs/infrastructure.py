@@ -18,6 +18,8 @@ class WeightBus(Section):
     """Backend of the collective transport."""
     apply: Literal["staged", "direct"] = "staged"
     """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
+    stage_in: Literal["server", "engine"] = "server"
+    """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only)."""
     port: int = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)

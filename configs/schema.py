@@ -179,6 +179,31 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _engine_can_stage(self) -> "Config":
+        bus = self.weight_bus
+        if bus.stage_in == "server":
+            return self
+        needed = {
+            "weight_bus.apply": (bus.apply, ("staged",)),
+            "weight_bus.transport": (bus.transport, ("collective",)),
+            "weight_bus.backend": (bus.backend, ("gloo", "nccl")),
+            "rollout.engine": (self.rollout.engine, ("sglang",)),
+        }
+        for key, (value, possible) in needed.items():
+            if value not in possible:
+                raise ValueError(
+                    f"weight_bus.stage_in: 'engine' with {key} {value!r}; take weight_bus.stage_in=server, or"
+                    f" {key}={' or '.join(possible)}"
+                )
+        if bus.backend == "gloo" and self.placement.tensor_parallel > 1:
+            raise ValueError(
+                f"weight_bus.stage_in: 'engine' with weight_bus.backend 'gloo' and placement.tensor_parallel"
+                f" {self.placement.tensor_parallel}: what is staged in host memory of one scheduler no other one can"
+                " read; take weight_bus.stage_in=server, or weight_bus.backend=nccl"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_can_travel(self) -> "Config":
         bus = self.weight_bus
         if bus.transport == "disk" and (bus.folder is None or bus.apply == "direct"):

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
-from rollout_server.engines import DirectUpdates, Engine, EngineError, direct_updates
+from rollout_server.engines import DirectUpdates, Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
 from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
+from weight_bus.remote import RemoteIntake, RemoteUpdate
 from weight_bus.subscriber import Subscriber
 from weight_bus.transports.base import Formation
 
@@ -61,6 +62,7 @@ class WeightFollower:
         """The engine stands still, for an update that may have failed since."""
         updates = direct_updates(config, engine)
         self._direct = DirectEnd(self, updates) if updates is not None else None
+        self._stages = staging_in(config, engine)
 
     def follow(self, address: str, run_id: str, incarnation: int) -> None:
         """Subscribe to the publisher of an incarnation of the learner; a new address replaces the old subscription."""
@@ -77,6 +79,7 @@ class WeightFollower:
             run_id=run_id,
             keys=load_keys(self.config.network.keys),
             direct=self._direct,
+            intake=self._remote_intake(run_id),
         )
         before, self._subscriber = self._thread, subscriber
         self._thread = threading.Thread(
@@ -88,6 +91,8 @@ class WeightFollower:
         """Leave the bus."""
         if self._subscriber is not None and self._thread is not None:
             self._subscriber.stop()
+            if self._stages is not None:
+                self._stages.close()
             self._thread.join(timeout=self.config.weight_bus.collective_timeout_s + 1)
             self._subscriber = self._thread = None
 
@@ -106,11 +111,22 @@ class WeightFollower:
         finally:
             subscriber.close()
 
+    def _remote_intake(self, run_id: str) -> RemoteIntake | None:
+        stages = self._stages
+        if stages is None:
+            return None
+
+        def load(version: int, update: RemoteUpdate) -> Mapping[str, int]:
+            self.announce_wait()
+            return self.wait_for(self._apply(partial(stages.load, update, version)))
+
+        return RemoteIntake(lambda: self.wait_for(stages.link()), self.config.weight_bus, run_id, load)
+
     # ---- called by the subscriber, in its thread -------------------------------------------------------
 
     def _load(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Mapping[str, int]:
         self.announce_wait()
-        return self.wait_for(self._apply(version, named_tensors))
+        return self.wait_for(self._apply(partial(self.engine.load, named_tensors, version)))
 
     def announce_wait(self) -> None:
         """Tell the publisher when the engine will apply this version late, so that it is not taken for slow."""
@@ -140,10 +156,10 @@ class WeightFollower:
 
     # ---- on the event loop -----------------------------------------------------------------------------
 
-    async def _apply(self, version: int, named_tensors: "Iterable[tuple[str, torch.Tensor]]") -> Mapping[str, int]:
+    async def _apply(self, load: Callable[[], Awaitable[None]]) -> Mapping[str, int]:
         await self.pause()
         self._proven = False
-        await self.engine.load(named_tensors, version)
+        await load()
         return await self.engine.digest()
 
     async def _reasons_to_wait(self) -> tuple[int | None, bool]:

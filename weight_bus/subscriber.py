@@ -40,6 +40,7 @@ from weight_bus.messages import (
     Staged,
     Welcome,
 )
+from weight_bus.remote import RemoteIntake
 from weight_bus.transports import DirectReceiver, TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Subscriber:
         transport_factory: makes the data plane; none takes the configured one.
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
+        intake: the data plane where it is in another process; takes the place of transport_factory and direct.
 
     Raises:
         WeightBusError: the backend is not available here, or `direct` is missing.
@@ -92,6 +94,7 @@ class Subscriber:
         transport_factory: TransportFactory | None = None,
         keys: Keys | None = None,
         direct: DirectReceiver | None = None,
+        intake: RemoteIntake | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -100,8 +103,10 @@ class Subscriber:
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
-        self._intake: Intake | DirectIntake
-        if config.apply == "direct":
+        self._intake: Intake | DirectIntake | RemoteIntake
+        if intake is not None:
+            self._intake = intake
+        elif config.apply == "direct":
             if direct is None:
                 raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
             self._intake = DirectIntake(direct, config, run_id)
@@ -148,7 +153,8 @@ class Subscriber:
                 raise BusClosed(f"subscriber {self.name!r} was stopped")
             self._watch(message is not None, entered)
             if isinstance(message, WireError):
-                log.warning("weight bus: %r refused a message of %s: %s [corrupt]", self.name, self.address, message)
+                text = "weight bus: %r refused a message of %s: %s [%s]"
+                log.warning(text, self.name, self.address, message, message.symptom)
             elif message is not None and self._handle(message, engine):
                 return self._held[1]
 

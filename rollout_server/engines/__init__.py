@@ -10,6 +10,7 @@ from rollout_server.engines.base import (
     Health,
     Partial,
     Sampling,
+    StagesItself,
 )
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "Health",
     "Partial",
     "Sampling",
+    "StagesItself",
     "build_engine",
     "direct_updates",
+    "staging_in",
 ]
 
 
@@ -48,10 +51,14 @@ def build_engine(config: Config) -> Engine:
         )
     from rollout_server.engines.sglang.engine import SGLangEngine
 
-    if config.weight_bus.apply == "direct":
+    if config.weight_bus.apply == "direct" or config.weight_bus.stage_in == "engine":
         from rollout_server.engines.sglang.direct import name_interface
 
         name_interface(config)
+    if config.weight_bus.stage_in == "engine" and config.weight_bus.backend == "nccl":
+        from weight_bus.transports import set_nccl_defaults
+
+        set_nccl_defaults(config.weight_bus)  # for the schedulers, which inherit it
     return SGLangEngine(config)
 
 
@@ -69,3 +76,21 @@ def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
     if not isinstance(engine, SGLangEngine):
         raise EngineError("weight_bus.apply: 'direct' needs rollout.engine: sglang; take weight_bus.apply: staged")
     return DirectGroup(engine, config.weight_bus.backend)
+
+
+def staging_in(config: Config, engine: Engine) -> StagesItself | None:
+    """The engine's receiver where updates are staged in it (weight_bus.stage_in: engine); None where not.
+
+    Raises:
+        EngineError: this engine cannot.
+    """
+    if config.weight_bus.stage_in == "server":
+        return None
+    from rollout_server.engines.sglang.engine import SGLangEngine
+    from rollout_server.engines.sglang.receiver_link import SGLangStaging
+
+    if not isinstance(engine, SGLangEngine):
+        raise EngineError(
+            "weight_bus.stage_in: 'engine' needs rollout.engine: sglang; take weight_bus.stage_in: server"
+        )
+    return SGLangStaging(config, engine)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from weight_bus.manifest import Entry
+    from weight_bus.remote import ReceiverLink, RemoteUpdate
     from weight_bus.transports.base import Formation
 
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
@@ -216,3 +217,16 @@ class DirectUpdates(Protocol):
 
     async def leave(self) -> None:
         """Leave the group, if there is one. Raises EngineError."""
+
+
+class StagesItself(Protocol):
+    """An engine in whose own process updates are staged, while it decodes (weight_bus.stage_in: engine)."""
+
+    async def link(self) -> "ReceiverLink":
+        """The connection to the receiver in the engine, which is started first where none was. Raises EngineError."""
+
+    async def load(self, update: "RemoteUpdate", version: int) -> None:
+        """As `Engine.load`, of what is staged there."""
+
+    def close(self) -> None:
+        """End the receiver; from any thread."""

@@ -28,9 +28,14 @@ class OverGloo(NcclCollective):
     def _open(self, config, host):
         return torch.device("cpu"), None
 
+    inside = False
+    """On the stream of the transport."""
+
     @contextmanager
     def _here(self) -> Iterator[None]:
+        self.inside = True
         yield
+        self.inside = False
 
     def _build(self, store, formation):
         options = ProcessGroupGloo._Options()
@@ -96,6 +101,19 @@ def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[Ove
             assert together(*(lambda rank=rank: take(rank) for rank in range(size))) == [None] * size
             assert order == [[0, 1, 2]] * size
             assert all(bool((bucket == 7).all()) for held in buckets for bucket in held)
+
+
+def test_arrivals_are_told_on_the_callers_stream(members: list[OverGloo]) -> None:
+    """A digest that was begun on the transport's stream would be read before it is there."""
+    formed(members, 1)
+    inside: list[bool] = []
+
+    def take(member: OverGloo) -> None:
+        member.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
+        member.finish(lambda _: inside.append(member.inside))
+
+    assert together(*(lambda member=member: take(member) for member in members)) == [None] * len(members)
+    assert inside == [False] * len(members)
 
 
 def test_who_does_not_show_up_is_named_before_anything_collective(members: list[OverGloo]) -> None:

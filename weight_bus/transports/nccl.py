@@ -146,10 +146,11 @@ class NcclCollective:
         try:
             with self._here():
                 self._close_transfer()
-                for index, work in self._launched:
+            for index, work in self._launched:
+                with self._here():
                     self._wait(work, index)
-                    if index != CLOSING:
-                        arrived(index)
+                if index != CLOSING:
+                    arrived(index)  # on the caller's stream: who digests a bucket also reads the sums there
             self._launched.clear()
         except TransportError:
             self.leave()

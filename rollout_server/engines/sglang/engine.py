@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from rollout_server.engines.base import Completion, EngineError, FinishReason, H
 from rollout_server.engines.prefixes import settled
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
-from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, combine, folder_tensors
+from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.token_gaps import TokenGaps
 from rollout_server.engines.sglang.waiting import Waits
 
@@ -259,7 +259,7 @@ class SGLangEngine:
 
         await self._waits.until(ended, self._sglang.deadline_s, "requests to end", look_s=0.05)
 
-    async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    async def load(self, update: Update, version: int) -> None:
         """See `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
 
         Raises:
@@ -269,7 +269,7 @@ class SGLangEngine:
         if not self._paused:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
-        await asyncio.to_thread(self._staging.write_update, named_tensors, version)
+        await asyncio.to_thread(self._staging.write_update, update, version)
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
@@ -312,13 +312,15 @@ class SGLangEngine:
     async def digest(self) -> Mapping[str, int]:
         """See `Engine.digest`: of the last load, which took it on the live tensors; asked again, taken anew."""
         taken, self._digests = self._digests, None
-        if taken is not None:
-            return taken
+        return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
+
+    async def in_schedulers(self, write: Callable[[StagingFolder], None]) -> Mapping[str, int]:
+        """Have the schedulers carry out a request between two forwards; the digests that they reply, if any."""
         was_paused = self._paused
         if not was_paused:
             await self._sglang.pause()
-        await asyncio.to_thread(self._staging.write_digest)
         try:
+            await asyncio.to_thread(write, self._staging)
             return await self._loaded(None)
         finally:
             if not was_paused:

@@ -8,20 +8,23 @@ so equal digests prove staging, mapping, fusion and slicing at once.
 import math
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
 
-from rollout_server.engines.sglang.layout import live_slices
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, FOLDER, REQUEST
-from weight_bus.digest import Part, slice_digests
+from rollout_server.engines.sglang import receiver
+from rollout_server.engines.sglang.live import LiveWeights
+from rollout_server.engines.sglang.staging import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
 from weight_bus.staging import DTYPES
 
 _mapped: dict[str, tuple[Any, torch.Tensor]] = {}
-"""Memory of the server that this process has mapped, by what names it, with its key."""
+"""Memory of other processes that this one has mapped, by what names it, with its key."""
+
+_live: LiveWeights | None = None
+_staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
+"""The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
 
 def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -35,7 +38,7 @@ def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     request = msgpack.unpackb((folder / REQUEST).read_bytes())
     reply: dict[str, Any] = {"sequence": request["sequence"], "error": "", "slices": [], "seconds": {}}
     try:
-        _carry_out(model, request, reply)
+        _carry_out(model, request, reply, rank)
     except Exception as error:  # noqa: BLE001  # the edge of our code inside a process that is not ours
         reply["error"] = f"{type(error).__name__}: {error}"
     part = folder / f"reply.{rank}.part"
@@ -43,34 +46,58 @@ def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     part.replace(folder / f"reply.{rank}.msgpack")
 
 
-def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any]) -> None:
+def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank: int) -> None:
+    if "receive" in request:
+        if rank == 0:
+            receiver.start(request["receive"], next(model.parameters()).device)
+        return
     started = time.monotonic()
     _synchronize()  # a forward that was launched before the pause still reads the old weights
     waited = time.monotonic()
-    if request["load"]:
-        with torch.no_grad():
-            model.load_weights(_tensors(request))
-        _synchronize()
-    loaded = time.monotonic()
     shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
-    slices = list(live_slices(model, shapes))
-    digests = slice_digests(Part(piece.view, piece.full_shape, piece.start) for piece in slices)
+    live = _live_weights(model, shapes)
+    if request["load"]:
+        live.load(_tensors(request, rank))
+        _synchronize()
+        live = _live_weights(model, shapes)
+    loaded = time.monotonic()
     reply["slices"] = [
         [piece.name, list(piece.start), piece.view.numel(), digest]
-        for piece, digest in zip(slices, digests, strict=True)
+        for piece, digest in zip(live.slices, live.launch().sums(), strict=True)
     ]
     reply["seconds"] = {"wait": waited - started, "load": loaded - waited, "digest": time.monotonic() - loaded}
 
 
-def _tensors(request: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    memory = [_map(number, described) for number, described in enumerate(request["memory"])]
-    for name, dtype, shape, number, offset in request["tensors"]:
-        kind = DTYPES[dtype]
-        yield name, memory[number][offset : offset + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
+    """The same as the last time while it holds."""
+    global _live
+    if _live is None or not _live.are_of(model, shapes):
+        _live = LiveWeights(model, shapes)
+    return _live
 
 
-def _map(number: int, described: dict[str, Any]) -> torch.Tensor:
-    """Flat uint8 over memory of the server; stays mapped until its place in the request names other memory."""
+def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
+    """Names and whole tensors of an update; the same list while they lie where they lay."""
+    global _staged
+    memory = [_map(number, described, rank) for number, described in enumerate(request["memory"])]
+    key = [request["tensors"], *map(id, memory)]
+    if _staged[0] != key:
+        tensors = []
+        for name, dtype, shape, number, offset in request["tensors"]:
+            kind = DTYPES[dtype]
+            size = math.prod(shape) * kind.itemsize
+            tensors.append((name, memory[number][offset : offset + size].view(kind).view(shape)))
+        _staged = (key, memory, tensors)
+    return _staged[2]
+
+
+def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
+    """Flat uint8 over memory of the server, or of rank 0; stays mapped until its place in the request names other
+    memory."""
+    if described["kind"] == "staged":
+        if rank == 0:  # a process cannot open its own handles
+            return receiver.bucket(number, described["take"])
+        described = {"kind": "cuda", **in_bytes(described["cuda"])}
     key = tuple(sorted(described.items()))
     known = _mapped.get(f"{number}")
     if known is not None and known[0] == key:

@@ -1,7 +1,8 @@
 """The folder through which a rollout server and its schedulers speak about an update.
 
 The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map:
-CUDA memory by its IPC handle, host memory as a file in shared memory. Each scheduler answers with one reply. Nothing is
+CUDA memory by its IPC handle, host memory as a file in shared memory, and what is staged in a scheduler
+(rollout_server/engines/sglang/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
 pickled, and nobody but this user can open the folder.
 """
 
@@ -20,12 +21,15 @@ import torch
 from safetensors import safe_open
 
 from rollout_server.engines.base import EngineError
+from weight_bus.remote import RemoteUpdate
 from weight_bus.staging import DTYPES, NAMES
 
 FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
+IN_BYTES = ("handle", "ref_handle", "event")
+Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +56,16 @@ class StagingFolder:
         self._files: list[torch.Tensor] = []
         self._inodes: dict[int, int] = {}
 
-    def write_update(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Describe an update; bytes in host memory are copied into shared memory, CUDA memory is only named."""
+    def write_update(self, update: Update, version: int) -> None:
+        """Describe an update; bytes in host memory are copied into shared memory, CUDA memory is only named, and so is
+        what is staged in a scheduler."""
+        if isinstance(update, RemoteUpdate):
+            self._tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in update.entries]
+            self._write({"version": version, "load": True, "memory": update.memory})
+        else:
+            self._write_tensors(update, version)
+
+    def _write_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         tensors: list[list[Any]] = []
         kept = []
@@ -72,6 +84,11 @@ class StagingFolder:
         ]
         self._tensors = tensors
         self._write({"version": version, "load": True, "memory": memory})
+
+    def write_receiver(self, path: Path, config: Mapping[str, Any], host: str, *, export: bool) -> None:
+        """Ask for a receiver that connects to `path`; see `receiver.start`."""
+        order = {"socket": str(path), "config": config, "host": host, "export": export}
+        self._write({"version": -1, "load": False, "memory": [], "receive": order})
 
     def write_digest(self) -> None:
         """Ask for the digests of what is live. Raises EngineError before the first update: nothing is known yet."""
@@ -157,6 +174,16 @@ def _new_file(path: Path, size: int) -> torch.Tensor:
         finally:
             os.close(descriptor)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def in_words(handle: Mapping[str, Any]) -> dict[str, Any]:
+    """A CUDA IPC handle without bytes, so that a message can carry it."""
+    return {field: value.hex() if field in IN_BYTES else value for field, value in handle.items()}
+
+
+def in_bytes(handle: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `in_words`."""
+    return {field: bytes.fromhex(value) if field in IN_BYTES else value for field, value in handle.items()}
 
 
 def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

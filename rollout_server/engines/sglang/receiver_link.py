@@ -1,0 +1,55 @@
+"""The server's side of a receiver in SGLang (weight_bus.stage_in: engine): starts it, and loads what it has staged."""
+
+import asyncio
+import secrets
+import socket
+from functools import partial
+
+from configs.schema import Config
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.engines.sglang.staging import StagingFolder
+from weight_bus.errors import TransportError
+from weight_bus.remote import ReceiverLink, RemoteUpdate
+
+
+class SGLangStaging:
+    """Implements `StagesItself` for a running SGLang."""
+
+    def __init__(self, config: Config, engine: SGLangEngine) -> None:
+        self._config = config
+        self._engine = engine
+        self._link: ReceiverLink | None = None
+
+    async def link(self) -> ReceiverLink:
+        """See `StagesItself.link`."""
+        if self._link is None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                await self._engine.in_schedulers(partial(self._invite, listener))
+                try:
+                    accept = partial(ReceiverLink.accept, listener, self._engine.sglang.deadline_s)
+                    self._link = await asyncio.to_thread(accept)
+                except TransportError as error:
+                    raise EngineError(str(error)) from error
+        return self._link
+
+    async def load(self, update: RemoteUpdate, version: int) -> None:
+        """See `StagesItself.load`."""
+        await self._engine.load(update, version)
+
+    def close(self) -> None:
+        """See `StagesItself.close`."""
+        if self._link is not None:
+            self._link.close()
+
+    def _invite(self, listener: socket.socket, staging: StagingFolder) -> None:
+        # another name each time: a receiver that was given up must not connect in the place of its successor
+        path = staging.path / f"receiver.{secrets.token_hex(4)}"
+        try:
+            listener.bind(str(path))
+            listener.listen(1)
+        except OSError as error:
+            raise EngineError(f"{path} cannot be listened at: {error}; set TMPDIR to a shorter path") from error
+        config = self._config
+        export = config.placement.tensor_parallel > 1
+        staging.write_receiver(path, config.weight_bus.model_dump(), config.network.host, export=export)

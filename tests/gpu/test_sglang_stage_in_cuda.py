@@ -1,0 +1,130 @@
+"""Updates over NCCL that are received in SGLang's scheduler beside decoding (weight_bus.stage_in: engine)."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from test_sglang_cuda import make_folder, run, settings, started
+
+from configs.infrastructure import WeightBus
+from configs.schema import Config
+from rollout_server.engines.base import Sampling
+from rollout_server.weights import WeightFollower
+from weight_bus import Publisher, TransportError
+from weight_bus.digest import slice_digest
+from weight_bus.transports.nccl import NcclCollective
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices, and torch finds {GPUS}"),
+]
+RUN = "stage-in-cuda"
+UPDATES = 6
+CORRUPT, CUT = 3, 5
+"""Versions whose first bucket is damaged once, or is not sent at first."""
+
+
+class Faulty(NcclCollective):
+    """What `fault` says happens to the first bucket of the next transfer."""
+
+    fault = ""
+    damaged: torch.Tensor | None = None
+    """Kept, because a broadcast is only launched."""
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        """See `NcclCollective.broadcast`."""
+        if index == 0 and self.fault:
+            fault, self.fault = self.fault, ""
+            if fault == "cut":
+                self.leave()
+                raise TransportError("the publisher was cut off", "closed")
+            bucket = self.damaged = bucket.clone()
+            bucket[12] ^= 1
+            torch.cuda.synchronize(self.device)
+        super().broadcast(bucket, index)
+
+
+def stage_in_engine(folder: Path, tensor_parallel: int, *, delta: bool) -> Config:
+    config = settings(folder, tensor_parallel)
+    bus = {
+        "backend": "nccl",
+        "stage_in": "engine",
+        "bucket_bytes": 1 << 20,
+        "collective_timeout_s": 15.0,
+        "deadline_s": 90.0,
+        "delta": delta,
+    }
+    return config.model_copy(update={"weight_bus": WeightBus.model_validate(bus)})
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
+
+
+def changed(tensors: dict[str, torch.Tensor], *, sparse: bool) -> dict[str, torch.Tensor]:
+    """Every element of them, or a few."""
+    if not sparse:
+        return {n: (t.float() + 0.01 * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+    return {n: t.where(torch.rand(t.shape) > 0.01, t + 0.25) for n, t in tensors.items()}
+
+
+async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int, *, delta: bool) -> None:
+    config = stage_in_engine(folder, tensor_parallel, delta=delta)
+    live: list[int] = []
+    dark: list[str] = []
+
+    async def went_live(version: int, _: int) -> None:
+        live.append(version)
+
+    async def went_dark(reason: str) -> None:
+        dark.append(reason)
+
+    ends: list[Faulty] = []
+
+    def factory(bus: WeightBus, host: str) -> Faulty:
+        ends.append(Faulty(bus, host))
+        return ends[-1]
+
+    async with started(config) as engine:
+        with (
+            torch.cuda.device(GPUS - 1),
+            Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1, transport_factory=factory) as bus,
+        ):
+            follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
+            follower.follow(bus.address, RUN, 1)
+            await until(lambda: bus.members() or follower.failure, "it joins")
+            assert follower.failure is None, follower.failure
+            for version in range(1, UPDATES + 1):
+                request = engine.generate([2, 3, 4], Sampling(max_new_tokens=400), 8, request_id=f"r{version}")  # type: ignore[attr-defined]
+                running = asyncio.create_task(request)
+                await asyncio.sleep(0.3)
+                tensors = changed(tensors, sparse=delta)
+                want = {name: slice_digest(tensor) for name, tensor in tensors.items()}
+                ends[0].fault = {CORRUPT: "flip", CUT: "cut"}.get(version, "")
+                report = await asyncio.to_thread(bus.publish, version, tensors.items(), want)
+                print(f"tp {tensor_parallel} v{version}: {report.seconds}, paused {follower.gauges['pause_s']:.3f} s")
+                await until(lambda now=version: now in live, f"v{version} is live")  # type: ignore[misc]
+                assert await engine.digest() == want  # type: ignore[attr-defined]
+                for completion in await running:
+                    assert set(completion.versions.tolist()) <= {version - 1, version}
+            assert live == list(range(1, UPDATES + 1)) and dark == []
+            assert ends[0].fault == "" and bus.stats()["epochs"] > 1
+            await asyncio.to_thread(follower.stop)
+
+
+@pytest.mark.parametrize("delta", [False, True], ids=["whole", "changes"])
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_updates_are_received_in_the_scheduler_and_shared_with_the_other_rank(
+    tmp_path: Path, tensor_parallel: int, delta: bool
+) -> None:
+    """With two ranks the publisher is on the GPU of the second one, which is no member of the group."""
+    tensors = make_folder(tmp_path)
+    run(lambda: updates(tmp_path, tensors, tensor_parallel, delta=delta))
