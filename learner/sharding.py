@@ -85,7 +85,7 @@ def gather_pieces(
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 
     Nothing is put together: who needs the tensor copies the parts to where it belongs, the others ignore them. The
-    parts are views, valid until the next tensor is asked for.
+    parts are views of memory that nothing else is written to.
     """
     if group is None or dist.get_world_size(group) == 1:
         for shard in shards:

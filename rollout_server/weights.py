@@ -49,7 +49,7 @@ class WeightFollower:
         self.name = name
         self.address: str | None = None
         self.failure: BaseException | None = None
-        self.gauges: dict[str, float] = {"weight_updates": 0.0, "pause_s": 0.0, "quarantines": 0.0}
+        self.gauges: dict[str, float] = {"weight_updates": 0.0, "pause_s": 0.0, "pausing_s": 0.0, "quarantines": 0.0}
         self._on_live = on_live
         self._on_quarantine = on_quarantine
         self._loop = asyncio.get_running_loop()
@@ -157,7 +157,9 @@ class WeightFollower:
     # ---- on the event loop -----------------------------------------------------------------------------
 
     async def _apply(self, load: Callable[[], Awaitable[None]]) -> Mapping[str, int]:
+        began = time.monotonic()
         await self.pause()
+        self.gauges["pausing_s"] = time.monotonic() - began
         self._proven = False
         await load()
         return await self.engine.digest()

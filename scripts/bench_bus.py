@@ -56,12 +56,15 @@ def settings(args: argparse.Namespace, folder: Path, model: Path) -> Config:
         "deadline_s": 120.0,
         "collective_timeout_s": 30.0,
     }
-    rollout = {
+    rollout: dict[str, Any] = {
         "engine": "sglang" if cuda else "torch",
         "dtype": "bfloat16",
         "max_new_tokens": args.tokens,
         "max_running": args.requests,
     }
+    if cuda:
+        rollout["forced_length_median"] = args.tokens  # so that one request reports every token
+        bus["stage_in"] = args.stage_in
     tree: dict[str, Any] = {
         "run": {"name": "bench-bus", "dir": str(folder)},
         "model": {"path": str(model)},
@@ -137,6 +140,17 @@ def phases(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {name: median(rows, name) for name in names}
 
 
+def engine_side(pauses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What updates cost the engines: gaps between tokens beyond the usual one, and what went on meanwhile."""
+    gaps = [1e3 * max(0.0, row["gap_s"] - row["usual_gap_s"]) for row in pauses]
+    phases = ("paused_s", "pausing_s", "apply_wait_s", "apply_load_s", "apply_digest_s")
+    return {
+        "pause_ms_p50": statistics.median(gaps) if gaps else None,
+        "pause_ms_max": max(gaps, default=None),
+        "engine_phases": {key: median(pauses, key) for key in phases} if pauses else {},
+    }
+
+
 def summary(
     args: argparse.Namespace, rows: list[dict[str, Any]], pauses: list[dict[str, Any]], full: int
 ) -> dict[str, Any]:
@@ -146,7 +160,7 @@ def summary(
         raise CaseFailed(
             f"too few versions of a kind: {len(whole)} whole, {len(changes)} changes; take more --versions"
         )
-    gaps = [max(0.0, row["gap_s"] - row["usual_gap_s"]) for row in pauses if row["version"] > 1]
+    by_kind = [[p for p in pauses if p["version"] in {row["version"] for row in kind}] for kind in (whole, changes)]
     return {
         "shape": args.shape,
         "device": args.device,
@@ -163,8 +177,8 @@ def summary(
         "delta_cpu_s": median(changes, "cpu_s"),
         "delta_phases": phases(changes),
         "compression": args.compression,
-        "pause_ms_p50": 1e3 * statistics.median(gaps) if gaps else None,
-        "pause_ms_max": 1e3 * max(gaps) if gaps else None,
+        **engine_side(by_kind[0]),
+        **{f"delta_{key}": value for key, value in engine_side(by_kind[1]).items()},
         "digests_equal": True,
     }
 
@@ -234,6 +248,9 @@ def main() -> int:
     parser.add_argument("--receivers", type=int, default=None, help="default: 1; with --quick 2")
     parser.add_argument("--transport", choices=["collective", "disk"], default="collective")
     parser.add_argument("--compression", choices=["none", "zstd"], default="none")
+    parser.add_argument(
+        "--stage-in", choices=["server", "engine"], default="engine", help="weight_bus.stage_in, on GPUs"
+    )
     parser.add_argument("--versions", type=int, default=None, help="to publish; default: 14, with --quick 10")
     parser.add_argument("--kept", type=int, default=3, help="consecutive versions in memory, sent to and fro")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the AdamW steps")

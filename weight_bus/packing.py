@@ -86,6 +86,8 @@ class Packer:
         self._device = device
         self._layout: Manifest | None = None
         self._sets: list[list[torch.Tensor]] = [[], []]
+        self._views: list[list[torch.Tensor]] = [[], []]
+        """The tensors of each set."""
 
     def room(self, into: int) -> tuple[Manifest, list[torch.Tensor]] | None:
         """Layout (without digests) and buckets of an update that is still to be packed; None before the first."""
@@ -95,6 +97,8 @@ class Packer:
         if not buckets:
             pinned = any(bucket.is_pinned() for bucket in self._sets[1 - into])
             buckets.extend(self._new(size, pinned=pinned) for size in self._layout.bucket_sizes)
+        if not self._views[into]:
+            self._views[into] = [view_of(buckets, entry) for entry in self._layout.entries]
         return self._layout, buckets
 
     def pack(
@@ -103,8 +107,8 @@ class Packer:
         """Copy an update into set `into` (0 or 1). The copies have ended when this returns.
 
         Args:
-            named_tensors: in wire dtype, on any device; each is read, on the current stream, before the next is
-                asked for.
+            named_tensors: in wire dtype, on any device; read on the current stream. On a GPU all of a bucket are
+                read together, so none may be written before this returns.
             into: the set that nobody reads now.
             packed: from the second update on, called with how many buckets are whole and finite, as they get so.
 
@@ -125,7 +129,7 @@ class Packer:
         else:
             layout, buckets = room
             inspection = Inspection(layout, buckets, packed)
-            _fill(named_tensors, layout, buckets, inspection.add)
+            _fill(named_tensors, layout, self._views[into], inspection.add)
         inspection.end()
         self._layout, self._sets[into] = layout, buckets
         return layout, buckets
@@ -133,12 +137,14 @@ class Packer:
     def _fill_first(self, named_tensors: Named) -> tuple[Manifest, list[torch.Tensor]]:
         planner = Planner(self._bucket_bytes, self._alignment)
         buckets: list[torch.Tensor] = []
+        filling = _Filling()
         for name, tensor in named_tensors:
             entry = planner.place(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
             if entry.bucket == len(buckets):
                 pinned = isinstance(tensor, torch.Tensor) and tensor.is_cuda and self._device == HOST
                 buckets.append(self._new(aligned(max(self._bucket_bytes, entry.num_bytes)), pinned=pinned))
-            _copy(tensor, view_of(buckets, entry))
+            filling.add(tensor, view_of(buckets, entry))
+            filling.end()
         layout = planner.manifest()
         return layout, [bucket[:size] for bucket, size in zip(buckets, layout.bucket_sizes, strict=True)]
 
@@ -147,35 +153,63 @@ class Packer:
         return torch.zeros(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
 
 
-def _fill(named_tensors: Named, layout: Manifest, buckets: list[torch.Tensor], filled: Callable[[int], None]) -> None:
-    """Copy tensor after tensor; `filled` is told of each bucket that has all of its own."""
-    entries = iter(layout.entries)
+class _Filling:
+    """Copies into one set. On a GPU those of a bucket are launched together: one by one they take longer than their
+    bytes do."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, source: torch.Tensor | Pieces, target: torch.Tensor) -> None:
+        """Copy a tensor, at the latest with `end`."""
+        if isinstance(source, Pieces):
+            self._add_pieces(source, target)
+        elif source.is_cuda and target.is_cuda:
+            self._targets.append(target)
+            self._parts.append(source.detach())
+        else:
+            target.copy_(source.detach())
+        if not target.is_cuda:
+            self.end()
+
+    def end(self) -> None:
+        """The bucket has all of its tensors."""
+        if self._parts:
+            torch._foreach_copy_(self._targets, self._parts)
+        self._targets, self._parts = [], []
+
+    def _add_pieces(self, source: Pieces, target: torch.Tensor) -> None:
+        parts = [part for part in source.parts if part.numel()]
+        sizes = [part.numel() for part in parts]
+        if sum(sizes) != target.numel():
+            raise ValueError(f"pieces of {sizes} elements do not make up {source.shape}")
+        if parts:
+            self._targets += torch.split(target.view(-1), sizes)
+            self._parts += parts
+
+
+def _fill(named_tensors: Named, layout: Manifest, views: Sequence[torch.Tensor], filled: Callable[[int], None]) -> None:
+    """Copy all tensors; `filled` is told of each bucket that has all of its own."""
+    places = zip(layout.entries, views, strict=True)
+    filling = _Filling()
     present = 0
     for name, tensor in named_tensors:
-        entry = next(entries, None)
+        entry, view = next(places, (None, None))
         found = (name, NAMES.get(tensor.dtype), tuple(tensor.shape))
-        if entry is None or found != (entry.name, entry.dtype, entry.shape):
+        if entry is None or view is None or found != (entry.name, entry.dtype, entry.shape):
             raise ValueError(f"the update has changed its layout: expected {entry}, got {found}")
         if entry.bucket != present:
+            filling.end()
             filled(present)
             present = entry.bucket
-        _copy(tensor, view_of(buckets, entry))
-    left = next(entries, None)
+        filling.add(tensor, view)
+    left, _ = next(places, (None, None))
     if left is not None:
         raise ValueError(f"the update ends before tensor {left.name!r}, which earlier updates carried")
-    if buckets:
+    filling.end()
+    if layout.entries:
         filled(present)
-
-
-def _copy(source: torch.Tensor | Pieces, target: torch.Tensor) -> None:
-    if isinstance(source, torch.Tensor):
-        target.copy_(source.detach())
-        return
-    parts = [part for part in source.parts if part.numel()]
-    if sum(part.numel() for part in parts) != target.numel():
-        raise ValueError(f"pieces of {[part.numel() for part in parts]} elements do not make up {source.shape}")
-    if parts:
-        torch._foreach_copy_(list(torch.split(target.view(-1), [part.numel() for part in parts])), parts)
 
 
 class Inspection:

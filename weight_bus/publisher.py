@@ -121,7 +121,7 @@ class Publisher:
 
         Args:
             version: above every version published before.
-            named_tensors: HF names, in wire dtype, on any device; each is read before the next is asked for.
+            named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
             digests: of the parameters as the learner holds them, taken from its own shards. They are what
                 the engines' digests are held against, so they must not come from `named_tensors`.
             evaluate: subscribers are told to keep this version for an evaluation.

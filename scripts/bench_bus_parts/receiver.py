@@ -69,8 +69,9 @@ class Receiver:
         asyncio.get_running_loop().create_task(self._note(version, time.monotonic()))
 
     async def _note(self, version: int, live_at: float) -> None:
+        pause, pausing = self.follower.gauges["pause_s"], self.follower.gauges["pausing_s"]
         await asyncio.sleep(AROUND_S)
-        pause = self.follower.gauges["pause_s"]
+        detail = (await self.engine.health()).detail
         gaps = [(b - a, a, b) for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
         around = [gap for gap, a, b in gaps if b > live_at - pause and a < live_at + AROUND_S]
         usual = statistics.median(gap for gap, _, _ in gaps) if gaps else 0.0
@@ -78,6 +79,8 @@ class Receiver:
             "name": self.name,
             "version": version,
             "paused_s": pause,
+            "pausing_s": pausing,
+            **{name: seconds for name, seconds in detail.items() if name.startswith("apply_")},
             "gap_s": max(around, default=0.0),
             "usual_gap_s": usual,
         }

@@ -47,7 +47,7 @@ WATCHDOG = {
 }
 """Read by the constructor of a group: the value for groups of the bus, and PyTorch's default for all others."""
 ABORT_S = 10.0
-POLL_S = 0.0005
+POLL_S = 0.0002
 CLOSING = -1
 """Number of the closing reduction among the buckets."""
 

@@ -16,6 +16,8 @@ from rollout_server.engines.sglang.layout import LiveSlice, live_slices
 from weight_bus.digest import Digester, Launched, Part
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
+LARGE = 4 * 1024 * 1024
+"""Bytes from which on a copy takes longer than its launch."""
 Staged = Sequence[tuple[str, torch.Tensor]]
 
 
@@ -54,7 +56,7 @@ class LiveWeights:
         _, targets, sources = self._copies
         with torch.no_grad():
             if self._loaded and targets:
-                torch._foreach_copy_(targets, sources)
+                _copy(targets, sources)
             else:
                 self._model.load_weights(staged)
                 self._loaded = True
@@ -74,6 +76,19 @@ class LiveWeights:
         if not alike or hasattr(self._model, "post_load_weights") or not _covered(self._model, self.slices):
             return [], []
         return [piece.view for piece in self.slices], sources
+
+
+def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Large ones by the copy engine's call, one by one; small ones in few launches."""
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for target, source in zip(targets, sources, strict=True):
+        if source.nbytes >= LARGE:
+            target.copy_(source, non_blocking=True)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        torch._foreach_copy_(*small)
 
 
 def _memory(model: Any) -> list[int]:

@@ -66,6 +66,7 @@ class TokenGaps:
             "pause_ms_p50": 1e3 * quantile(pauses, 0.5),
             "pause_ms_p99": 1e3 * quantile(pauses, 0.99),
             "pause_ms_max": 1e3 * max(pauses, default=0.0),
+            "pause_ms_last": 1e3 * (pauses[-1] if pauses else 0.0),
             "pause_samples": float(len(pauses)),
             "stopped_ms_p50": 1e3 * quantile(self._stopped, 0.5),
         }
