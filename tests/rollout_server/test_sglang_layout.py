@@ -113,7 +113,7 @@ def test_a_parameter_that_moved_is_noticed() -> None:
     """Else digests would be those of memory that the next forward does not read."""
     whole, (model,) = filled(1)
     live = LiveWeights(model, FOLDER.items())
-    assert live.launch().sums() == [slice_digest(whole[name]) for name in FOLDER]
+    assert live.digests() == [slice_digest(whole[name]) for name in FOLDER]
     assert live.are_of(model, FOLDER.items())
     model.norm.weight = torch.nn.Parameter(torch.ones(HIDDEN))
     assert not live.are_of(model, FOLDER.items())

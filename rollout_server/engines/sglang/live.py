@@ -8,17 +8,25 @@ milliseconds less of Python than the model's loader, with the engine standing st
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rollout_server.engines.sglang.layout import LiveSlice, live_slices
-from weight_bus.digest import Digester, Launched, Part
+from weight_bus.digest import Digester, Part
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
 LARGE = 4 * 1024 * 1024
 """Bytes from which on a copy takes longer than its launch."""
+GROUPS = 4
 Staged = Sequence[tuple[str, torch.Tensor]]
+
+
+class Group(NamedTuple):
+    """Slices that are copied, and then digested, together."""
+
+    slices: list[LiveSlice]
+    digester: Digester
 
 
 class LiveWeights:
@@ -34,48 +42,92 @@ class LiveWeights:
         self._shapes = list(shapes)
         self._memory = _memory(model)
         self.slices = list(live_slices(model, self._shapes))
-        self._digester = Digester(Part(piece.view, piece.full_shape, piece.start) for piece in self.slices)
+        self._groups = [
+            Group(some, Digester(Part(piece.view, piece.full_shape, piece.start) for piece in some))
+            for some in _grouped(self.slices)
+        ]
         self._loaded = False
         """By the model's own code, once."""
-        self._copies: tuple[Staged, list[torch.Tensor], list[torch.Tensor]] | None = None
-        """An update, the parts of it that belong here, and where."""
+        self._copies: tuple[Staged, list[list[torch.Tensor]]] | None = None
+        """An update, and the parts of it that belong here, by group."""
+        self._side: torch.cuda.Stream | None = None
 
     def are_of(self, model: Any, shapes: Shapes) -> bool:
         """Whether this is still what the next forward reads: parameters may have moved."""
         return model is self._model and list(shapes) == self._shapes and _memory(model) == self._memory
 
-    def load(self, staged: Staged) -> None:
-        """Write an update into the live weights; on a GPU it is only launched.
+    def takes_copies(self, staged: Staged) -> bool:
+        """Whether copies are all that loading this update is.
 
         Args:
             staged: name and whole tensor, all of them, on the device of the model. The same object means the same
                 memory as the last time.
         """
         if self._copies is None or self._copies[0] is not staged:
-            self._copies = (staged, *self._pairs(staged))
-        _, targets, sources = self._copies
+            self._copies = (staged, self._parts(staged))
+        return self._loaded and bool(self._copies[1])
+
+    def load(self, staged: Staged) -> None:
+        """Have the model load an update; its parameters may lie elsewhere afterwards."""
         with torch.no_grad():
-            if self._loaded and targets:
-                _copy(targets, sources)
-            else:
-                self._model.load_weights(staged)
-                self._loaded = True
+            self._model.load_weights(staged)
+        self._loaded = True
 
-    def launch(self) -> Launched:
-        """Begin to digest what is live, by slice."""
-        return self._digester.launch()
+    def copy(self, staged: Staged) -> tuple[list[int], float]:
+        """Copy an update that takes copies, and digest what is live then: while a group is digested, the next is
+        copied.
 
-    def _pairs(self, staged: Staged) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Live tensors and what belongs into them; nothing where copies would not be all that a load does."""
+        Returns:
+            The digest of each slice, and the seconds until the last copy had ended.
+        """
+        assert self.takes_copies(staged) and self._copies is not None
+        self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        launched = []
+        with torch.no_grad():
+            for group, parts in zip(self._groups, self._copies[1], strict=True):
+                _copy([piece.view for piece in group.slices], parts)
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record()
+                with torch.cuda.stream(self._side):
+                    self._side.wait_event(copied)
+                    launched.append(group.digester.launch())
+        end.record()
+        torch.cuda.current_stream().wait_stream(self._side)
+        digests = [value for some in launched for value in some.sums()]
+        return digests, begin.elapsed_time(end) / 1e3
+
+    def digests(self) -> list[int]:
+        """The digest of each slice as it is live now."""
+        launched = [group.digester.launch() for group in self._groups]
+        return [value for some in launched for value in some.sums()]
+
+    def _parts(self, staged: Staged) -> list[list[torch.Tensor]]:
+        """What belongs into each slice, by group; nothing where copies would not be all that a load does."""
         whole = dict(staged)
-        sources = [_cut(whole[piece.name], piece) for piece in self.slices]
+        parts = [[_cut(whole[piece.name], piece) for piece in group.slices] for group in self._groups]
         alike = all(
-            source.is_cuda and source.dtype == piece.view.dtype
-            for source, piece in zip(sources, self.slices, strict=True)
+            part.is_cuda and part.dtype == piece.view.dtype
+            for group, some in zip(self._groups, parts, strict=True)
+            for piece, part in zip(group.slices, some, strict=True)
         )
-        if not alike or hasattr(self._model, "post_load_weights") or not _covered(self._model, self.slices):
-            return [], []
-        return [piece.view for piece in self.slices], sources
+        by_copies = alike and not hasattr(self._model, "post_load_weights") and _covered(self._model, self.slices)
+        return parts if by_copies else []
+
+
+def _grouped(slices: Sequence[LiveSlice]) -> list[list[LiveSlice]]:
+    """Consecutive groups, of about the same number of bytes."""
+    most = sum(piece.view.nbytes for piece in slices) / GROUPS
+    groups: list[list[LiveSlice]] = [[]]
+    size = 0
+    for piece in slices:
+        if size >= most:
+            groups.append([])
+            size = 0
+        groups[-1].append(piece)
+        size += piece.view.nbytes
+    return groups
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

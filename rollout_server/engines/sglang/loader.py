@@ -52,20 +52,26 @@ def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank:
             receiver.start(request["receive"], next(model.parameters()).device)
         return
     started = time.monotonic()
-    _synchronize()  # a forward that was launched before the pause still reads the old weights
-    waited = time.monotonic()
     shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
     live = _live_weights(model, shapes)
-    if request["load"]:
-        live.load(_tensors(request, rank))
-        _synchronize()
-        live = _live_weights(model, shapes)
-    loaded = time.monotonic()
+    tensors = _tensors(request, rank) if request["load"] else []
+    _synchronize()  # a forward that was launched before the pause still reads the old weights
+    waited = time.monotonic()
+    load_s = 0.0
+    if request["load"] and live.takes_copies(tensors):
+        digests, load_s = live.copy(tensors)
+    else:
+        if request["load"]:
+            live.load(tensors)
+            _synchronize()
+            load_s = time.monotonic() - waited
+            live = _live_weights(model, shapes)  # the model may have moved what it has loaded
+        digests = live.digests()
     reply["slices"] = [
         [piece.name, list(piece.start), piece.view.numel(), digest]
-        for piece, digest in zip(live.slices, live.launch().sums(), strict=True)
+        for piece, digest in zip(live.slices, digests, strict=True)
     ]
-    reply["seconds"] = {"wait": waited - started, "load": loaded - waited, "digest": time.monotonic() - loaded}
+    reply["seconds"] = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
 
 
 def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
