@@ -14,8 +14,8 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from weight_bus import delta
-from weight_bus.errors import WeightBusError
+from weight_bus import carried, delta
+from weight_bus.errors import NotAvailable, WeightBusError
 from weight_bus.manifest import ITEM_SIZES, Manifest
 
 LEVEL = 1
@@ -126,13 +126,19 @@ class ChangeReader:
                 raise WireError(f"a change of {num_bytes} bytes does not fit into the memory here: {error}") from error
         return list(torch.split(self._room[:num_bytes], bucket_bytes))
 
-    def apply(self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int) -> None:
+    def apply(
+        self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int, layout: Manifest | None = None
+    ) -> dict[str, int]:
         """Turn the buckets of the base into those of the next version, in place.
 
         Args:
             buckets: flat uint8, on this reader's device.
             wire_bytes: what has come into the room.
             num_bytes: after decompression; the same number says that it is not compressed.
+            layout: of the base and of the next version; none says that all digests will be taken anew.
+
+        Returns:
+            How much the digests of tensors have grown; those of all others are to be taken anew. On a GPU those of all.
 
         Raises:
             WireError: it cannot be what leads on from here. Nothing was written.
@@ -140,7 +146,11 @@ class ChangeReader:
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:
             coded = _decompressed(coded, num_bytes)
-        delta.apply(delta.decode(buckets, coded))
+        updates = delta.decode(buckets, coded)
+        if layout is not None and self._device.type == "cpu":
+            return carried.apply(updates, layout)
+        delta.apply(updates)
+        return {}
 
 
 def _decompressed(coded: torch.Tensor, num_bytes: int) -> torch.Tensor:
@@ -155,11 +165,11 @@ def _decompressed(coded: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 def zstandard() -> Any:
-    """The library. Raises WeightBusError where it is not installed."""
+    """The library. Raises NotAvailable where it is not installed."""
     try:
         import zstandard
     except ImportError as error:
-        raise WeightBusError(
+        raise NotAvailable(
             "weight_bus.compression: zstd needs the package zstandard; install the extra zstd, or take none"
         ) from error
     return zstandard

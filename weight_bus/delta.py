@@ -21,11 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from replay.channel import WireError
 
 SECTION = 1 << 26
+"""Elements, in host memory."""
+CUDA_SECTION = 1 << 28
+"""The same on a GPU, which is waited for a few times a section."""
+WORD = 8
 HEADER = struct.Struct("<BBHIIIII")
 ALIGN = 8
 HEADERS_AT_ONCE = 1 << 16
@@ -54,15 +59,17 @@ class Coded(NamedTuple):
         return torch.cat([head, *self.columns])
 
 
-def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int = SECTION) -> Coded:
+def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None = None) -> Coded:
     """The change from `old` to `new`.
 
     Args:
         old: flat uint8, a bucket.
         new: the same size, on the same device.
         width: bytes an element: 2, or 4 where every number of the bucket has so many.
-        section: most elements that are coded at once; needs about 9 bytes for each of them meanwhile.
+        section: most elements that are coded at once; needs about 9 bytes for each of them meanwhile. None takes
+            what suits the device.
     """
+    section = section or (CUDA_SECTION if new.is_cuda else SECTION)
     was, now = old.view(INTEGERS[width]), new.view(INTEGERS[width])
     headers, columns = b"", []
     for first in range(0, now.numel(), section):
@@ -76,10 +83,13 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int = SECT
 class Update:
     """What is to be done to one section."""
 
+    bucket: int
+    begin: int
+    """Of the section in its bucket, in bytes."""
     place: torch.Tensor
-    """The section in its bucket."""
+    """The section."""
     index: torch.Tensor | None
-    """Elements to add to; None writes the values over all of it."""
+    """Elements to add to, ascending; None writes the values over all of it."""
     values: torch.Tensor
 
 
@@ -96,21 +106,21 @@ def decode(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[Update
     headers = _headers(buckets, change)
     updates, sound = [], []
     at, taken = len(headers) * HEADER.size, iter(headers)
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         done = 0
         while done < bucket.numel():
             kind, width, _, elements, changed, long_gaps, long_values, _ = next(taken)
-            place = bucket[done : done + elements * width].view(INTEGERS[width])
-            done += elements * width
+            begin, done = done, done + elements * width
+            place = bucket[begin:done].view(INTEGERS[width])
             columns = []
             for size in _sizes(kind, width, elements, changed, long_gaps, long_values):
                 columns.append(change[at : at + size])
                 at += size + -size % ALIGN
             if kind == WHOLE:
-                updates.append(Update(place, None, columns[0].view(place.dtype)))
+                updates.append(Update(number, begin, place, None, columns[0].view(place.dtype)))
             elif kind == CODED:
-                update, checks = _decoded(place, columns)
-                updates.append(update)
+                index, values, checks = _decoded(place, columns)
+                updates.append(Update(number, begin, place, index, values))
                 sound += checks
     if sound and not bool(torch.stack(sound).all()):
         raise WireError("a change has numbers that do not fit its sections")
@@ -123,20 +133,21 @@ def apply(updates: Sequence[Update]) -> None:
         if update.index is None:
             update.place.copy_(update.values)
         else:
-            update.place.index_add_(0, update.index, update.values)
+            # each element once, so no addition has to be atomic
+            update.place.scatter_(0, update.index, update.place.gather(0, update.index) + update.values)
 
 
 # ---- one section --------------------------------------------------------------------------------------------
 
 
 def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> tuple[bytes, list[torch.Tensor]]:
-    index = torch.nonzero(now != was).view(-1)
+    index = _apart(was, now)
     changed = index.numel()
     if changed == 0:
         return HEADER.pack(SAME, width, 0, now.numel(), 0, 0, 0, 0), []
     gaps = torch.diff(index, prepend=index.new_full((1,), -1)) - 1
     # A difference of integers wraps; its sign is spread over all bits, so that small ones of either sign are small.
-    difference = now[index] - was[index]
+    difference = now.gather(0, index) - was.gather(0, index)  # half the time of now[index]
     zigzag = (difference << 1) ^ (difference >> (8 * width - 1))
     long_gap, long_value = gaps >= LONG, (zigzag < 0) | (zigzag >= LONG)
     columns = [
@@ -149,6 +160,19 @@ def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> tuple[bytes, l
         return HEADER.pack(WHOLE, width, 0, now.numel(), 0, 0, 0, 0), _padded(now.view(torch.uint8))
     counts = changed, columns[2].numel() // 4, columns[3].numel() // width
     return HEADER.pack(CODED, width, 0, now.numel(), *counts, 0), [part for c in columns for part in _padded(c)]
+
+
+def _apart(was: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Where they differ, ascending. In host memory NumPy finds it in a third of the time that torch takes."""
+    if was.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(now.numpy() != was.numpy()))
+    lanes = WORD // now.element_size()
+    if now.numel() % lanes:
+        return torch.nonzero(now != was).view(-1)
+    # nearly all words are the same, and a quarter of the places to list
+    words = torch.nonzero(now.view(torch.int64) != was.view(torch.int64)).view(-1)
+    rows, lane = torch.nonzero(now.view(-1, lanes)[words] != was.view(-1, lanes)[words]).unbind(1)
+    return words[rows] * lanes + lane
 
 
 def _padded(column: torch.Tensor) -> list[torch.Tensor]:
@@ -195,8 +219,10 @@ def _headers(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[tupl
     return found
 
 
-def _decoded(place: torch.Tensor, columns: Sequence[torch.Tensor]) -> tuple[Update, list[torch.Tensor]]:
-    """What to add where, and whether the numbers are possible, without waiting for any of it."""
+def _decoded(
+    place: torch.Tensor, columns: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Where to add what, and whether the numbers are possible, without waiting for any of it."""
     long_gaps, long_values = columns[2].view(torch.int32).to(torch.int64), columns[3].view(place.dtype)
     gaps, as_many_gaps = _lengthened(columns[0], long_gaps)
     zigzag, as_many_values = _lengthened(columns[1], long_values)
@@ -204,7 +230,7 @@ def _decoded(place: torch.Tensor, columns: Sequence[torch.Tensor]) -> tuple[Upda
     forwards = (long_gaps >= LONG).all()
     inside = index[-1] < place.numel()
     half = (zigzag >> 1) & torch.iinfo(place.dtype).max  # a logical shift
-    return Update(place, index, half ^ -(zigzag & 1)), [as_many_gaps, as_many_values, forwards, inside]
+    return index, half ^ -(zigzag & 1), [as_many_gaps, as_many_values, forwards, inside]
 
 
 def _lengthened(column: torch.Tensor, long: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,17 +11,20 @@ one changed element always changes the digest; several changed ones do not with 
 count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
 
 The code here is the definition. Tensors on a CUDA device take the same arithmetic as one kernel for all of them
-(weight_bus/digest_cuda.py), `slice_digests` with a single wait.
+(weight_bus/digest_cuda.py), `slice_digests` with a single wait. Contiguous ones in host memory take it in NumPy, where
+a logical shift is one operation and every result has its place in the cache, unless torch has threads to outdo that.
 """
 
 import functools
 import hashlib
 import logging
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -32,6 +35,10 @@ log = logging.getLogger(__name__)
 MASK = (1 << 64) - 1
 CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
+HOST_CHUNK = 1 << 16
+"""The same in NumPy."""
+TORCH_THREADS = 3
+"""From so many on, torch is faster than NumPy, which has one and takes half to three quarters of the CPU time."""
 
 INDEX_KEY = 0x85EBCA77
 BITS_KEY = 0x9E3779B1
@@ -61,6 +68,17 @@ class Rows(NamedTuple):
     row_step: int
 
 
+class Stretch(NamedTuple):
+    """Consecutive elements of a tensor."""
+
+    values: torch.Tensor
+    """Flat and contiguous."""
+    first: int
+    """Flat index of the first one."""
+    rounded: torch.dtype
+    """See `Part`; the dtype of the values leaves them as they are."""
+
+
 class Task(NamedTuple):
     """What the kernel is to digest."""
 
@@ -83,14 +101,28 @@ def _xorshift(h: torch.Tensor, shift: int) -> torch.Tensor:
     return h.bitwise_xor_((h >> shift).bitwise_and_((1 << (32 - shift)) - 1))
 
 
-def _mixed_sum(bits: torch.Tensor, keyed: torch.Tensor) -> int:
-    """Sum of mix over elements: their bits, and int32 (index + 1) * INDEX_KEY."""
+def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
+    """Of each element, int32: a digest is the sum of these as signed numbers.
+
+    Args:
+        bits: the elements as integers of their width (one byte: unsigned).
+        keyed: what `keys` makes of their flat indices.
+    """
     if bits.dtype == torch.int64:
         bits = (bits >> 32).to(torch.int32).mul_(_signed(HIGH_KEY)).add_(bits.to(torch.int32))
     h = bits.to(torch.int32, copy=True).mul_(_signed(BITS_KEY)).add_(keyed)
     _xorshift(h, 16).mul_(_signed(MIX_1))
     _xorshift(h, 15).mul_(_signed(MIX_2))
-    return int(_xorshift(h, 16).sum(dtype=torch.int64)) & MASK
+    return _xorshift(h, 16)
+
+
+def keys(index: torch.Tensor) -> torch.Tensor:
+    """The term of flat indices (int64) in `mix`: (index + 1) * INDEX_KEY, int32."""
+    return (index + 1).mul_(INDEX_KEY).to(torch.int32)
+
+
+def _sum(mixed: torch.Tensor) -> int:
+    return int(mixed.sum(dtype=torch.int64)) & MASK
 
 
 @functools.cache
@@ -135,12 +167,12 @@ class Digester:
         self._parts = list(parts)
         self._copied: list[int] = []
         """Of which the kernel takes a copy, made anew each time."""
-        self._by_reference: list[int] = []
+        self._without_kernel: list[int] = []
         tasks: dict[torch.device, list[Task]] = defaultdict(list)
         for number, part in enumerate(self._parts):
             task = self._task(number)
             if task is None:
-                self._by_reference.append(number)
+                self._without_kernel.append(number)
             elif task.rows.values.untyped_storage().data_ptr() != part.tensor.untyped_storage().data_ptr():
                 self._copied.append(number)
             else:
@@ -155,8 +187,8 @@ class Digester:
             assert task is not None
             sums.append(self._plan([task]).launch())
         totals = [0] * len(self._parts)
-        for number in self._by_reference:
-            totals[number] = reference_digest(self._parts[number])
+        for number in self._without_kernel:
+            totals[number] = _plain_digest(self._parts[number])
         return Launched(totals, sums)
 
     def _task(self, number: int) -> Task | None:
@@ -237,6 +269,14 @@ def _located(part: Part) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]
     return (part.tensor, shape, begin) if shape else (part.tensor.reshape(1), (1,), (0,))
 
 
+def _plain_digest(part: Part) -> int:
+    if part.tensor.device.type == "cpu" and torch.get_num_threads() < TORCH_THREADS:
+        stretch = _stretch_of(part)
+        if stretch is not None:
+            return host_digest(stretch)
+    return reference_digest(part)
+
+
 def reference_digest(whole_part: Part) -> int:
     """`slice_digest` in torch operations, chunk by chunk, on any device. What the kernel is tested against."""
     part, shape, begin = _located(whole_part)
@@ -244,25 +284,35 @@ def reference_digest(whole_part: Part) -> int:
     if part.numel() == 0:
         return 0
     row_size = math.prod(part.shape[1:])
-    if tuple(part.shape[1:]) == tuple(shape[1:]) and part.is_contiguous():
-        return _flat_digest(part.view(-1), begin[0] * math.prod(shape[1:]), rounded)
+    stretch = _stretch_of(whole_part)
+    if stretch is not None:
+        return _stretch_digest(stretch)
     total = 0
     rows_per_chunk = max(1, CHUNK // max(1, row_size))
     for row in range(0, part.shape[0], rows_per_chunk):
         piece = part[row : row + rows_per_chunk].to(rounded).contiguous()
         bits = piece.view(VIEWS[piece.element_size()]).reshape(-1)
         index = _strided_index(piece.shape, shape, (begin[0] + row, *begin[1:]), part.device)
-        total += _mixed_sum(bits, (index + 1).mul_(INDEX_KEY).to(torch.int32))
+        total += _sum(mix(bits, keys(index)))
     return total & MASK
 
 
-def _flat_digest(part: torch.Tensor, first: int, rounded: torch.dtype) -> int:
-    """Of contiguous elements from the flat index `first` on."""
-    lanes, total = _lanes(part.device), 0
-    for begin in range(0, part.numel(), CHUNK):
-        piece = part[begin : begin + CHUNK].to(rounded)
+def _stretch_of(whole_part: Part) -> Stretch | None:
+    """A part as one row in its memory; None when it is not one."""
+    part, shape, begin = _located(whole_part)
+    if tuple(part.shape[1:]) != tuple(shape[1:]) or not part.is_contiguous():
+        return None
+    return Stretch(part.view(-1), begin[0] * math.prod(shape[1:]), whole_part.rounded or part.dtype)
+
+
+def _stretch_digest(stretch: Stretch) -> int:
+    """In torch, on any device."""
+    values, first, rounded = stretch
+    lanes, total = _lanes(values.device), 0
+    for begin in range(0, values.numel(), CHUNK):
+        piece = values[begin : begin + CHUNK].to(rounded)
         keyed = lanes[: piece.numel()] + _signed((first + begin + 1) * INDEX_KEY)
-        total += _mixed_sum(piece.view(VIEWS[piece.element_size()]), keyed)
+        total += _sum(mix(piece.view(VIEWS[piece.element_size()]), keyed))
     return total & MASK
 
 
@@ -274,6 +324,46 @@ def _strided_index(
         axis = torch.arange(start[dim], start[dim] + size, dtype=torch.int64, device=device)
         index = index.unsqueeze(-1) * full_shape[dim] + axis
     return index.reshape(-1)
+
+
+class _Scratch(threading.local):
+    """What a thread computes in, in NumPy."""
+
+    def __init__(self) -> None:
+        self.mixed, self.shifted = np.empty(HOST_CHUNK, np.uint32), np.empty(HOST_CHUNK, np.uint32)
+
+
+_scratch = _Scratch()
+
+
+@functools.cache
+def _host_lanes() -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """`_lanes` in NumPy."""
+    return np.arange(HOST_CHUNK, dtype=np.uint32) * np.uint32(INDEX_KEY)
+
+
+def host_digest(stretch: Stretch) -> int:
+    """`_stretch_digest` in NumPy, in unsigned 32 bits."""
+    values, first, rounded = stretch
+    total = 0
+    for begin in range(0, values.numel(), HOST_CHUNK):
+        piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
+        bits = piece.view(VIEWS[piece.element_size()]).numpy()
+        h, shifted = _scratch.mixed[: bits.size], _scratch.shifted[: bits.size]
+        np.copyto(h.view(np.int32), bits, casting="unsafe")  # spreads signs, or keeps the lower half
+        if bits.itemsize == 8:
+            np.copyto(shifted, bits >> 32, casting="unsafe")
+            h += np.multiply(shifted, np.uint32(HIGH_KEY), out=shifted)
+        h *= np.uint32(BITS_KEY)
+        h += _host_lanes()[: bits.size]
+        h += np.uint32((first + begin + 1) * INDEX_KEY & 0xFFFFFFFF)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        h *= np.uint32(MIX_1)
+        h ^= np.right_shift(h, np.uint32(15), out=shifted)
+        h *= np.uint32(MIX_2)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        total += int(h.view(np.int32).sum(dtype=np.int64))
+    return total & MASK
 
 
 def add(parts: Sequence[int]) -> int:

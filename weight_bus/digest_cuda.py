@@ -5,7 +5,7 @@ rows of contiguous elements, `row_step` flat indices apart in the logical tensor
 which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
 rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
 
-The arithmetic is that of `weight_bus.digest._mixed_sum` in unsigned 32 bits, where every sum and product is modulo 2^32
+The arithmetic is that of `weight_bus.digest.mix` in unsigned 32 bits, where every sum and product is modulo 2^32
 by itself and a right shift fills with zeros. (index + 1) * INDEX_KEY is not multiplied out for each element: it grows
 by BLOCK * INDEX_KEY from one block to the next.
 """

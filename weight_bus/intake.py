@@ -108,8 +108,9 @@ class Intake(Received):
         held, self._holds = self._holds, ""
         if held != begin.base or manifest.bucket_sizes != self.staging.manifest.bucket_sizes:
             raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
-        self._reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)
-        self.staging.manifest = manifest
+        layout = manifest if manifest.entries == self.staging.manifest.entries else None
+        grown = self._reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes, layout)
+        self.staging.follow(manifest, grown)
 
     def apply(self, version: int, load: Load) -> Mapping[str, int]:
         """Load what is staged; digests of what the engine holds then."""

@@ -6,7 +6,8 @@ A real publisher sends versions of a tiny model over gloo to real subscribers, t
     wire    as the buckets arrive at one subscriber, or as they leave the publisher for all of them
     staged  in the staging buffer, after its digests were found right and before the engine copies from it
     live    in the engine's tensors, after they were loaded and before they are digested
-    base    in the staging buffer, after the engine has copied from it; only with --delta, which builds on these bytes
+    base    in the staging buffer, after the engine has copied from it; only with --delta, which builds on these bytes:
+            it shows in the next version, in the staged bytes where its element changes, else in the live weights
 
 An observer that shares no code with the bus compares what an engine holds with copies of what was published, byte by
 byte, in the moment in which the engine is told to serve. `found` counts flips that the bus's log names with version and

@@ -30,7 +30,8 @@ class Counts:
     found: Counter[str] = field(default_factory=Counter)
     healed: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
-    """With --delta: bits of a coded change that carry nothing, so that every tensor came out right."""
+    """With --delta: bits of a coded change that carry nothing, or of a base after which a whole version came, so that
+    every tensor came out right."""
     at_rest: Counter[str] = field(default_factory=Counter)
     served_corrupt: int = 0
     digests_equal: bool = True
@@ -75,7 +76,7 @@ class Bench:
         self.observer, self._heard, self.counts = Observer(), Heard(), Counts()
         self._names = [f"receiver-{number}" for number in range(receivers)]
         self._late: Flip | None = None
-        """A flip of the last version that shows in the next one."""
+        """A flip of the last version that shows in the next one, mostly among its live weights."""
         self._resting: list[Receiver] = []
 
     def __enter__(self) -> "Bench":
@@ -104,7 +105,9 @@ class Bench:
         """`updates` versions, with one flip at a random moment of each `every` of them."""
         started = time.monotonic()
         due = {first + self._rng.randrange(every) for first in range(1, updates + 1, every)}
-        resting = {v for v in range(1, updates) if v not in due and self._rng.random() < 1 / (every * AT_REST_EVERY)}
+        # what is heard of these versions is about others
+        told = due | {v + 1 for v in due} if self._delta else due
+        resting = {v for v in range(1, updates) if v not in told and self._rng.random() < 1 / (every * AT_REST_EVERY)}
         for version in range(1, updates + 1):
             planted = self.draw(last=version == updates) if version in due else None
             self.update(version, planted)

@@ -28,6 +28,16 @@ def test_every_flipped_bit_is_found_and_healed_and_none_is_served(
     assert found["served_corrupt"] == 0 and found["digests_equal"] is True
 
 
+def test_a_flip_in_the_base_of_a_change_is_found_among_live_weights_and_healed_by_a_refill() -> None:
+    with Bench(3, delta=True) as made:
+        for version, planted in enumerate((None, Flip("base", "receiver-1", "embed", byte=40, bit=6), None), start=1):
+            made.update(version, planted)
+        (line,) = (line for line in made._heard.lines if "quarantined" in line)
+        assert "'receiver-1'" in line and "v3: quarantined: 1 tensors of the engine differ, first 'embed'" in line
+        assert made.counts.found["base"] == made.counts.healed["base"] == 1 and made.counts.digests_equal
+        assert not made.observer.served_corrupt
+
+
 def test_bits_at_rest_are_reported_as_what_the_bus_cannot_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "AT_REST_EVERY", 0.1)
     with Bench(4) as made:
@@ -52,6 +62,14 @@ def test_without_the_proof_of_live_weights_the_observer_sees_what_is_served(
     out = capsys.readouterr().out
     found = json.loads(out.splitlines()[-1])
     assert found["served_corrupt"] > 0 and "WRONG: 'receiver-" in out
+
+
+def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Bench(3, delta=True) as made:
+        made.update(1, Flip("base", "receiver-1", "embed", byte=40, bit=6))
+        monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
+        made.update(2, None)
+        assert made.observer.served_corrupt == ["'receiver-1' serves v2 with a wrong 'embed'"]
 
 
 def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from configs.infrastructure import WeightBus
 from replay.channel import WireError
 from weight_bus import Publisher
 from weight_bus.changes import ChangeMaker, ChangeReader
+from weight_bus.intake import Intake
 from weight_bus.manifest import plan
 
 DELTA = CONFIG.model_copy(update={"delta": True})
@@ -116,11 +117,33 @@ def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
             server.halt()
 
 
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "where it changes"])
+def test_a_bit_that_flips_in_staged_bytes_between_two_versions_is_never_served(elsewhere: bool) -> None:
+    """The digests that the change carries forward show it where its element changes, and the live ones elsewhere."""
+    with bus(DELTA, "a") as (publisher, (server,)):
+        first = weights(0)
+        publisher.publish(0, first.items(), digests(first))
+        second = stepped(first, 1)
+        changes = (second["layers.2.weight"] != first["layers.2.weight"]).view(-1)
+        place = int(torch.nonzero(~changes if elsewhere else changes)[7])
+        intake = server.subscriber._intake
+        assert isinstance(intake, Intake)
+        staged = dict(intake.staging.tensors())
+        staged["layers.2.weight"].view(-1).view(torch.int16)[place] ^= 8
+        report = publisher.publish(1, second.items(), digests(second))
+        assert report.served == ["a"] and report.num_bytes == FULL and same(server.engine, second)
+        stats = publisher.stats()
+        assert (stats["quarantines"], stats["corrupt"]) == ((1, 0) if elsewhere else (0, 1))
+        assert server.engine.activated == [0, 1] and [v for v, _ in server.engine.quarantined] == [1] * elsewhere
+
+
 def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_after_it_came() -> None:
     with bus() as (publisher, servers):
         first = weights(0)
         publisher.publish(0, first.items(), digests(first))
-        servers[0].subscriber._intake._holds = "something else"
+        intake = servers[0].subscriber._intake
+        assert isinstance(intake, Intake)
+        intake._holds = "something else"
         second = stepped(first, 1)
         report = publisher.publish(1, second.items(), digests(second))
         assert sorted(report.served) == ["a", "b"] and all(same(server.engine, second) for server in servers)

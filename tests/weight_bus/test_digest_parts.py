@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weight_bus import digest
 from weight_bus.digest import (
     BITS_KEY,
     CHUNK,
@@ -22,7 +23,9 @@ from weight_bus.digest import (
     MIX_2,
     Part,
     Rows,
+    Stretch,
     add,
+    host_digest,
     reference_digest,
     rows_of,
     slice_digest,
@@ -120,6 +123,20 @@ def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first: int) -> No
     for place in few:
         expected = mix(int(part[place]), first + place) % (1 << 64)
         assert slice_digest(part[place : place + 1], shape, (first + place,)) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [0, (1 << 31) - 5, (1 << 32) - 40_000, (1 << 33) + 3])
+def test_numpy_and_torch_agree_at_any_place(dtype: torch.dtype, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever the number of threads chooses."""
+    monkeypatch.setattr(digest, "HOST_CHUNK", 5000)  # over its borders
+    values = random_tensor((12_345,), dtype, 10)
+    part = Part(values, (1 << 34,), (first,))
+    found = host_digest(Stretch(values, first, dtype))
+    assert found == reference_digest(part)
+    for threads in (1, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert slice_digests([part]) == [found]
 
 
 def test_columns_and_rows_share_the_memory_of_their_tensor() -> None:
