@@ -298,6 +298,15 @@ def test_a_group_that_only_seems_to_be_built_is_not_formed(pair: Pair, faults: P
 
 
 @over_the_stub
+def test_an_error_that_nobody_foresaw_is_named_and_not_only_its_signal(pair: Pair, faults: Path) -> None:
+    faults.unlink()
+    root, member = pair.form()
+    faults.write_text("", encoding="ascii")
+    for end in (root, member):
+        assert end.error is not None and "did not form: No such file or directory" in str(end.error)
+
+
+@over_the_stub
 def test_a_member_that_stays_away_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ucc, "START_S", 0.5)
     pair.epoch += 1

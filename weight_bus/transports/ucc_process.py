@@ -137,6 +137,9 @@ def serve(channel: socket.socket, group: Group) -> int:
         except RuntimeError as error:
             channel.send(_failed(error))
             return 1
+        except Exception as error:
+            channel.send(_failed(RuntimeError(f"{type(error).__name__}: {error}")))
+            raise  # its traceback is for the log
         channel.send(msgpack.packb({}))
     return 0
 
