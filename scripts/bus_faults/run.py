@@ -79,11 +79,14 @@ class GatedTrial(trial.Trial):
             return self.pids("replay")[0]
         return next(pid for pid in self.pids("learner") if b"RANK=1" in environment(pid))
 
-    def newest_row(self) -> dict[str, Any]:
-        """The last step in metrics.jsonl."""
+    def newest_sync(self) -> dict[str, Any]:
+        """The last row of metrics.jsonl that tells of a broadcast; steps that are repeated make none."""
         text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-        row: dict[str, Any] = json.loads(text[: text.rfind("\n")].rpartition("\n")[2])
-        return row
+        for line in reversed(text[: text.rfind("\n") + 1].splitlines()):
+            row: dict[str, Any] = json.loads(line)
+            if row.get("weight_sync/version") is not None:
+                return row
+        return {"weight_sync/version": -1}
 
     @property
     def served(self) -> int:
@@ -131,7 +134,8 @@ class RunBench:
             run.wait(lambda: run.served >= goal, f"v{goal} at both rollout servers", left)
             outcome.seconds = outcome.seconds or time.monotonic() - began
             run.go_on()
-            outcome.digests_equal = run.newest_row().get("weight_sync/digests_equal") is True
+            run.wait(lambda: run.newest_sync()["weight_sync/version"] >= goal, f"the row of v{goal}", left)
+            outcome.digests_equal = run.newest_sync()["weight_sync/digests_equal"] is True
             self._judge(outcome, mark)
         except (trial.Hung, trial.Ended) as hung:
             outcome.hung = str(hung)
