@@ -29,6 +29,7 @@ from weight_bus.intake import Load, Received
 from weight_bus.local_line import Line
 from weight_bus.manifest import Entry, Manifest, alignment_of
 from weight_bus.messages import Begin, manifest_of
+from weight_bus.transports.base import FORMING
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,6 @@ FORGET_S = 15.0
 """More than a transport takes to abort a broken group."""
 SLACK_S = 30.0
 """Beside what the transport takes: a scheduler that computes holds the interpreter."""
-MEETINGS = 4
-"""Collective timeouts that forming a group may take."""
 VERIFIED_BYTES_PER_S = 50e6
 """Digests, and undoing a change, at the very least."""
 
@@ -277,5 +276,5 @@ class RemoteIntake(Received):
     def _limit_s(self, begin: Begin, manifest: Manifest) -> float:
         """The transport's own limits bound every broadcast; this bounds a receiver that stands still."""
         coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
-        collectives = (MEETINGS + coming) * self._config.collective_timeout_s
+        collectives = (FORMING + coming) * self._config.collective_timeout_s
         return collectives + manifest.num_bytes / VERIFIED_BYTES_PER_S + self._slack_s

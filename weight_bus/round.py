@@ -20,13 +20,15 @@ from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.jobs import Board, Event, Job
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
-from weight_bus.transports.base import Formation, Labelled, Transport, group_prefix
+from weight_bus.transports.base import FORMING, Formation, Labelled, Transport, group_prefix
 
 log = logging.getLogger(__name__)
 
 WORKER_SLACK_S = 15.0
-FORMING = 4
-"""Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
+
+
+class NotPacked(TransportError):
+    """The learner is late with a bucket: no receiver's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,9 +277,7 @@ class Rounds:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
             if not job.progress.wait(index, limit_s):
                 what = f"bucket {index + 1} of {len(parcel.pieces)} of v{job.version}"
-                raise TransportError(
-                    f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow"
-                )
+                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
             self._bucket = index
             self._transport.broadcast(bucket, index)
         self._transport.finish(self._follow)
@@ -306,7 +306,7 @@ class Rounds:
             epoch = membership.epoch
             log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
             membership.break_group()
-            theirs = not job.progress.stalled
+            theirs = not isinstance(error, NotPacked)
             self._failed = frozenset(member.session for member in receivers) if theirs else frozenset()
             touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, job.version)]
             for member in receivers:

@@ -12,6 +12,9 @@ from weight_bus.manifest import Entry
 PROTOCOL = "1"
 """Version of what travels in a group (buckets in order, then the closing collective); a fact of every transport."""
 
+FORMING = 4
+"""Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formation:
