@@ -19,6 +19,7 @@ from configs.schema import Config
 from replay.channel import load_keys
 from rollout_server.engines import DirectUpdates, Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
+from weight_bus.control import wake_quickly
 from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
 from weight_bus.remote import RemoteIntake, RemoteUpdate
@@ -97,6 +98,7 @@ class WeightFollower:
             self._subscriber = self._thread = None
 
     def _run(self, subscriber: Subscriber, before: threading.Thread | None, incarnation: int) -> None:
+        wake_quickly()
         try:
             if before is not None:
                 before.join()  # ends at its next message, or with the update that it is in: one load at a time

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError
-from weight_bus.control import Router
+from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
 from weight_bus.jobs import Board, Event
 from weight_bus.membership import Member, State
@@ -65,6 +65,7 @@ class Bus:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        wake_quickly()
         try:
             while True:
                 self._take_up()

@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import sys
 import threading
 from collections import deque
 
@@ -31,6 +32,15 @@ log = logging.getLogger(__name__)
 BEAT_SUFFIX = "/beat"
 REMEMBERED = 1024
 """Messages of the publisher whose copies are known as such."""
+SWITCH_S = 0.0005
+
+
+def wake_quickly() -> None:
+    """For threads of the bus in a process that computes: the interpreter is theirs after 0.5 ms, not after 5.
+
+    An update passes through a dozen such waits, one after the other.
+    """
+    sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
 class WakeUp:

@@ -14,6 +14,7 @@ older epoch ignores it, which fences peers that come back from the dead.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from replay.channel import Message, WireError, registry
 from weight_bus.manifest import ALIGNMENT, Manifest, plan
@@ -235,12 +236,9 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
         raise WireError(f"Begin of v{begin.version}: names, dtypes, shapes and digests differ in length")
     if begin.bucket_bytes < 1 or not 0 < begin.rank < begin.size:
         raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, rank {begin.rank}/{begin.size}")
-    for name, shape in zip(begin.names, begin.shapes, strict=True):
-        if any(size < 0 for size in shape):
-            raise WireError(f"Begin of v{begin.version}: tensor {name[:80]!r} has shape {shape}")
-    shapes = map(tuple, begin.shapes)
+    shapes = tuple(map(tuple, begin.shapes))
     try:
-        manifest = plan(zip(begin.names, begin.dtypes, shapes, strict=True), begin.bucket_bytes, alignment)
+        manifest = _layout(tuple(begin.names), tuple(begin.dtypes), shapes, begin.bucket_bytes, alignment)
     except ValueError as error:
         raise WireError(f"Begin of v{begin.version}: {error}") from error
     manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
@@ -252,6 +250,21 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
     if manifest.digest != begin.digest:
         raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
     return manifest
+
+
+@lru_cache(maxsize=2)
+def _layout(
+    names: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    bucket_bytes: int,
+    alignment: int,
+) -> Manifest:
+    """Remembered, because it stays the same: an update waits for it."""
+    for name, shape in zip(names, shapes, strict=True):
+        if any(size < 0 for size in shape):
+            raise ValueError(f"tensor {name[:80]!r} has shape {[*shape]}")
+    return plan(zip(names, dtypes, shapes, strict=True), bucket_bytes, alignment)
 
 
 TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Paused, Staged, ReceiveFailed, Applied, Holding, Goodbye)

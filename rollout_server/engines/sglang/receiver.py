@@ -18,6 +18,7 @@ import torch
 from configs.infrastructure import WeightBus
 from replay.channel import Message, WireError
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_words
+from weight_bus.control import wake_quickly
 from weight_bus.errors import TransportError
 from weight_bus.intake import Intake
 from weight_bus.local_line import Line
@@ -91,6 +92,7 @@ class Receiver(threading.Thread):
         if self._before is not None:
             self._before.join()
             self._before = None  # and with it what it has staged
+        wake_quickly()
         try:
             with closing(Line.to(self._path, SEND_S)) as line, ExitStack() as stack:
                 try:
