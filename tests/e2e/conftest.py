@@ -109,11 +109,12 @@ def launch(tmp_path, sort6):
     """Start `python -m learner.main` with small settings; whatever is left of it is ended afterwards."""
     runs = []
 
-    def start(*settings, name="run", steps=4, arguments=()):
+    def start(*settings, name="run", steps=4, split="1:1", arguments=()):
         folder = tmp_path / name
         small = [
             *sort6.settings,
             f"run.dir={tmp_path}",
+            f"placement.split={split}",
             f"learner.total_steps={steps}",
             "rollout.groups_per_step=16",
             "rollout.max_running=128",

@@ -33,7 +33,7 @@ def play(run, *arguments):
 
 
 def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch):
-    run = launch(*SETTINGS, steps=14)
+    run = launch(*SETTINGS, steps=14, split="1:2")
     run.wait_for_step(5)
     os.kill(run.pids("learner.train")[-1], signal.SIGKILL)
     run.wait_until(lambda: len(run.ledger()) > 5 and max(made(run)) >= 8, "the learner to go on", 120)

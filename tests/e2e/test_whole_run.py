@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(launch, sort6):
-    run = launch("evaluation.every_steps=2", "checkpoint.every_steps=2", "tracking.plot=true", steps=5)
+    run = launch("evaluation.every_steps=2", "checkpoint.every_steps=2", "tracking.plot=true", steps=5, split="1:2")
     assert run.wait() == 0, run.text()[-3000:]
     assert "finished 5 steps" in run.text()
 
@@ -60,11 +60,11 @@ def test_five_lag_0_steps_equal_the_reference_loop(launch, sort6, split):
     from configs import load
 
     run = launch(
-        f"placement.split={split}",
         "replay.async_lag=0",
         "rollout.temperature=0.7",
         "tracking.save_rollouts_every=1",
         steps=5,
+        split=split,
         name=f"parity{split[-1]}",
     )
     assert run.wait() == 0, run.text()[-3000:]
