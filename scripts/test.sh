@@ -21,7 +21,7 @@ export SLIPSTREAM_PYTHON
 
 checks=0
 bash scripts/check.sh || checks=$?
-if [ $# -eq 0 ]; then set -- -n 2 --dist loadgroup --no-loadscope-reorder; fi
+if [ $# -eq 0 ]; then set -- -n 2 --dist loadscope --no-loadscope-reorder; fi
 tests=0
 "$SLIPSTREAM_PYTHON" -m pytest "$@" || tests=$?
 if [ "$tests" -ne 0 ]; then exit "$tests"; fi

@@ -1,6 +1,7 @@
 """Two lanes, where scripts/test.sh asks for them: whole runs, which mostly wait, and everything else beside them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,10 +10,23 @@ LANES = {"chaos": "runs", "e2e": "runs", "rollout_server": "engines"}
 """What stays together, by its folder: one whole run at a time, and the engines' tests share one SGLang."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def lane(file: str) -> str:
+    """What the tests of a file, as its path below tests/, stay together with: the rest of the file, at least."""
+    return LANES.get(file.split("/")[0], file)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole runs begin first; the tests of any other file stay together, because they share what they set up."""
-    for item in items:
-        place = item.path.relative_to(TESTS)
-        item.add_marker(pytest.mark.xdist_group(LANES.get(place.parts[0], str(place))))
-    items.sort(key=lambda item: LANES.get(item.path.relative_to(TESTS).parts[0], "") != "runs")
+    """Whole runs begin first, because they take longest."""
+    items.sort(key=lambda item: lane(item.path.relative_to(TESTS).as_posix()) != "runs")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whoever has nothing left to do takes the next lane."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return lane(nodeid.split("::")[0].removeprefix("tests/"))
+
+    return Lanes(config, log)

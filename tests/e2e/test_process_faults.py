@@ -140,7 +140,7 @@ def test_planted_faults_on_the_bus_are_named_and_the_next_version_is_served(laun
     script = os.path.join(ROOT, "tests", "e2e", "faulty_rollout_server.py")
     servers = [start_server(run, fault, script, fault, when) for fault, (when, _) in FAULTS.items()]
     try:
-        run.wait_until(lambda: all(planted(run, fault) for fault in FAULTS), "all faults", 120)
+        run.wait_until(lambda: all(planted(run, fault) for fault in FAULTS), "all faults", 200)
         newest = max(planted(run, fault) for fault in FAULTS)
         run.wait_until(
             lambda: any(r["weight_sync/version"] > newest and r["weight_sync/members"] == 3 for r in run.steps()),
