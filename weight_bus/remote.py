@@ -24,7 +24,7 @@ from typing import Any
 
 from configs.infrastructure import WeightBus
 from replay.channel import Message, Registry, WireError, registry
-from weight_bus.errors import TransportError
+from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Load, Received
 from weight_bus.local_line import Line
 from weight_bus.manifest import Entry, Manifest, alignment_of
@@ -88,6 +88,8 @@ class Over(Message):
     """The receiver ends."""
 
     reason: str
+    for_good: bool = False
+    """What it lacks (see `NotAvailable`) another one would lack, too."""
 
 
 ORDERS = registry(Begin, Forget, Close)
@@ -122,7 +124,8 @@ class ReceiverLink:
         """Wait for a receiver that connects and says what its transport is; `limit_s` for each.
 
         Raises:
-            TransportError: none came, or it cannot receive.
+            NotAvailable: it lacks what it would receive with.
+            TransportError: none came, or it ended.
         """
         listener.settimeout(limit_s)
         try:
@@ -183,7 +186,8 @@ class ReceiverLink:
         if envelope is None:
             raise self._give_up(f"{what}: the receiver in the engine hung up", "closed")
         if isinstance(envelope.message, Over):
-            raise self._give_up(f"{what}: the receiver in the engine ended: {envelope.message.reason}", "closed")
+            ended = self._give_up(f"{what}: the receiver in the engine ended: {envelope.message.reason}", "closed")
+            raise NotAvailable(ended.message) if envelope.message.for_good else ended
         return envelope.message
 
     def _give_up(self, reason: str, symptom: str) -> TransportError:

@@ -223,7 +223,12 @@ class StagesItself(Protocol):
     """An engine in whose own process updates are staged, while it decodes (weight_bus.stage_in: engine)."""
 
     async def link(self) -> "ReceiverLink":
-        """The connection to the receiver in the engine, which is started first where none was. Raises EngineError."""
+        """The connection to the receiver in the engine, which is started first where none was.
+
+        Raises:
+            EngineError: it cannot be reached.
+            NotAvailable: it lacks what it would receive with.
+        """
 
     async def load(self, update: "RemoteUpdate", version: int) -> None:
         """As `Engine.load`, of what is staged there."""

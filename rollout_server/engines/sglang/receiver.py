@@ -19,7 +19,7 @@ from configs.infrastructure import WeightBus
 from replay.channel import Message, WireError
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_words
 from weight_bus.control import wake_quickly
-from weight_bus.errors import TransportError
+from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
 from weight_bus.local_line import Line
 from weight_bus.manifest import alignment_of
@@ -102,7 +102,7 @@ class Receiver(threading.Thread):
                 except Exception as error:
                     log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
                     reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
-                    line.send(Over(reason=reason), limit_s=SEND_S)
+                    line.send(Over(reason=reason, for_good=isinstance(error, NotAvailable)), limit_s=SEND_S)
         except OSError as error:
             log.warning("weight bus: the rollout server is gone: %s", error)
         finally:
