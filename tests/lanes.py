@@ -1,4 +1,4 @@
-"""Two lanes, where scripts/test.sh asks for them: whole runs, which mostly wait, and everything else beside them."""
+"""A plugin of pytest (scripts/test.sh): two lanes, whole runs, which mostly wait, and everything else beside them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-LANES = {"chaos": "runs", "e2e": "runs", "rollout_server": "engines"}
+LANES = {"e2e": "runs", "rollout_server": "engines"}
 """What stays together, by its folder: one whole run at a time, and the engines' tests share one SGLang."""
 
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 FAULTS = "kill replay,kill learner,kill server,torn journal,flip up,cut,full disk"
 
 
-def test_nothing_is_lost_doubled_hung_or_unnamed(tmp_path):
+def test_nothing_is_lost_doubled_hung_or_unnamed(tmp_path, sort6):
     command = [sys.executable, "-m", "scripts.chaos", "--faults", "6", "--seed", "335", "--only", FAULTS]
     done = subprocess.run(
-        [*command, "--work", str(tmp_path / "work"), "--data", str(tmp_path / "sort6")],
+        [*command, "--work", str(tmp_path / "work"), "--data", str(sort6.folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,

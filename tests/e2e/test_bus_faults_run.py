@@ -13,10 +13,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path):
+def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):
     command = [sys.executable, "-m", "scripts.bus_faults", "--roles", "replay", "--faults", "kill,slow"]
     done = subprocess.run(
-        [*command, "--only", "gathering", "--work", str(tmp_path / "work"), "--data", str(tmp_path / "sort6")],
+        [*command, "--only", "gathering", "--work", str(tmp_path / "work"), "--data", str(sort6.folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
