@@ -123,7 +123,7 @@ def starts(words: tuple[str, ...]) -> bool:
     return PASSED_ON.get(target, target) in RUNNERS and "--resume" not in arguments
 
 
-@pytest.mark.parametrize("words", filter(starts, COMMANDS), ids=" ".join)
+@pytest.mark.parametrize("words", [*filter(starts, COMMANDS)], ids=" ".join)
 def test_configurations_shown_are_accepted(
     words: tuple[str, ...], a_user_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def trains_the_quick_start(words: tuple[str, ...]) -> bool:
     return target == "learner.main" and "--config" not in arguments and "--replay" not in arguments
 
 
-@pytest.mark.parametrize("words", filter(trains_the_quick_start, COMMANDS), ids=" ".join)
+@pytest.mark.parametrize("words", [*filter(trains_the_quick_start, COMMANDS)], ids=" ".join)
 def test_the_launcher_takes_what_is_shown(words: tuple[str, ...], a_user_folder: Path) -> None:
     command = [sys.executable, "-m", *words[2:], *(() if "--dry-run" in words else ("--dry-run",))]
     if "--resume" in words:  # the others make the input where it is missing
