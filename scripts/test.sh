@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check and every test: scripts/test.sh [arguments of pytest]
 #
-# Without arguments the tests run in two lanes (tests/lanes.py), with arguments as pytest itself has them.
+# In two thirds of the time: -p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder (tests/lanes.py).
 # Sets itself up on a fresh machine: without $SLIPSTREAM_PYTHON, .venv is made by scripts/install.sh (quick when it is
 # up to date). Tests run also when a static check has failed. pytest's closing line is the last line and its exit code
 # that of the script; where pytest passes, the exit code is that of the checks. No test collected is a failure.
@@ -21,7 +21,6 @@ export SLIPSTREAM_PYTHON
 
 checks=0
 bash scripts/check.sh || checks=$?
-if [ $# -eq 0 ]; then set -- -p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder; fi
 tests=0
 "$SLIPSTREAM_PYTHON" -m pytest "$@" || tests=$?
 if [ "$tests" -ne 0 ]; then exit "$tests"; fi
