@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every check and every test: scripts/test.sh [arguments of pytest]
 #
-# In two thirds of the time: -p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder (tests/lanes.py).
+# In two lanes: -p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder (tests/lanes.py).
 # Sets itself up on a fresh machine: without $SLIPSTREAM_PYTHON, .venv is made by scripts/install.sh (quick when it is
 # up to date). Tests run also when a static check has failed. pytest's closing line is the last line and its exit code
 # that of the script; where pytest passes, the exit code is that of the checks. No test collected is a failure.
