@@ -302,6 +302,29 @@ def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog: pytest.Log
     assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
 
 
+def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> None:
+    first = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1)
+    config = CONFIG.model_copy(update={"port": int(first.address.rpartition(":")[2])})
+    policies: list[tuple[int, int]] = []
+
+    class Named(Engine):
+        def activate(self, version: int, evaluate: bool) -> None:
+            policies.append((rollout.subscriber.incarnation, version))
+
+    rollout = Rollout(first, "one", Named())
+    joined(first, 1)
+    publish(first, 5)
+    first._bus._say_goodbye = lambda reason: None  # type: ignore[method-assign]  # a learner that is killed
+    first.close()
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=2) as second:
+        publish(second, 5)
+        until(lambda: len(policies) == 2, "the policy of the next incarnation is activated")
+        assert second.members() == {"one": ("live", 5)} and second.stats()["rounds"] == 1
+        publish(second, 6)
+        rollout.halt()
+    assert policies == [(1, 5), (2, 5), (2, 6)]
+
+
 def test_a_backend_that_is_not_here_is_refused_by_name() -> None:
     config = WeightBus(backend="nccl")
     with pytest.raises(WeightBusError, match=r"nccl.*take weight_bus\.backend: gloo"):
