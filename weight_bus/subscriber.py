@@ -41,6 +41,7 @@ from weight_bus.messages import (
     Welcome,
 )
 from weight_bus.remote import RemoteIntake
+from weight_bus.staging import Staging
 from weight_bus.transports import DirectReceiver, TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Subscriber:
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
+        staging: memory of an earlier subscriber of this engine, which receives no more; none makes it here.
 
     Raises:
         WeightBusError: the backend is not available here, or `direct` is missing.
@@ -95,6 +97,7 @@ class Subscriber:
         keys: Keys | None = None,
         direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -111,7 +114,8 @@ class Subscriber:
                 raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
             self._intake = DirectIntake(direct, config, run_id)
         else:
-            self._intake = Intake((transport_factory or make_transport)(config, host), run_id, alignment_of(config))
+            transport = (transport_factory or make_transport)(config, host)
+            self._intake = Intake(transport, run_id, alignment_of(config), staging)
         identity = f"{name}.{self._instance}"
         self._dealer = Dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
