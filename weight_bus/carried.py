@@ -1,6 +1,6 @@
 """The digests of staged bytes after a change, carried forward from those before it instead of taken anew.
 
-A digest is a sum over elements (weight_bus/digest.py), so that of the new bytes is that of the old ones, less the terms
+A digest is a sum over elements (weight_bus/digest), so that of the new bytes is that of the old ones, less the terms
 of the elements that change as they were, and plus their terms as they are. For one element in a hundred that is a
 small share of the work. On a GPU it would be no gain: the kernel reads everything faster than this finds its tensors.
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from weight_bus import delta
-from weight_bus.digest import MASK, keys, mix
+from weight_bus.digest.definition import MASK, keys, mix
 from weight_bus.manifest import ITEM_SIZES, Entry, Manifest
 
 PRICE = 16
