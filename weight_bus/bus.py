@@ -15,7 +15,6 @@ from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError
 from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
-from weight_bus.jobs import Board, Event
 from weight_bus.membership import Member, State
 from weight_bus.messages import (
     Abort,
@@ -32,6 +31,7 @@ from weight_bus.messages import (
     Staged,
     Welcome,
 )
+from weight_bus.offer import Board, Event
 from weight_bus.round import Rounds
 from weight_bus.transports.base import Transport, differing
 
@@ -104,10 +104,10 @@ class Bus:
 
     def _receivers(self) -> list[Member]:
         with self._board.changed:
-            job = self._board.current
-            if job is None or job.progress.stalled:
+            offer = self._board.current
+            if offer is None or offer.progress.stalled:
                 return []
-            return self._board.membership.needing(job.version, time.monotonic())
+            return self._board.membership.needing(offer.version, time.monotonic())
 
     def _has_work(self) -> bool:
         return self._board.pending is not None or bool(self._receivers())
@@ -152,18 +152,20 @@ class Bus:
     def lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
         """Remove a member, name it in the log and in the report of the current version."""
         with self._board.changed:
-            job, membership = self._board.current, self._board.membership
+            offer, membership = self._board.current, self._board.membership
             quiet = time.monotonic() - member.heard_at
-            before = f"; before: {job.failed[member.name]}" if job is not None and member.name in job.failed else ""
+            before = (
+                f"; before: {offer.failed[member.name]}" if offer is not None and member.name in offer.failed else ""
+            )
             doing = self._rounds.activity(member)
             reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
-            version = job.version if job is not None else -1
+            version = offer.version if offer is not None else -1
             log.warning("weight bus: v%d epoch %d: %s %s; removed", version, membership.epoch, member, reason)
             self._router.send(member.identity, Removed(session=member.session, reason=reason, rejoin=rejoin))
             membership.remove(member, rejoin=rejoin)
             self._board.counters["lost_peers"] += 1
-            if job is not None and job.report is None and member.version != job.version:
-                job.failed[member.name] = reason
+            if offer is not None and offer.report is None and member.version != offer.version:
+                offer.failed[member.name] = reason
             self._board.emit(
                 Event(
                     kind="removed",
@@ -210,8 +212,8 @@ class Bus:
 
     def _on_join(self, identity: str, join: Join, run_id: str, now: float) -> None:
         board = self._board
-        job = board.current
-        version, digest = (job.version, job.digest) if job is not None else (-1, "")
+        offer = board.current
+        version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
             self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False), run_id)
@@ -240,20 +242,20 @@ class Bus:
             self._emit("join", member)
 
     def _on_staged(self, staged: Staged, now: float) -> None:
-        board, job = self._board, self._board.current
+        board, offer = self._board, self._board.current
         member = board.membership.receiving(staged.session, staged.epoch, staged.version)
-        if member is None or job is None:
+        if member is None or offer is None:
             return
         session, epoch, version = staged.session, staged.epoch, staged.version
         off = (epoch, version) == board.called_off
-        if off or (not staged.corrupt and version != job.version):
-            reason = "called off" if off else f"superseded by v{job.version}"
+        if off or (not staged.corrupt and version != offer.version):
+            reason = "called off" if off else f"superseded by v{offer.version}"
             self._router.send(member.identity, Abort(session=session, epoch=epoch, version=version, reason=reason))
             board.membership.release(member, now)
             return
         board.membership.staged(staged, now, now + self._config.deadline_s)
         for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
-            job.seconds[phase] = max(job.seconds.get(phase, 0.0), seconds)
+            offer.seconds[phase] = max(offer.seconds.get(phase, 0.0), seconds)
         if staged.corrupt:
             board.counters["corrupt"] += 1
             self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
@@ -316,9 +318,9 @@ class Bus:
 
     def _faulty(self, member: Member, kind: str, reason: str) -> None:
         """A member has a fault more: it is refilled by the next round, or removed when it has had its refills."""
-        job, limit = self._board.current, self._config.max_heals
-        if job is not None and job.report is None:
-            job.failed[member.name] = reason
+        offer, limit = self._board.current, self._config.max_heals
+        if offer is not None and offer.report is None:
+            offer.failed[member.name] = reason
         self._emit(kind, member, reason)
         if self._board.membership.hopeless(member):
             self.lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
@@ -326,8 +328,8 @@ class Bus:
             log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)
 
     def _emit(self, kind: str, member: Member, detail: str = "") -> None:
-        job = self._board.current
-        version = job.version if job is not None else -1
+        offer = self._board.current
+        version = offer.version if offer is not None else -1
         self._board.emit(
             Event(kind=kind, version=version, epoch=self._board.membership.epoch, name=member.name, detail=detail)
         )

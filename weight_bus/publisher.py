@@ -20,9 +20,9 @@ from weight_bus.bus import Bus
 from weight_bus.changes import Change, ChangeMaker
 from weight_bus.control import Router
 from weight_bus.errors import WeightBusError
-from weight_bus.jobs import Board, Event, Job, PublishReport
 from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership
+from weight_bus.offer import Board, Event, Offer, PublishReport
 from weight_bus.packing import Packer, Pieces, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
@@ -68,7 +68,7 @@ class Publisher:
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
-        self._last: Job | None = None
+        self._last: Offer | None = None
         self._closed = False
         self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
 
@@ -81,8 +81,8 @@ class Publisher:
     def version(self) -> int:
         """Last version handed to the bus, -1 before the first."""
         with self._board.changed:
-            job = self._board.pending or self._board.current
-            return job.version if job is not None else -1
+            offer = self._board.pending or self._board.current
+            return offer.version if offer is not None else -1
 
     @property
     def epoch(self) -> int:
@@ -143,12 +143,12 @@ class Publisher:
         if room is not None:
             layout, buckets = room
             last = self._last
-            job = post(layout.with_digests(digests), buckets, packed=0)
+            offer = post(layout.with_digests(digests), buckets, packed=0)
             try:
-                self._pack_behind(job, named_tensors)
+                self._pack_behind(offer, named_tensors)
             except BaseException as error:
                 self._last = last
-                self._board.call_off(job, before, str(error))
+                self._board.call_off(offer, before, str(error))
                 log.warning("weight bus: v%d is called off: %s", version, error)
                 raise
             return
@@ -173,17 +173,17 @@ class Publisher:
         Raises:
             WeightBusError: nothing was published, or the bus thread has failed, with its cause.
         """
-        job = self._last
-        if job is None:
+        offer = self._last
+        if offer is None:
             raise WeightBusError("wait() before start_publish()")
         now = time.monotonic()
-        limit = job.deadline if deadline_s is None else min(job.deadline, now + deadline_s)
+        limit = offer.deadline if deadline_s is None else min(offer.deadline, now + deadline_s)
         with self._board.changed:
             self._board.changed.wait_for(
-                lambda: job.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
+                lambda: offer.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
             )
             self._raise_failure()
-            return self._board.report(job, time.monotonic())
+            return self._board.report(offer, time.monotonic())
 
     def members(self) -> dict[str, tuple[str, int]]:
         """Subscribers by name: what each is doing, and the version it verifiably serves (-1 for none)."""
@@ -193,13 +193,13 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and seconds per phase of the last version, for metrics."""
         with self._board.changed:
-            job = self._last
-            seconds = self._board.report(job, time.monotonic()).seconds if job is not None else {}
+            offer = self._last
+            seconds = self._board.report(offer, time.monotonic()).seconds if offer is not None else {}
             return {
                 **self._board.counters,
                 **{f"seconds/{phase}": value for phase, value in seconds.items()},
                 "members": float(len(self._board.membership.members)),
-                "num_bytes": float(job.wire_bytes or job.manifest.num_bytes) if job is not None else 0.0,
+                "num_bytes": float(offer.wire_bytes or offer.manifest.num_bytes) if offer is not None else 0.0,
             }
 
     def close(self, reason: str = "the learner is done") -> None:
@@ -232,10 +232,10 @@ class Publisher:
         packed: int,
         change: Change | None = None,
         seconds: Mapping[str, float] = MappingProxyType({"gather": 0.0}),
-    ) -> Job:
+    ) -> Offer:
         """Hand a version to the bus thread."""
         now = time.monotonic()
-        job = Job(
+        offer = Offer(
             version=version,
             manifest=manifest,
             buckets=buckets,
@@ -250,23 +250,23 @@ class Publisher:
         )
         with self._board.changed:
             self._raise_failure()
-            self._board.pending = self._last = job
+            self._board.pending = self._last = offer
         self._router.wake.set()
-        return job
+        return offer
 
-    def _pack_behind(self, job: Job, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
+    def _pack_behind(self, offer: Offer, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
         """Pack a version that the bus sends meanwhile, a bucket behind."""
 
         def packed(count: int) -> None:
-            job.seconds["gather"] = time.monotonic() - job.started_at
-            job.progress.reach(count)
+            offer.seconds["gather"] = time.monotonic() - offer.started_at
+            offer.progress.reach(count)
 
         try:
-            self._packer.pack(named_tensors, job.buffer, packed)
+            self._packer.pack(named_tensors, offer.buffer, packed)
         finally:
             self._router.wake.set()
 
-    def _spare_buffer(self, version: int) -> tuple[int, Job | None]:
+    def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
         """The set of buffers that the bus does not use, and the version in the other one.
 
         A version it has not begun gives its set up.

@@ -17,9 +17,9 @@ from configs.infrastructure import WeightBus
 from weight_bus.changes import Change
 from weight_bus.control import Router
 from weight_bus.errors import TransportError, WeightBusError
-from weight_bus.jobs import Board, Event, Job
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
+from weight_bus.offer import Board, Event, Offer
 from weight_bus.transports.base import FORMING, Formation, Labelled, Transport, group_prefix
 
 log = logging.getLogger(__name__)
@@ -95,23 +95,23 @@ class Rounds:
             BusClosed: close() was called.
             WeightBusError: the transport does not keep its own timeout.
         """
-        job = self._board.current
-        assert job is not None
+        offer = self._board.current
+        assert offer is not None
         started = time.monotonic()
         with self._board.changed:
             receivers = [member for member in receivers if self._control.reach(member)]
             fresh = not self._board.membership.in_group(receivers)
         if fresh:
-            receivers = self._form(job, receivers)
+            receivers = self._form(offer, receivers)
         if not receivers:
             return
-        job.seconds["epoch"] = job.seconds.get("epoch", 0.0) + time.monotonic() - started
-        self._send(job, receivers, fresh)
+        offer.seconds["epoch"] = offer.seconds.get("epoch", 0.0) + time.monotonic() - started
+        self._send(offer, receivers, fresh)
 
     def activity(self, member: Member) -> str:
         """What a member is doing, in words."""
-        job = self._board.current
-        if member.state is State.RECEIVING and job is not None:
+        offer = self._board.current
+        if member.state is State.RECEIVING and offer is not None:
             if self._bucket >= 0:
                 return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{member.target}"
             if self._forming:
@@ -125,10 +125,10 @@ class Rounds:
         self._worker.submit(self._transport.close)
         self._worker.shutdown(wait=True)
 
-    def _form(self, job: Job, receivers: list[Member]) -> list[Member]:
+    def _form(self, offer: Offer, receivers: list[Member]) -> list[Member]:
         """Invite and return exactly those who answer. A survivor may sit in its own collective timeout meanwhile."""
         if self._direct:
-            self._leave(job)  # the engines leave the old group, too, when they are invited
+            self._leave(offer)  # the engines leave the old group, too, when they are invited
         now = time.monotonic()
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
         with self._board.changed:
@@ -151,52 +151,52 @@ class Rounds:
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
                 ready = ready[:1]
-        verb = "resends" if any(member.name in job.failed for member in ready) else "sends"
+        verb = "resends" if any(member.name in offer.failed for member in ready) else "sends"
         names = [member.name for member in ready]
-        log.info("weight bus: epoch %d (%s) %s v%d", epoch, ", ".join(names) or "nobody", verb, job.version)
-        self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(names)))
+        log.info("weight bus: epoch %d (%s) %s v%d", epoch, ", ".join(names) or "nobody", verb, offer.version)
+        self._board.emit(Event(kind="epoch", version=offer.version, epoch=epoch, detail=", ".join(names)))
         return ready
 
-    def _send(self, job: Job, receivers: list[Member], fresh: bool) -> None:
+    def _send(self, offer: Offer, receivers: list[Member], fresh: bool) -> None:
         started = time.monotonic()
         with self._board.changed:
             membership = self._board.membership
             deadline = started + self._config.deadline_s
-            if job.progress.called_off:
+            if offer.progress.called_off:
                 for member in receivers:
                     if member.state is State.READY:
                         membership.release(member, started)
                 return
-            parcel = self._parcel(job, receivers)
-            membership.begin(receivers, (job.version, job.digest), started, deadline, pause=self._direct)
+            parcel = self._parcel(offer, receivers)
+            membership.begin(receivers, (offer.version, offer.digest), started, deadline, pause=self._direct)
             epoch = membership.epoch
             ranks, size = first_ranks(receivers)
             self._board.counters["rounds"] += 1
-            job.rounds += 1
+            offer.rounds += 1
             for rank, member in zip(ranks, receivers, strict=True):
-                self._router.send(member.identity, self._begin(job, parcel, member, rank=rank, size=size))
+                self._router.send(member.identity, self._begin(offer, parcel, member, rank=rank, size=size))
         prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
         formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
-        error = self._pause(job, receivers) if self._direct else None
+        error = self._pause(offer, receivers) if self._direct else None
         if error is None:
-            future = self._worker.submit(self._transmit, job, parcel, formation if fresh else None)
+            future = self._worker.submit(self._transmit, offer, parcel, formation if fresh else None)
             future.add_done_callback(lambda _: self._router.wake.set())
-            error = self._await(future, job, len(parcel.pieces))
+            error = self._await(future, offer, len(parcel.pieces))
         if error is None and self._direct:
             # SGLang ends a transfer with no collective: only the subscribers know that everything is there
-            self._settle(job, receivers, State.RECEIVING, self._config.deadline_s)
+            self._settle(offer, receivers, State.RECEIVING, self._config.deadline_s)
         self._bucket = -1
-        job.sent_at = time.monotonic()
-        job.seconds["send"] = job.seconds.get("send", 0.0) + job.sent_at - started
+        offer.sent_at = time.monotonic()
+        offer.seconds["send"] = offer.seconds.get("send", 0.0) + offer.sent_at - started
         if error is None:
             self._failed = frozenset()
-            self._board.emit(Event(kind="sent", version=job.version, epoch=epoch))
+            self._board.emit(Event(kind="sent", version=offer.version, epoch=epoch))
             if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
-                self._settle(job, receivers, State.APPLYING, self._config.deadline_s)
+                self._settle(offer, receivers, State.APPLYING, self._config.deadline_s)
         else:
-            self._abort(job, receivers, error)
+            self._abort(offer, receivers, error)
 
-    def _pause(self, job: Job, receivers: list[Member]) -> TransportError | None:
+    def _pause(self, offer: Offer, receivers: list[Member]) -> TransportError | None:
         """Every engine stands still, and is told to receive; or why one does not, with all untouched."""
         membership = self._board.membership
         epoch = membership.epoch
@@ -215,39 +215,39 @@ class Rounds:
             now = time.monotonic()
             membership.go(receivers, now, now + self._config.deadline_s)
             for m in receivers:
-                self._router.send(m.identity, Go(session=m.session, epoch=epoch, version=job.version))
+                self._router.send(m.identity, Go(session=m.session, epoch=epoch, version=offer.version))
         return None
 
-    def _settle(self, job: Job, receivers: list[Member], busy: State, limit_s: float) -> None:
+    def _settle(self, offer: Offer, receivers: list[Member], busy: State, limit_s: float) -> None:
         """Wait until no engine of the round is in this state any more."""
         membership = self._board.membership
 
         def settled() -> bool:
-            engaged = [m for m in receivers if m.state is busy and m.target == job.version]
+            engaged = [m for m in receivers if m.state is busy and m.target == offer.version]
             return not any(membership.find(m.session) is m for m in engaged)
 
         self._control.pump(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
 
-    def _parcel(self, job: Job, receivers: list[Member]) -> Parcel:
+    def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
         """The change since the version before where every receiver has that one staged, else all of it."""
-        change = job.change
+        change = offer.change
         if change is not None and all(member.base == change.base for member in receivers):
             parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
             self._board.counters["changes"] += 1
         else:
-            parcel = Parcel(job.buckets, None)
-        job.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
+            parcel = Parcel(offer.buckets, None)
+        offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
         self._pieces = len(parcel.pieces)
         return parcel
 
-    def _begin(self, job: Job, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
-        names, dtypes, shapes, digests = describe_manifest(job.manifest)
+    def _begin(self, offer: Offer, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
+        names, dtypes, shapes, digests = describe_manifest(offer.manifest)
         return Begin(
             session=member.session,
             epoch=self._board.membership.epoch,
-            version=job.version,
+            version=offer.version,
             incarnation=self._incarnation,
-            evaluate=job.evaluate,
+            evaluate=offer.evaluate,
             rank=rank,
             size=size,
             endpoint=self._endpoint,
@@ -256,13 +256,13 @@ class Rounds:
             dtypes=dtypes,
             shapes=shapes,
             digests=digests,
-            digest=job.digest,
+            digest=offer.digest,
             base=parcel.change.base if parcel.change is not None else "",
             wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
             change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
         )
 
-    def _transmit(self, job: Job, parcel: Parcel, formation: Formation | None) -> None:
+    def _transmit(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
         if formation is not None:
             self._forming = True
             try:
@@ -270,13 +270,13 @@ class Rounds:
             finally:
                 self._forming = False
         if isinstance(self._transport, Labelled):
-            self._transport.label(job.version, job.manifest.by_bucket() if parcel.change is None else None)
+            self._transport.label(offer.version, offer.manifest.by_bucket() if parcel.change is None else None)
         limit_s = self._config.collective_timeout_s / 2  # receivers wait for each bucket, too
         for index, bucket in enumerate(parcel.pieces):
             if self._board.closing:
                 raise TransportError(f"closed before bucket {index + 1}", "closed")
-            if not job.progress.wait(index, limit_s):
-                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{job.version}"
+            if not offer.progress.wait(index, limit_s):
+                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{offer.version}"
                 raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
             self._bucket = index
             self._transport.broadcast(bucket, index)
@@ -286,11 +286,11 @@ class Rounds:
         """Buckets that are only launched arrive one by one afterwards."""
         self._bucket = min(index + 1, self._pieces - 1)
 
-    def _await(self, future: "Future[None]", job: Job, pieces: int) -> TransportError | None:
+    def _await(self, future: "Future[None]", offer: Offer, pieces: int) -> TransportError | None:
         limit = (2 * pieces + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
         if not self._control.pump(future.done, time.monotonic() + limit):
             raise WeightBusError(
-                f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
+                f"v{offer.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
             )
         try:
             future.result()
@@ -298,43 +298,45 @@ class Rounds:
             return error
         return None
 
-    def _abort(self, job: Job, receivers: list[Member], error: TransportError) -> None:
+    def _abort(self, offer: Offer, receivers: list[Member], error: TransportError) -> None:
         """The group is broken. Who has staged everything goes on; the others are sent the version again."""
         now = time.monotonic()
         with self._board.changed:
             membership = self._board.membership
             epoch = membership.epoch
-            log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
+            log.warning("weight bus: v%d epoch %d: %s", offer.version, epoch, error)
             membership.break_group()
             theirs = not isinstance(error, NotPacked)
             self._failed = frozenset(member.session for member in receivers) if theirs else frozenset()
-            touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, job.version)]
+            touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, offer.version)]
             for member in receivers:
-                what = (member.session, epoch, job.version)
+                what = (member.session, epoch, offer.version)
                 if member in touched or member.state is State.HOLDING:
                     continue
                 if (membership.receiving(*what) or membership.preparing(*what)) is None:
                     continue
-                abort = Abort(session=member.session, epoch=epoch, version=job.version, reason=str(error))
+                abort = Abort(session=member.session, epoch=epoch, version=offer.version, reason=str(error))
                 self._router.send(member.identity, abort)
                 membership.release(member, now)
-                job.failed[member.name] = str(error)
+                offer.failed[member.name] = str(error)
                 if len(receivers) == 1 and theirs:
                     self._control.charge(member, str(error))
-        self._leave(job)
+        self._leave(offer)
         if touched:
             self._settle(
-                job, touched, State.RECEIVING, self._config.collective_timeout_s
+                offer, touched, State.RECEIVING, self._config.collective_timeout_s
             )  # those that the end of the group wakes
         with self._board.changed:
             for member in touched:
-                if membership.receiving(member.session, epoch, job.version) is not None:
+                if membership.receiving(member.session, epoch, offer.version) is not None:
                     why = f"{error}; its engine is spoiled and restarts,"
                     self._control.lose(member, why, error.symptom, rejoin=False)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, offer: Offer) -> None:
         try:
             self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)
         except TimeoutError as late:
-            reason = f"v{job.version}: the transport did not leave its broken group in {WORKER_SLACK_S:.0f} s [silent]"
+            reason = (
+                f"v{offer.version}: the transport did not leave its broken group in {WORKER_SLACK_S:.0f} s [silent]"
+            )
             raise WeightBusError(reason) from late

@@ -23,9 +23,8 @@ from scripts.bus_faults.receiver import HOST, RUN, Weights, bytes_digest, weight
 from scripts.chaos import processes
 from scripts.chaos.logs import CLASS
 from scripts.chaos.settings import ROOT, START_S
-from weight_bus import Publisher
+from weight_bus import Event, Publisher
 from weight_bus.digest import slice_digest
-from weight_bus.jobs import Event
 from weight_bus.subscriber import JOIN_AGAIN_BEATS, SILENT_BEATS
 
 ROLE = "receiver"

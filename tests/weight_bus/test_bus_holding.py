@@ -9,8 +9,7 @@ import torch
 from bus_harness import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
 
 from configs.infrastructure import WeightBus
-from weight_bus import Publisher, RemovedFromBus, Subscriber, WeightBusError
-from weight_bus.jobs import Event
+from weight_bus import Event, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.membership import Membership, State
 from weight_bus.messages import Applied, Holding, Join, Staged
 from weight_bus.transports import Transport, differing, make_transport

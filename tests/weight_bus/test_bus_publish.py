@@ -10,8 +10,7 @@ import torch
 from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
 
 from configs.infrastructure import WeightBus
-from weight_bus import BusClosed, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
-from weight_bus.jobs import Event
+from weight_bus import BusClosed, Event, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.staging import Staging
 
 
