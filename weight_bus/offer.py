@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -80,6 +81,12 @@ class Offer:
     def digest(self) -> str:
         """Of the whole version."""
         return self.manifest.digest
+
+    def spend(self, phase: str, since: float) -> float:
+        """Add the time since `since` to a phase; now."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - since
+        return now
 
 
 class Board:
