@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from weight_bus import delta
+from weight_bus.delta import coding
 from weight_bus.digest.definition import MASK, keys, mix
 from weight_bus.manifest import ITEM_SIZES, Entry, Manifest
 
@@ -38,11 +38,11 @@ class _Bucket(NamedTuple):
         return [entry for entry in found if entry.num_bytes and entry.offset + entry.num_bytes > begin]
 
 
-def apply(updates: Sequence[delta.Update], layout: Manifest) -> dict[str, int]:
+def apply(updates: Sequence[coding.Update], layout: Manifest) -> dict[str, int]:
     """Turn buckets that hold the base into the next version, in place.
 
     Args:
-        updates: of `delta.decode`, of buckets of this layout.
+        updates: of `coding.decode`, of buckets of this layout.
         layout: of both versions.
 
     Returns:
@@ -58,12 +58,12 @@ def apply(updates: Sequence[delta.Update], layout: Manifest) -> dict[str, int]:
         entries = buckets[update.bucket].between(update.begin, end)
         index = update.index
         if index is None or PRICE * index.numel() > update.place.numel():
-            delta.apply([update])
+            coding.apply([update])
             for entry in entries:
                 grown.pop(entry.name, None)
             continue
         old = update.place.gather(0, index)
-        delta.apply([update])
+        coding.apply([update])
         starts = [(entry.offset - update.begin) // width for entry in entries]
         ends = [start + entry.num_bytes // width for start, entry in zip(starts, entries, strict=True)]
         growth = _growth(old, update.place.gather(0, index), index, starts, ends) if entries else []

@@ -11,7 +11,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from weight_bus.changes import ChangeReader
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from weight_bus.changes import Change
+from weight_bus.delta.changes import Change
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
 from weight_bus.packing import Progress

@@ -17,8 +17,8 @@ import torch
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
 from weight_bus.bus import Bus
-from weight_bus.changes import Change, ChangeMaker
 from weight_bus.control import Router
+from weight_bus.delta.changes import Change, ChangeMaker
 from weight_bus.errors import WeightBusError
 from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership

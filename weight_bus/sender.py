@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weight_bus.changes import Change
+from weight_bus.delta.changes import Change
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.offer import Offer
 from weight_bus.transports.base import FORMING, Formation, Labelled, Transport

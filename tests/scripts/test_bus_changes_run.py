@@ -19,7 +19,7 @@ from scripts.bus_changes.link import LinkFailed, summary
 from scripts.bus_changes.namespaces import Cable, NoLink
 from scripts.bus_changes.policy import Policy
 from scripts.bus_changes.witness import Witness
-from weight_bus.changes import ChangeReader
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.intake import Intake
 from weight_bus.manifest import Manifest
 from weight_bus.staging import Staging

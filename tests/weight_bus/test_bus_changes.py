@@ -12,7 +12,7 @@ from configs import Config
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
 from weight_bus import Publisher
-from weight_bus.changes import ChangeMaker, ChangeReader
+from weight_bus.delta.changes import ChangeMaker, ChangeReader
 from weight_bus.intake import Intake
 from weight_bus.manifest import plan
 

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_bus import carried, delta
-from weight_bus.changes import ChangeReader
+from weight_bus import carried
+from weight_bus.delta import coding
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.digest import Part, add, slice_digests
 from weight_bus.intake import Intake
 from weight_bus.manifest import ALIGNMENT, ITEM_SIZES, WITHOUT_GAPS, Manifest, plan
@@ -39,13 +40,13 @@ def moved(buckets: Buckets, shares: list[float], rng: torch.Generator, *, small:
     return after
 
 
-def updates_of(old: Buckets, new: Buckets, widths: list[int], section: int) -> list[delta.Update]:
-    parts = [delta.encode(was, now, width, section) for was, now, width in zip(old, new, widths, strict=True)]
-    whole = delta.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
-    return delta.decode(old, whole.joined(CPU))
+def updates_of(old: Buckets, new: Buckets, widths: list[int], section: int) -> list[coding.Update]:
+    parts = [coding.encode(was, now, width, section) for was, now, width in zip(old, new, widths, strict=True)]
+    whole = coding.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
+    return coding.decode(old, whole.joined(CPU))
 
 
-def whole_ones(updates: list[delta.Update], layout: Manifest) -> set[str]:
+def whole_ones(updates: list[coding.Update], layout: Manifest) -> set[str]:
     """What is to be digested anew, by the bytes that a section and a tensor share."""
     found = set()
     for update in updates:
@@ -177,7 +178,7 @@ def test_tensors_that_change_places_are_looked_at() -> None:
     intake = Intake(transport, "run")
     intake.staging, intake._holds = staging, manifest.digest
     exchanged = plan([("b", "bfloat16", (900,)), ("a", "bfloat16", (900,)), ("norm", "float32", (30,))], 10_000)
-    coded = delta.encode(staging.buckets[0], staging.buckets[0].clone(), 2).joined(CPU)
+    coded = coding.encode(staging.buckets[0], staging.buckets[0].clone(), 2).joined(CPU)
     for piece in intake._reader.room(coded.numel(), coded.numel()):
         piece.copy_(coded)
     begin: Any = SimpleNamespace(base=manifest.digest, version=2, wire_bytes=coded.numel(), change_bytes=coded.numel())
@@ -187,7 +188,7 @@ def test_tensors_that_change_places_are_looked_at() -> None:
 
 def test_a_reader_that_knows_no_layout_carries_nothing() -> None:
     old = random_bytes(LAYOUT, torch.Generator().manual_seed(6))
-    coded = delta.encode(old[0], old[0].clone(), 2).joined(CPU)
+    coded = coding.encode(old[0], old[0].clone(), 2).joined(CPU)
     reader = ChangeReader(CPU)
     reader.room(coded.numel(), coded.numel())[0].copy_(coded)
     assert reader.apply(old, coded.numel(), coded.numel()) == {}

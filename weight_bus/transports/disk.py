@@ -9,7 +9,7 @@ safetensors can open:
         publisher.json                           who writes here
         v000012/bucket-00001.safetensors ...     the tensors by name
         v000012/model.safetensors.index.json     which tensor is in which file; last
-        v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta.py
+        v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta/coding.py
 
 The control plane says who reads what, as with every transport; only the bytes go this way. The two newest versions are
 kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What earlier

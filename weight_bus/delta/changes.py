@@ -1,4 +1,4 @@
-"""A version as what has changed since the one before (weight_bus/delta.py): when it travels so, and what both ends do.
+"""A version as what has changed since the one before (coding.py): when it travels so, and what both ends do.
 
 The publisher codes against the bytes that it packed for the version before; a subscriber applies that to the bytes that
 it staged then. Which version those are is named by its digest, and the digests of the result are proven as ever. Who
@@ -14,12 +14,13 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from weight_bus import carried, delta
+from weight_bus import carried
+from weight_bus.delta import coding
 from weight_bus.errors import NotAvailable, WeightBusError
 from weight_bus.manifest import ITEM_SIZES, Manifest
 
 LEVEL = 1
-"""Of zstd; 3 gains nothing on what delta.py makes and costs a quarter more time."""
+"""Of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +86,11 @@ class ChangeMaker:
             WeightBusError: zstd was asked for, and the buckets are on a GPU.
         """
         parts = [
-            delta.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
+            coding.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
             for was, now, entries in zip(old, new, layout.by_bucket(), strict=True)
         ]
-        whole = delta.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
-        if whole.num_bytes >= delta.WORTH * layout.num_bytes:
+        whole = coding.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
+        if whole.num_bytes >= coding.WORTH * layout.num_bytes:
             self._skip, self._wait = self._wait, min(2 * self._wait, self.config.full_every)
             return None
         coded = whole.joined(new[0].device)
@@ -146,10 +147,10 @@ class ChangeReader:
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:
             coded = _decompressed(coded, num_bytes)
-        updates = delta.decode(buckets, coded)
+        updates = coding.decode(buckets, coded)
         if layout is not None and self._device.type == "cpu":
             return carried.apply(updates, layout)
-        delta.apply(updates)
+        coding.apply(updates)
         return {}
 
 
