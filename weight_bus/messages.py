@@ -105,6 +105,8 @@ class Begin(Message):
     """Of the change, as it comes."""
     change_bytes: int = 0
     """Of the change after decompression; no more than wire_bytes where it is not compressed."""
+    change_digest: str = ""
+    """Of the change as it comes, see `delta.changes.digest_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,6 +192,7 @@ class Round:
             base=parcel.change.base if parcel.change is not None else "",
             wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
             change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
+            change_digest=parcel.change.digest if parcel.change is not None else "",
         )
 
     def _pause(self) -> Steps[TransportError | None]:

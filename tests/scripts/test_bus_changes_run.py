@@ -81,6 +81,7 @@ def test_without_the_digests_the_witness_sees_what_it_makes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Staging, "corrupt", lambda self: [])
+    monkeypatch.setattr(ChangeReader, "arrived", lambda *_: True)
     monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
     found = quiet_run(monkeypatch, 16, back=1.0)
     assert found["served_wrong"] and found["bit_exact"] is False and found["in_order"] is False
@@ -90,10 +91,11 @@ def test_without_the_digests_the_witness_sees_what_it_makes(
 def test_without_the_look_at_the_base_a_change_of_another_one_is_unnoticed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unguarded(self: Intake, begin: object, manifest: Manifest) -> None:
+    def unguarded(self: Intake, begin: object, manifest: Manifest) -> list[str]:
         reader: ChangeReader = self._reader
         reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)  # type: ignore[attr-defined]
         self.staging.manifest = manifest
+        return self.staging.corrupt()
 
     with monkeypatch.context() as patched:
         patched.setattr(Intake, "_change", unguarded)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,11 @@ from configs import Config
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
 from weight_bus import Publisher
-from weight_bus.delta.changes import ChangeMaker, ChangeReader
+from weight_bus.delta.changes import ChangeMaker, ChangeReader, digest_of
 from weight_bus.intake import Intake
 from weight_bus.manifest import plan
 
+NOTHING = torch.empty(0, dtype=torch.uint8)
 DELTA = CONFIG.model_copy(update={"delta": True})
 FULL = plan([(n, str(t.dtype)[6:], tuple(t.shape)) for n, t in weights(0).items()], CONFIG.bucket_bytes).num_bytes
 
@@ -147,6 +150,18 @@ def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_
         second = stepped(first, 1)
         report = publisher.publish(1, second.items(), digests(second))
         assert sorted(report.served) == ["a", "b"] and all(same(server.engine, second) for server in servers)
+
+
+def test_a_change_between_other_layouts_is_refused() -> None:
+    """Also where the buckets have the same sizes: tensors that change places would be right by name only."""
+    transport: Any = SimpleNamespace(device=torch.device("cpu"))
+    intake = Intake(transport, RUN)
+    first, second = (plan([(name, "bfloat16", (900,)) for name in names], 10_000) for names in ("ab", "ba"))
+    intake.staging.prepare(first)
+    intake._holds = "base"
+    begin: Any = SimpleNamespace(base="base", version=2, wire_bytes=0, change_bytes=0, change_digest=digest_of(NOTHING))
+    with pytest.raises(WireError, match="v2 comes as a change of base"):
+        intake._change(begin, second)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus.manifest import Entry
 
-PROTOCOL = "1"
-"""Version of what travels in a group (buckets in order, then the closing collective); a fact of every transport."""
+PROTOCOL = "2"
+"""Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
+every transport, so that two releases that differ in it refuse each other when they join."""
 
 FORMING = 4
 """Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
