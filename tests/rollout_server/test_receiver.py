@@ -23,11 +23,11 @@ from rollout_server.engines.sglang.receiver import Handles, Receiver
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_bytes, in_words
 from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
 from weight_bus.digest import slice_digest
-from weight_bus.local_line import LENGTH, MAX_MESSAGE_BYTES, Line
 from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
-from weight_bus.remote import Done, Forget, Hosting, ReceiverLink, RemoteIntake, RemoteUpdate, Taken
+from weight_bus.remote import Line, RemoteIntake, RemoteUpdate
+from weight_bus.remote.line import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Taken
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix
@@ -79,7 +79,7 @@ class Pair:
             listener.listen(1)
             self.receiver = Receiver(order, CPU, after, factory)
             self.receiver.start()
-            self.link = ReceiverLink.accept(listener, 5.0)
+            self.link = Line.accept(listener, 5.0)
         self._slack_s = slack_s
         self.live: Weights = {}
         self.intake = self.another()
@@ -256,7 +256,7 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
 
 
 def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_bus.remote.FORMING", -2)
+    monkeypatch.setattr("weight_bus.remote.intake.FORMING", -2)
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
         started = time.monotonic()
@@ -277,7 +277,7 @@ def test_a_receiver_that_hangs_up_and_a_server_that_does_wake_who_waits(folder: 
     for hang_up in ("receiver", "server"):
         go = threading.Event()
         with Pair(folder, partial(Stuck, go=go)) as pair:
-            line = pair.link._line
+            line = pair.link
             cut = line._socket.shutdown if hang_up == "receiver" else lambda _: pair.link.close()
             threading.Timer(0.5, cut, [socket.SHUT_RD]).start()
             started = time.monotonic()
@@ -299,7 +299,7 @@ def test_a_receiver_without_a_transport_and_none_at_all_are_named(folder: Path) 
         listener.bind(str(folder / "nobody.sock"))
         listener.listen(1)
         with pytest.raises(TransportError, match=r"did not connect in 0.2 s \[silent\]"):
-            ReceiverLink.accept(listener, 0.2)
+            Line.accept(listener, 0.2)
 
 
 def test_a_subscriber_with_a_receiver_follows_a_publisher_through_changes(folder: Path) -> None:
@@ -374,14 +374,14 @@ def test_a_line_carries_messages_of_any_length_and_refuses_what_is_none() -> Non
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     line, other = Line(ours), Line(theirs)
     facts = {f"fact {i}": "x" * 1000 for i in range(3000)}
-    thread = threading.Thread(target=lambda: other.send(Hosting(facts=facts), "run", limit_s=5))
+    thread = threading.Thread(target=lambda: other.send(Hosting(facts=facts), "run"))
     thread.start()
     envelope = line.receive(ACCEPTED, 5)
     assert envelope is not None and (envelope.message, envelope.run_id) == (Hosting(facts=facts), "run")
     thread.join()
     with pytest.raises(TimeoutError):
         line.receive(ACCEPTED, 0.05)
-    other.send(Forget(), limit_s=5)
+    other.send(Forget())
     with pytest.raises(WireError, match="message kind 'Forget' is not accepted here"):
         line.receive(ACCEPTED, 5)
     theirs.sendall(LENGTH.pack(5) + b"hello")
