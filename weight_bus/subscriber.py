@@ -131,6 +131,11 @@ class Subscriber:
         """Version that the engine verifiably holds, -1 for none."""
         return self._held[1]
 
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of the learner that admitted this subscriber: in `activate`, that of the version. 0 before."""
+        return self._incarnation
+
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
 
@@ -209,7 +214,9 @@ class Subscriber:
         if not self._session:
             self._sessions += 1
             self._session = f"{self._instance}-{self._sessions}"
-        _, version, digest = self._held
+        incarnation, version, digest = self._held
+        if incarnation != self._incarnation:  # a policy is (incarnation, version), whatever its weights are
+            version, digest = -1, ""
         join = Join(
             session=self._session,
             name=self.name,
@@ -268,7 +275,12 @@ class Subscriber:
         if welcome.incarnation < self._incarnation:
             reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self._incarnation}"
             raise RemovedFromBus(f"{reason}: an older learner still runs there")
-        self._incarnation = welcome.incarnation
+        claimed, self._incarnation = self._held[0] == self._incarnation, welcome.incarnation
+        if claimed and self._held[0] != welcome.incarnation and self.version == welcome.version:
+            # the next incarnation may have taken what Join claims to hold for its own version: join without the claim
+            self._dealer.send(Goodbye(session=self._session, reason="what it holds is of an earlier incarnation"))
+            self._session, self._joined_at = "", -math.inf
+            return
         self._pulse.session = self._session
 
     def _removed(self, removed: Removed) -> None:
