@@ -23,6 +23,7 @@ from weight_bus.control import wake_quickly
 from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
 from weight_bus.remote import RemoteIntake, RemoteUpdate
+from weight_bus.staging import Staging
 from weight_bus.subscriber import Subscriber
 from weight_bus.transports.base import Formation
 
@@ -64,6 +65,8 @@ class WeightFollower:
         updates = direct_updates(config, engine)
         self._direct = DirectEnd(self, updates) if updates is not None else None
         self._stages = staging_in(config, engine)
+        # of all subscribers: the engine has it mapped, and another one's would be a second set on its GPU
+        self._staging = Staging()
 
     def follow(self, address: str, run_id: str) -> None:
         """Subscribe to the publisher at this address; a new address replaces the old subscription.
@@ -87,6 +90,7 @@ class WeightFollower:
             keys=load_keys(self.config.network.keys),
             direct=self._direct,
             intake=self._remote_intake(run_id),
+            staging=self._staging,
         )
         before, self._subscriber = self._thread, subscriber
         self._thread = threading.Thread(

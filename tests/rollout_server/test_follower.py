@@ -199,3 +199,32 @@ def test_an_update_in_work_is_announced_under_its_own_incarnation_after_the_next
             assert wire.policies == [(1, 1)]
 
     run(main)
+
+
+def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    """On a GPU a second set beside them would not fit."""
+    at_any_port = config.model_copy(update={"weight_bus": config.weight_bus.model_copy(update={"port": 0})})
+    mapped: list[set[int]] = []
+    kept: list[Any] = []
+
+    async def main() -> None:
+        async with serving(at_any_port) as (server, _):
+            load = server.engine.load
+
+            async def mapping(named_tensors: Any, version: int) -> None:
+                tensors = list(named_tensors)
+                kept.extend(tensors)  # as schedulers keep what they have mapped
+                mapped.append({tensor.untyped_storage().data_ptr() for _, tensor in tensors})
+                await load(tensors, version)
+
+            server.engine.load = mapping  # type: ignore[method-assign]
+            for incarnation in (1, 2):
+                with Learner(at_any_port, incarnation) as learner:
+                    await handle(server, m.Welcome(incarnation=incarnation, version=0, bus_address=learner.address))
+                    await until(learner.members, "the subscriber")
+                    await learner.send(incarnation, models[incarnation])
+            assert len(mapped) == 2 and mapped[0] == mapped[1]
+
+    run(main)
