@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loading import load
+from rollout_server.engines import staging_in
 from rollout_server.engines.base import EngineError, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, memory_share, server_arguments
 from rollout_server.engines.sglang.requests import (
@@ -250,3 +251,9 @@ def test_an_engine_whose_own_weights_do_not_fit_is_told_to_divide_them() -> None
     with pytest.raises(EngineError, match=r"take more placement\.tensor_parallel"):
         memory_share(80 * GB, 141 * GB, tensor_parallel=1, staged=False)
     assert memory_share(80 * GB, 141 * GB, tensor_parallel=4, staged=False) > 0.8
+
+
+def test_a_broadcast_that_hangs_longer_than_an_engine_may_be_silent_is_refused() -> None:
+    bus = ("weight_bus.stage_in=engine", "weight_bus.collective_timeout_s=60", "rollout.engine_deadline_s=60")
+    with pytest.raises(EngineError, match="collective_timeout_s 60, which is not below rollout"):
+        staging_in(load("quickstart", ["rollout.engine=sglang", *bus]), None)  # type: ignore[arg-type]
