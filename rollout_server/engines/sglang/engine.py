@@ -244,14 +244,12 @@ class SGLangEngine:
         self._paused = True
 
     async def _stop_parts(self, mode: PauseMode) -> None:
+        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
         if mode == "drain":
             what = "running requests (replay.lease_s)"
             await self._waits.until(lambda: not self._running(), self._drain_limit_s, what)
-        else:
-            await self._interrupt(everything=mode == "recompute_kv")
-
-    async def _interrupt(self, *, everything: bool) -> None:
-        """End parts, which go on as new ones after the update: all of them, or those without a token."""
+            return
+        everything = mode == "recompute_kv"
         chosen = [a.part for a in self._running() if a.part is not None and (everything or a.part.seen == 0)]
         for part in chosen:
             part.interrupted = True
