@@ -245,7 +245,8 @@ class SGLangEngine:
         """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
         if mode == "drain":
             left = "running requests (replay.lease_s)"
-            return await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
+            await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
+            return
         parts = [answer.part for answer in self._running() if answer.part is not None]
         chosen = [part for part in parts if mode == "recompute_kv" or part.seen == 0]
         for part in chosen:
