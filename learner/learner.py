@@ -15,6 +15,7 @@ from learner.checkpoint import Checkpointer, CheckpointError
 from learner.losses import build_loss
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
+from learner.packing import check as check_batch
 from learner.policy import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
@@ -110,6 +111,10 @@ class Learner:
     def wait_for_broadcast(self) -> PublishReport | None:
         """The last broadcast, for weight_bus.deadline_s at most."""
         return self.bus.wait()
+
+    def check(self, batch: Batch) -> None:
+        """Raises PackingError for a part that cannot be trained on, before any rank begins with the batch."""
+        check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.model.config.vocab_size)
 
     def update(self, batch: Batch) -> Update:
         """Advantages, forward, backward, clip, AdamW."""

@@ -63,7 +63,7 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
             step = version + 1
             with learner.span("step"):
                 with learner.span("wait_batch"):
-                    batch = batches.take(step)
+                    batch = batches.take(step, learner.check)
                 with learner.span("update_actor"):
                     update = learner.update(batch)
                 with learner.span("publish_wait"):
