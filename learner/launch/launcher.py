@@ -21,7 +21,7 @@ from configs.schema import Config
 from learner.launch import children
 from learner.launch.children import Child
 from learner.launch.machine import this_machine
-from learner.launch.restarts import Restarts
+from learner.launch.restarts import GOOD_RUN_S, Restarts
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.report.live_view import LiveView
 from replay import messages as m
@@ -68,7 +68,9 @@ class Launcher:
     def __post_init__(self) -> None:
         self.machine = self.machine or this_machine(self.config)
         self._replay_restarts = Restarts(self.config.replay.restarts)
-        self._learner_restarts = Restarts(self.config.learner.restarts)
+        # A learner that only ever waits for its first batch is not running well.
+        patience = 2 * self.config.learner.batch_deadline_s
+        self._learner_restarts = Restarts(self.config.learner.restarts, good_run_s=max(GOOD_RUN_S, patience))
 
     @property
     def run_dir(self) -> Path:
