@@ -80,7 +80,8 @@ class Launcher:
     def start(self) -> None:
         """Start all processes of the run. Raises RunFailed when replay does not come up."""
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
+            (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.replay, self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
