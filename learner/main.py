@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import ConfigError, add_arguments, from_arguments, load, overrides_of
+from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
-from learner.launch import playback
+from learner.launch import playback, resuming
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, free_run_name
 from learner.launch.servers import RunFailed
@@ -87,13 +87,7 @@ def main() -> int:
 def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a run folder that is free (or that of the run to resume)."""
     if args.resume is not None:
-        path = Path(args.resume) / "config.yaml"
-        if not path.is_file():
-            raise PreflightError(f"--resume: {path} is missing; name the folder of a run, such as runs/quickstart")
-        folder = Path(args.resume).resolve()
-        overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0"]
-        overrides += overrides_of(args)
-        config = load(path, overrides)
+        config = resuming.configuration(Path(args.resume), overrides_of(args))
     elif args.replay is not None:
         config = playback.configuration(Path(args.replay), overrides_of(args))
     else:
