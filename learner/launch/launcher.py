@@ -18,6 +18,7 @@ from typing import Any
 from configs.loading import dump
 from configs.plan import Machine, Plan, Process, assign
 from configs.schema import Config
+from learner.checkpoint_folders import latest_complete
 from learner.launch import children
 from learner.launch.children import Child
 from learner.launch.machine import this_machine
@@ -238,10 +239,19 @@ class Launcher:
         return children.start(process.name, command, self._log_of(process.name), process.environment)
 
     def _start_learner(self, process: Process) -> Child:
+        if self.resume:
+            self.say_fallback()
         logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         environment = {**process.environment, PARENT: str(os.getpid())}
         return children.start("learner", process.command, self._log_of("learner"), environment)
+
+    def say_fallback(self) -> None:
+        """Say it where the run goes on from an older checkpoint than its newest."""
+        found, passed_over = latest_complete(self.run_dir)
+        for line in passed_over:
+            there = f"from {found.name}" if found is not None else "without a checkpoint"
+            self.view.event(f"{line}; the learner goes on {there}")
 
     def _log_of(self, name: str) -> Path:
         return self.run_dir / "logs" / f"{name}.log"
