@@ -57,6 +57,7 @@ class Learner:
         self._step_started = time.monotonic()
         self._groups_trained_twice = 0
         self._trained: set[tuple[int, int]] = set()
+        self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint if there is one to resume from, join replay; the version to go on from.
@@ -210,8 +211,8 @@ class Learner:
         inbox = self.batches.inbox
         while inbox.results:
             result = inbox.results.pop(0)
-            evaluation.write_rows(self.config.run_dir, result)
-            self.metrics.log_evaluation(result.version, evaluation.values(result, _data_source(self.config)))
+            evaluation.write_rows(self.config.run_dir, result, self._evaluated)
+            self.metrics.log_evaluation(result.version, evaluation.values(result, self._evaluated))
 
     def _ledger(self, step: int, batch: Batch, digest: str) -> int:
         """Append what was trained to ledger.jsonl; the number of groups trained twice so far (always 0)."""
@@ -248,7 +249,3 @@ def _advantage_metrics(advantages: Any) -> dict[str, float]:
         "critic/advantages/max": float(advantages.max()),
         "critic/advantages/min": float(advantages.min()),
     }
-
-
-def _data_source(config: Config) -> str:
-    return Path(config.data.eval or config.data.train).parent.name or "eval"

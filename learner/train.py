@@ -30,6 +30,7 @@ from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
+from replay.prompts import DataError
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 REFUSALS = (
     ConfigError,
+    DataError,
     FingerprintError,
     PolicyError,
     CheckpointError,
