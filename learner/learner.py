@@ -20,7 +20,7 @@ from learner.policy import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import build_metrics
-from learner.report.rollouts import write_rollouts
+from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
 from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
@@ -51,6 +51,7 @@ class Learner:
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.tripwires = Tripwires(config)
+        self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
         """The version made last does not go out: a resumed learner repeats a step that engines are past already."""
@@ -127,9 +128,7 @@ class Learner:
             epsilon=algorithm.advantage_epsilon,
         )
         active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-        every = self.config.tracking.save_rollouts_every
-        if every and batch.step % every == 0:
-            write_rollouts(self.config.run_dir, batch, advantages)
+        self.rollouts.write_if_due(batch, advantages)
         lag = self.config.replay.async_lag
         unpadded = self.policy.unpadded
         packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device, unpadded=unpadded)
