@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import socket
 import struct
 import tempfile
@@ -113,7 +114,9 @@ def check_safetensors(file: Path) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises PreflightError when the package of a tracker is not installed."""
+    """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
+    if config.tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
+        raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
     wanted = {
         "tensorboard": config.tracking.tensorboard and "true",
         "wandb": config.tracking.wandb != "off" and config.tracking.wandb,

@@ -93,7 +93,7 @@ class LocalServers:
             server.restarts = 0
         if code == RUN_FAILED:
             server.given_up = True
-            self.say(f"{name}: the run has failed; its own log says why")
+            self.say(f"{name} ended because the run has failed")
         elif code == CANNOT_START:
             server.given_up = True
             if self.all_over:

@@ -4,7 +4,7 @@ import pytest
 from tiny_models import make_config
 
 from configs import load
-from learner.launch.preflight import PreflightError, check_run_dir, claim_run_dir
+from learner.launch.preflight import PreflightError, check_run_dir, check_trackers, claim_run_dir
 
 
 def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path):
@@ -33,3 +33,10 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, place):
     for refuse in (check_run_dir, lambda config: claim_run_dir(config, new=True)):
         with pytest.raises(PreflightError, match=r"^run.dir: .*name a folder"):
             refuse(config)
+
+
+def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "")
+    with pytest.raises(PreflightError, match="unset WANDB_MODE"):
+        check_trackers(make_config(tmp_path, tracking={"wandb": "offline"}))
+    check_trackers(make_config(tmp_path))
