@@ -41,7 +41,7 @@ class Rollout(Section):
     forced_length_sigma: float = Field(default=0.7, ge=0)
     """Sigma of the forced lengths' logarithm; all are cut at max_new_tokens."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launcher starts a dead local rollout server again."""
+    """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: float = Field(default=1.0, ge=0)
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
@@ -76,7 +76,7 @@ class Replay(Section):
     wait_for_learner_s: float = Field(default=300.0, gt=0)
     """How long replay waits for a learner that died to come back before the run stops with an error."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launcher starts a dead replay again, in place."""
+    """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
 class Algorithm(Section):
