@@ -20,6 +20,7 @@ from configs.schema import Config
 from learner.launch import playback
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
+from learner.launch.prompt_check import PromptsError
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
@@ -35,6 +36,7 @@ REFUSALS = (
     PreflightError,
     InputError,
     DataError,
+    PromptsError,
     FingerprintError,
     ChannelError,
     JournalError,

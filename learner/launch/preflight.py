@@ -8,10 +8,10 @@ import struct
 from pathlib import Path
 
 from configs.schema import Config
+from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
 from replay.channel import KeysError, load_keys
 from replay.fingerprint import model_fingerprint
-from replay.prompts import load_rows
 
 
 class PreflightError(ValueError):
@@ -25,7 +25,8 @@ def check_files(config: Config) -> None:
         PreflightError: model folder missing, weights cut short, no such reward function, a tracker is not installed,
             too few evaluation prompts, keys that cannot be used, run folder not writable, or port taken.
         FingerprintError: a file of the model folder is missing or broken.
-        DataError: a data file is missing or has a broken row.
+        DataError: a data file is missing or has a broken row (among the first 50,000).
+        PromptsError: of a data file, no prompt can be rendered or none fits.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
@@ -42,12 +43,12 @@ def check_files(config: Config) -> None:
     for file in weights:
         check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
-    load_rows(config.data.train)
+    check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
-        rows = load_rows(config.data.eval)
-        if len(rows) < config.evaluation.num_prompts:
+        rows = check_prompts(config, config.data.eval, at_least=config.evaluation.num_prompts)
+        if rows < config.evaluation.num_prompts:
             raise PreflightError(
-                f"evaluation.num_prompts: {config.evaluation.num_prompts} asked for, {config.data.eval} has {len(rows)}"
+                f"evaluation.num_prompts: {config.evaluation.num_prompts} asked for, {config.data.eval} has {rows}"
                 " rows; lower it or give more rows"
             )
     if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
