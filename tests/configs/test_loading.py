@@ -107,6 +107,7 @@ def test_an_unknown_key_is_named_with_a_suggestion(override: str, key: str, sugg
             ["rollout.groups_per_step=1", "rollout.group_size=1"],
             ["rollout.groups_per_step", "fewer than 2 learner ranks"],
         ),
+        (["rollout.group_size=1"], ["rollout.group_size", "1 with algorithm.advantage 'grpo'", "take 2 or more"]),
         (["placement.split=0:2"], ["placement.split", "'0:2'", "at least 1"]),
         (["placement.split=2:0"], ["placement.split", "'2:0'", "at least 1"]),
         (["placement.split=two"], ["placement.split", "'two'", "'6:2'"]),
