@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import struct
+import tempfile
 from pathlib import Path
 
 from configs.schema import Config
@@ -173,9 +174,13 @@ def check_run_dir(config: Config) -> None:
     folder = Path(config.run_dir).absolute()
     while not folder.exists():
         folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        why = "is not writable" if folder.is_dir() else "is a file"
-        raise PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+    try:  # permissions do not tell: root may write anywhere, except to what the file system refuses
+        os.rmdir(tempfile.mkdtemp(prefix=".slipstream-", dir=folder))
+    except OSError as error:
+        why = f"is not writable ({error.strerror})" if folder.is_dir() else "is a file"
+        raise PreflightError(
+            f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to"
+        ) from error
 
 
 def check_port(config: Config) -> None:
