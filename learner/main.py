@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
 from learner.launch import playback, resuming
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, free_run_name
+from learner.launch.prompt_check import PromptsError
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
@@ -27,7 +28,7 @@ from replay.fingerprint import FingerprintError
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
-from replay.prompts.quickstart_input import InputError, make_if_missing
+from replay.prompts.quickstart_input import InputError, is_missing, make_if_missing
 
 REFUSALS = (
     ConfigError,
@@ -35,6 +36,7 @@ REFUSALS = (
     PreflightError,
     InputError,
     DataError,
+    PromptsError,
     FingerprintError,
     ChannelError,
     JournalError,
@@ -48,7 +50,7 @@ class Interrupted(Exception):
 
 def main() -> int:
     """Entry point; the exit code is 0 only for a run that made all its steps."""
-    parser = argparse.ArgumentParser(prog="python -m learner.main", description=__doc__)
+    parser = Parser(prog="python -m learner.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
@@ -86,18 +88,24 @@ def main() -> int:
 
 def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a run folder that is free (or that of the run to resume)."""
+    has_input = True
     if args.resume is not None:
         config = resuming.configuration(Path(args.resume), overrides_of(args))
     elif args.replay is not None:
         config = playback.configuration(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
-        make_if_missing(config, args.config)
+        if args.dry_run and is_missing(config, args.config):
+            has_input = False
+            folder = Path(config.model.path).parent
+            say(f"a run would first make the quick start's model and prompts in {folder} (once, about 10 s)")
+        else:
+            make_if_missing(config, args.config)
         name = free_run_name(config)
         if name != config.run.name:
             say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
             config = from_arguments(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run.name={name}"]}))
-    check_files(config)
+    check_files(config, has_input=has_input)
     return config
 
 

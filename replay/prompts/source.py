@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from replay.prompts.rows import DataError, Place, Row, detect, normalize, shorten
 
-__all__ = ["DataError", "PromptSource", "Row", "load_rows"]
+__all__ = ["DataError", "PromptSource", "Row", "load_rows", "read_rows"]
 
 logger = logging.getLogger(__name__)
 PARQUET_MAGIC = b"PAR1"
@@ -23,9 +23,14 @@ STATE_SCHEMA = 1
 
 
 def load_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Read a JSONL or parquet file (told apart by its first bytes) into normalised rows.
+    """All rows of a file; see `read_rows`."""
+    return list(read_rows(path))
 
-    The column convention is detected from the first row, see replay/prompts/rows.py, and logged with that row.
+
+def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Read a JSONL or parquet file (told apart by its first bytes), one normalised row at a time.
+
+    The column convention is detected from the first row, see replay/prompts/rows.py; both are logged at the end.
 
     Raises:
         DataError: the file cannot be read or a row cannot be used; names file, row (JSONL: line), column and value.
@@ -42,19 +47,18 @@ def load_rows(path: str | os.PathLike[str]) -> list[Row]:
     if file.suffix == ".parquet" and not is_parquet:
         raise DataError(f"{source}: is not a parquet file; give JSONL files the ending .jsonl, or write it again")
     numbered = _parquet_rows(source) if is_parquet else _jsonl_rows(source)
-    rows: list[Row] = []
-    convention = None
-    for number, raw in numbered:
-        if convention is None:
-            convention = detect(raw, source)
-        rows.append(normalize(raw, convention, Place(source=source, row=number)))
-    if convention is None:
+    convention, first, count = None, None, 0
+    for count, (number, raw) in enumerate(numbered, start=1):  # noqa: B007 - counts for the line at the end
+        convention = convention or detect(raw, source)
+        row = normalize(raw, convention, Place(source=source, row=number))
+        first = first or row
+        yield row
+    if convention is None or first is None:
         raise DataError(f"{source}: has no rows; give a file with one prompt a row")
     logger.info(
         "%s: %d rows, read as %s; the first one: prompt %s, ground truth %s",
-        *(source, len(rows), convention.name, shorten(rows[0]["prompt"], 300), shorten(rows[0]["ground_truth"])),
+        *(source, count, convention.name, shorten(first["prompt"], 300), shorten(first["ground_truth"])),
     )
-    return rows
 
 
 def _jsonl_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, dump, from_arguments, load, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, load, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.main", description=__doc__)
+    parser = Parser(prog="python -m scripts.launch.main", description=__doc__)
     parser.add_argument("role", choices=["learner", "rollout"], help="which nodes to start")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
