@@ -130,6 +130,12 @@ def test_only_the_learners_key_may_be_the_learner(role: str) -> None:
     assert problem is not None and f"the key 'node1' may not be a {role}" in problem and "'learner'" in problem
 
 
+def test_ranks_above_0_may_have_the_key_of_their_own_node() -> None:
+    assert may_be("learner", "node1", {"node1"}) is may_be("learner", "learner", {"node1"}) is None
+    problem = may_be("learner", "node2", {"node1"})
+    assert problem is not None and "'node2'" in problem and "['node1']" in problem
+
+
 def test_any_key_may_be_a_rollout_server() -> None:
     assert may_be("rollout_server", "node1") is may_be("rollout_server", "learner") is None
 
