@@ -145,14 +145,14 @@ class LeaseDesk:
 
     def is_on_line(self, peer: Peer) -> bool:
         """Whether the policy that this server holds is one that the learner has made on the surviving line."""
-        return not self._is_gone(peer, peer.version)
+        return not self._is_gone(peer.incarnation, peer.version)
 
-    def _is_gone(self, peer: Peer, version: int) -> bool:
-        return any(first <= peer.incarnation <= last and version >= lost for first, last, lost in self.gone)
+    def _is_gone(self, incarnation: int, version: int) -> bool:
+        return any(first <= incarnation <= last and version >= lost for first, last, lost in self.gone)
 
-    def _is_unproven(self, peer: Peer, version: int) -> bool:
+    def _is_unproven(self, incarnation: int, version: int) -> bool:
         """Whether nobody has told replay the digest of this policy: its publication may overtake its commit."""
-        of_the_present = peer.incarnation == self.incarnation or version > self.buffer.line.last_committed
+        of_the_present = incarnation == self.incarnation or version > self.buffer.line.last_committed
         return version > self.buffer.version and of_the_present
 
     def lose(self, version: int, *, first: int = 0, last: int) -> None:
@@ -327,12 +327,15 @@ class LeaseDesk:
             if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
                 self._release(slot, "rejected")
             return
-        if self._is_gone(peer, int(group.versions.max())):
+        policies = [(incarnation, version) for incarnation, version in group.policies]
+        if not policies:
+            policies = [(peer.incarnation, int(group.versions.max()))]
+        if any(self._is_gone(*policy) for policy in policies):
             self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
             if slot.server == peer.identity:
                 self._recall(slot)
             return
-        if self._is_unproven(peer, int(group.versions.max())):
+        if any(self._is_unproven(*policy) for policy in policies):
             return  # it comes again until it is acked
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
             self._cancel(slot, str(slot.server), "another server was first")

@@ -55,6 +55,8 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
         ({"token_ids": np.array([-1, 0], dtype=np.int32)}, "negative token"),
         ({"lengths": np.array([2], dtype=np.int32)}, "a group has 2"),
         ({"attempt": 9}, "never leased"),
+        ({"policies": [[1, 0], [1, 3]]}, "newest token is of version 0"),
+        ({"policies": [[1]]}, "not [incarnation, version]"),
     ],
 )
 def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
