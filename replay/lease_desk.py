@@ -266,14 +266,15 @@ class LeaseDesk:
         self._write("release", slot, attempt=slot.attempt, reason=reason)
         if self.partials is not None:
             self.partials.released(slot.group_id, reason)
-        attempts_left = self.leases.release(slot)
+        dropped = self.leases.release(slot, reason)
         if reason in NEVER_AGAIN:
             self.drop(slot, reason)
-        elif not attempts_left:
+        elif dropped is not None:
             log.error(
-                "replay: group %s is poison: %d attempts failed, the last: %s", slot.group_id, slot.attempt, reason
-            )
-            self.drop(slot, "poison")
+                "replay: group %s is %s: %d attempts failed and %d were interrupted, the last: %s",
+                slot.group_id, dropped, slot.failures, slot.interruptions, reason,
+            )  # fmt: skip
+            self.drop(slot, dropped)
 
     def drop(self, slot: Slot, reason: str) -> None:
         """This group is never trained; counted under its reason."""

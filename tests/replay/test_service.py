@@ -347,6 +347,30 @@ def test_a_prompt_is_poison_once_its_attempts_are_used_up():
     assert made.counters["leases_released/engine_error"] == 2
 
 
+def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
+    made = service(replay__max_attempts=2)
+    for end in range(19):
+        given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
+        assert given.attempt == end + 1
+        if end % 2:
+            made.desk.expire(100.0 * end + 50.0)
+        else:
+            made.lost("b", "closed", 100.0 * end)
+            made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
+    assert not [name for name in made.counters if name.startswith("dropped/")]
+    lease(made, "b", now=5000.0)
+    made.desk.expire(6000.0)
+    assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
+
+
+def test_a_prompt_is_poison_by_its_failures_however_often_it_was_interrupted():
+    made = service(replay__max_attempts=2)
+    for reason in ("aborted", "reward_error", "aborted", "engine_error"):
+        given = next(x for x in lease(made) if x.index == 0)
+        made.handle("a", m.Cancel(pass_=0, index=0, attempt=given.attempt, reason=reason), 1.0)
+    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
+
+
 def test_only_who_holds_a_lease_renews_it():
     made = service()
     (given,) = lease(made)
