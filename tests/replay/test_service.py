@@ -158,9 +158,12 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     (cursor,) = sent(made, "l", m.Cursor)
 
     resumed = bare_service(config(placement__split="1:1"))
+    resumed.counters.update(groups_accepted=3, groups_trained=2)  # of a journal that ends before the checkpoint
     learner(resumed, "l", version=1, cursor=cursor.state)
     assert (resumed.incarnation, resumed.buffer.version) == (2, 1)
     assert resumed.counters["resume_without_journal"] == 4
+    restored = {name: count for name, count in resumed.counters.items() if name != "resume_without_journal"}
+    assert restored == cursor.state["counters"], "restored, and not added to what was counted before"
     resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
     resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
     again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
