@@ -382,11 +382,12 @@ class LeaseDesk:
         self._release(slot, cancel.reason)
         if cancel.reason == "reward_error":
             self.reward_errors.append(True)
-            rate = sum(self.reward_errors) / REWARD_WINDOW
-            if rate > self.config.reward.max_error_rate:
+            failed, limit = sum(self.reward_errors), self.config.reward.max_error_rate
+            if failed > limit * REWARD_WINDOW:
                 self._fail(
-                    f"reward function {self.config.reward.function!r} failed for {rate:.0%} of the last {REWARD_WINDOW}"
-                    f" groups (reward.max_error_rate {self.config.reward.max_error_rate:g}); the last: {cancel.detail}"
+                    f"reward function {self.config.reward.function!r} failed for {failed} of the last"
+                    f" {len(self.reward_errors)} groups; reward.max_error_rate {limit:g} allows"
+                    f" {int(limit * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {cancel.detail}"
                 )
 
 

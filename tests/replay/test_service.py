@@ -134,6 +134,7 @@ def test_reward_errors_past_their_limit_end_the_run():
         if made.ended:
             break
     assert made.failed and "KeyError: 'answer'" in made.ended
+    assert "failed for 7 of the last 7 groups" in made.ended and "0.2 allows 6 of 32" in made.ended
 
 
 def test_peers_that_disagree_are_refused_by_name():
