@@ -8,7 +8,7 @@ replay/recovery.py builds again from its journal.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ class Service:
         self,
         config: Config,
         source: PromptSource,
-        evaluation_rows: list[dict[str, Any]],
+        evaluation_rows: Sequence[dict[str, Any]],
         now: float,
         *,
         fingerprint: Mapping[str, str] | None = None,
