@@ -59,7 +59,8 @@ class Replay(Section):
     lease_s: float = Field(default=120.0, gt=0)
     """A lease that is not renewed for this long goes back to the queue."""
     max_attempts: int = Field(default=3, ge=1)
-    """Leases of one prompt before it is dropped as `poison`."""
+    """Failures of one prompt before it is dropped as `poison`. Lost servers and expired leases do not count; ten times
+    as many of them drop it as `interrupted`."""
     partial_rollouts: bool = False
     """Servers report the tokens of running answers, and a server that takes over a lease goes on from them."""
     fsync: Literal["every", "interval", "never"] = "interval"
