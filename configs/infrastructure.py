@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from configs.auto import without_device
 from configs.base import Section
 
 
@@ -14,8 +15,8 @@ class WeightBus(Section):
     """How buckets travel: a broadcast in a process group of the current epoch, or files in a shared folder."""
     folder: str | None = None
     """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
-    backend: Literal["gloo", "nccl", "ucc"] = "gloo"
-    """Backend of the collective transport."""
+    backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
+    """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
     apply: Literal["staged", "direct"] = "staged"
     """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
     stage_in: Literal["server", "engine"] = "server"
@@ -38,6 +39,11 @@ class WeightBus(Section):
     """Subscribers say this often that they live; three silent beats make a peer silent."""
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
+
+    @field_validator("backend")
+    @classmethod
+    def _alone(cls, value: str) -> str:
+        return without_device("weight_bus.backend", value)
 
 
 class Network(Section):

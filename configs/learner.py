@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from configs.auto import without_device
 from configs.base import Section
 
 
@@ -28,8 +29,9 @@ class Learner(Section):
     """Global gradient norm clip."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens that one rank holds in one forward."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forward and backward; master weights, optimizer and reductions stay float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
+    reductions stay float32."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
@@ -41,6 +43,11 @@ class Learner(Section):
     """How long a rank waits for its batch before the run stops and names what was missing."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a learner again that was killed, from its newest checkpoint (one learner node)."""
+
+    @field_validator("compute_dtype")
+    @classmethod
+    def _alone(cls, value: str) -> str:
+        return without_device("learner.compute_dtype", value)
 
 
 class Evaluation(Section):

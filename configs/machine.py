@@ -11,6 +11,11 @@ from pathlib import Path
 NVIDIA_SMI_S = 20.0
 
 
+def has_usable_gpu(environment: Mapping[str, str]) -> bool:
+    """Whether processes of this machine would find a GPU."""
+    return visible_devices(environment) != () and torch_has_cuda() and count_gpus() > 0
+
+
 def count_gpus() -> int:
     """GPUs of this machine by what the driver shows, whatever CUDA_VISIBLE_DEVICES says."""
     try:
