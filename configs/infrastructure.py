@@ -55,8 +55,9 @@ class Network(Section):
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Every process tells replay this often that it lives."""
-    silent_after_s: float = Field(default=10.0, gt=0)
-    """A peer that was silent for this long is taken for dead: its leases go back to the queue."""
+    silent_after_s: float = Field(default=30.0, gt=0)
+    """A peer that was silent for this long is taken for dead: its leases go back to the queue. Heartbeats wait behind
+    the message in front of them: the largest, of max_message_bytes, takes 20 s on a link of 100 Mbit/s."""
     max_message_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Larger messages are refused before they are read."""
     insecure: bool = False

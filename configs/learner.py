@@ -56,7 +56,7 @@ class Evaluation(Section):
     every_steps: int = Field(default=10, ge=0)
     """Evaluate versions that are multiples of this, version 0 and the last; 0 switches it off."""
     num_prompts: int = Field(default=512, ge=1)
-    """The first prompts of data.eval."""
+    """At most so many prompts, the first of data.eval; all of a smaller file."""
     greedy: bool = True
     """One greedy answer a prompt."""
     sampled: bool = True
@@ -68,8 +68,8 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """DCP state and a Hugging Face folder, written together."""
 
-    every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 writes the last step only."""
+    every_steps: int = Field(default=50, ge=0)
+    """Steps between checkpoints, which a killed learner repeats; 0 writes the last step only."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest first."""
 
