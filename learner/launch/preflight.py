@@ -8,6 +8,7 @@ import struct
 import tempfile
 from pathlib import Path
 
+from configs.loading import dump
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
@@ -136,7 +137,9 @@ def check_positions(config: Config) -> None:
 
 
 def check_trackers(config: Config) -> None:
-    """Raises PreflightError when the package of a tracker is not installed."""
+    """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
+    if config.tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
+        raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
     wanted = {
         "tensorboard": config.tracking.tensorboard and "true",
         "wandb": config.tracking.wandb != "off" and config.tracking.wandb,
@@ -165,17 +168,48 @@ def check_keys(config: Config) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when the run folder cannot be made."""
+    """Raises PreflightError when the run folder cannot be made; found out by making a file where it would be."""
     folder = Path(config.run_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    try:  # permissions do not tell: root may write anywhere, except to what the file system refuses
-        os.rmdir(tempfile.mkdtemp(prefix=".slipstream-", dir=folder))
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        why = f"is not writable ({error.strerror})" if folder.is_dir() else "is a file"
-        raise PreflightError(
-            f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to"
-        ) from error
+        raise _not_writable(config, folder, error) from error
+
+
+def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightError:
+    why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
+    return PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+
+
+def claim_run_dir(config: Config, *, new: bool) -> Config:
+    """Make the run folder and write its config.yaml; a new run never takes the folder of another one.
+
+    Returns:
+        The configuration, with the next free name where another run of this name has started since the checks.
+
+    Raises:
+        PreflightError: the folder cannot be made or written.
+    """
+    claimed = config
+    while True:
+        folder = Path(claimed.run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(config, folder, error) from error
+        try:
+            with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
+                file.write(dump(claimed))
+        except FileExistsError:
+            run = config.run.model_copy(update={"name": free_run_name(config)})
+            claimed = config.model_copy(update={"run": run})
+        except OSError as error:
+            raise _not_writable(config, folder, error) from error
+        else:
+            return claimed
 
 
 def check_port(config: Config) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -186,6 +187,7 @@ def _in_kubernetes(wanted: Wanted) -> int:
         keys=keys,
         replay=wanted.replay,
         folder=wanted.args.out,
+        run_name=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}" if wanted.role == "learner" else config.run.name,
     )
     if wanted.args.dry_run:
         _show(table(plan, EVERYTHING if wanted.role == "learner" else SHOWN["rollout"]))

@@ -83,6 +83,7 @@ def refused(tmp_path, sort6):
         ([], ["data.train=no/such/rows.jsonl"], ["no/such/rows.jsonl", "no such file", "data.train"]),
         (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
         ([], ["run.dir=README.md"], ["run.dir", "README.md is a file", "name a folder"]),
+        ([], ["run.dir=/proc/runs"], ["run.dir", "/proc is not writable", "name a folder"]),
     ],
 )
 def test_a_bad_setting_is_refused(refused, arguments, settings, words):
