@@ -31,7 +31,7 @@ from weight_bus.remote.line import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Host
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 
 CONFIG = WeightBus(bucket_bytes=20_000, collective_timeout_s=1.0, heartbeat_s=0.25, deadline_s=8.0)
 RUN = "receiver-test"

@@ -15,7 +15,7 @@ from scripts.bus_faults.gates import GatedStore
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 
 
 def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:

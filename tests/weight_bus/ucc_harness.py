@@ -24,7 +24,7 @@ from weight_bus import Publisher, TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
 from weight_bus.transports.ucc import UccCollective
-from weight_bus.transports.ucc_member import MODULE
+from weight_bus.transports.ucc.member import MODULE
 
 STUB = Path(__file__).parent / "ucc_stub"
 CONFIG = GLOO.model_copy(update={"backend": "ucc", "collective_timeout_s": 2.0, "deadline_s": 60.0})

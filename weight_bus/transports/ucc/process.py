@@ -1,6 +1,6 @@
-"""The processes in which UCC runs, for weight_bus/transports/ucc.py: a starter, and the one that it forks for a group.
+"""The processes in which UCC runs, for the transport (collective.py): a starter, and the one that it forks for a group.
 
-usage: python -m weight_bus.transports.ucc_process PARENT_PID CHANNEL_FD MEMORY_FD
+usage: python -m weight_bus.transports.ucc.process PARENT_PID CHANNEL_FD MEMORY_FD
 
 The starter imports torch once, and loads no UCC. Each message is msgpack in a packet:
 
@@ -40,8 +40,8 @@ import torch.distributed as dist
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 from weight_bus.transports.meeting import Meeting
-from weight_bus.transports.ucc import resolve_ucc
-from weight_bus.transports.ucc_member import SharedBytes
+from weight_bus.transports.ucc.member import SharedBytes
+from weight_bus.transports.ucc.source import resolve_ucc
 
 log = logging.getLogger("weight_bus.ucc_process")
 
