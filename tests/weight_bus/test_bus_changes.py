@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
 from pydantic import ValidationError
 
 from configs import Config
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
 from weight_bus import Publisher
 from weight_bus.delta.changes import ChangeMaker, ChangeReader, digest_of
 from weight_bus.intake import Intake

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from bus_harness import CONFIG, HOST
 
 from scripts.bus_faults.gates import GatedStore
+from tests.support.bus_receiver import CONFIG, HOST
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix

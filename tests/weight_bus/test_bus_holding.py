@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
 
 from configs.infrastructure import WeightBus
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
 from weight_bus import Event, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.membership import Membership, State
 from weight_bus.messages import Applied, Holding, Join, Staged

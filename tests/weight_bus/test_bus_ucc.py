@@ -4,6 +4,7 @@ Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only the 
 """
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -17,11 +18,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from bus_harness import CONFIG as GLOO
-from bus_harness import HOST, RUN, Faulty, Rollout, digests, until, weights
 from ucc_harness import (
     CONFIG,
     START_S,
+    STUB,
     Outcome,
     Pair,
     hit,
@@ -31,14 +31,14 @@ from ucc_harness import (
     processes,
     stub,
     together,
-    worker,
 )
 
 from configs.infrastructure import WeightBus
 from configs.loading import load
 from learner.launch.preflight import PreflightError, check_available
+from tests.support.bus_receiver import CONFIG as GLOO
+from tests.support.bus_receiver import HOST, RUN, Faulty, Rollout, digests, printed, receiver_process, until, weights
 from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
-from weight_bus.digest import combined
 from weight_bus.transports import Formation, make_transport, resolve_ucc
 from weight_bus.transports.ucc import collective, member, process
 from weight_bus.transports.ucc.collective import SLACK_S
@@ -386,10 +386,6 @@ def publish(publisher: Publisher, version: int) -> PublishReport:
     return publisher.publish(version, named.items(), digests(named))
 
 
-def line(version: int) -> str:
-    return f"{version} {combined(digests(weights(version)))}"
-
-
 @over_the_stub
 def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -428,9 +424,11 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogC
 def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pytest.LogCaptureFixture) -> None:
     with stub(), Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
         survivor = Rollout(publisher, "rollout-0", factory=make_warm, config=CONFIG)
-        with worker(publisher, "rollout-1", "kill@2") as (process, lines):
+        stubbed = {"PYTHONPATH": str(STUB), "BUS_CONFIG": json.dumps(CONFIG.model_dump())}
+        with receiver_process(publisher, "rollout-1", "kill@2", joins_in_s=START_S, **stubbed) as lost:
+            process, lines = lost.process, lost.lines
             assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"], caplog.text
-            until(lambda: lines == [line(1)], "the process holds what was sent")
+            until(lambda: lines == [printed(1)], "the process holds what was sent")
             until(lambda: len(processes(process.pid)) == 2, "the starter, and the process of the group")
             (starter,) = [pid for pid in processes(process.pid) if parent_of(pid) == process.pid]
             os.kill(starter, signal.SIGSTOP)  # so that it cannot notice anything by itself
