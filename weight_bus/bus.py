@@ -144,7 +144,7 @@ class Bus:
                 self._board.settle(time.monotonic())
 
     def _tend(self, now: float) -> None:
-        """Beat, and remove who is gone. After reading what has arrived, never before."""
+        """Send heartbeats, and remove members that are silent or slow. After reading what has arrived, never before."""
         if now >= self._next_beat:
             self._next_beat = now + self._config.heartbeat_s
             for member in list(self._board.membership.members.values()):
@@ -197,7 +197,7 @@ class Bus:
         member = self._board.membership.heard(session, now)
         if member is None:
             if not isinstance(message, m.Goodbye):
-                # also reaches whoever comes back after being stopped: it joins anew and is refilled
+                # also for a subscriber that was stopped and continues: it joins anew and is refilled
                 self._router.send(identity, m.Removed(session=session, reason="this session has ended", rejoin=True))
             return
         match message:

@@ -42,7 +42,7 @@ class PublishReport:
     failed: dict[str, str]
     """Subscribers that do not, or not yet, and why."""
     held: dict[str, str]
-    """Subscribers that finish an evaluation of an older version first, and why. Nobody waits for them."""
+    """Subscribers that finish an evaluation of an older version first, and why. They are not waited for."""
     seconds: dict[str, float]
     """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
     total."""
@@ -73,7 +73,7 @@ class Offer:
     """Of the last round, to each subscriber."""
     failed: dict[str, str] = field(default_factory=dict)
     report: PublishReport | None = None
-    """Set once everyone is settled."""
+    """Set once every member is settled."""
     sent_at: float = 0.0
     rounds: int = 0
 
@@ -108,7 +108,7 @@ class Board:
         self.on_event: list[Callable[[Event], None]] = []
 
     def emit(self, event: Event) -> None:
-        """Tell the listeners; they run on the bus thread and must be quick."""
+        """Call the listeners; they run on the bus thread and must be quick."""
         for listener in self.on_event:
             listener(event)
 
@@ -122,7 +122,7 @@ class Board:
             self.emit(Event(kind="superseded", version=offer.version, epoch=offer.report.epoch, detail=late))
 
     def call_off(self, offer: Offer, before: Offer | None, reason: str) -> None:
-        """Nobody is to apply a version, which the bus may be sending; the one before stands."""
+        """Withdraw a version that the bus may be sending; the one before stands."""
         with self.changed:
             offer.progress.call_off(reason)
             if self.pending is offer:
@@ -141,7 +141,7 @@ class Board:
         self.changed.notify_all()
 
     def report(self, offer: Offer, now: float) -> PublishReport:
-        """The report of an offer as it stands; who is not settled is named with what it is doing."""
+        """The report of an offer as it stands; names each unsettled member with its state."""
         if offer.report is not None:
             return offer.report
         members = self.membership.members.values()

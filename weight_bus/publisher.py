@@ -32,7 +32,7 @@ SILENT_BEATS = 3
 
 
 class Publisher:
-    """Publishes versions to whoever has joined. Its methods are for one thread (except `members` and `stats`).
+    """Publishes versions to all subscribers. Its methods are for one thread (except `members` and `stats`).
 
     Args:
         config: the weight_bus section.
@@ -62,7 +62,7 @@ class Publisher:
         transport = (transport_factory or make_transport)(config, host)
         self._packer = Packer(config.bucket_bytes, transport.device, alignment_of(config))
         self._overlaps = config.transport == "collective" and config.apply == "staged"
-        """Buckets are sent while others are packed: nobody stands still for it, and nothing outlives a version."""
+        """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
@@ -103,7 +103,7 @@ class Publisher:
         *,
         evaluate: bool = False,
     ) -> PublishReport:
-        """`start_publish` and `wait`. Publishing to nobody succeeds at once."""
+        """`start_publish` and `wait`. Returns immediately when there are no subscribers."""
         self.start_publish(version, named_tensors, digests, evaluate=evaluate)
         return self.wait()
 
@@ -124,7 +124,7 @@ class Publisher:
             named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
             digests: of the parameters as the learner holds them, taken from its own shards. They are what
                 the engines' digests are held against, so they must not come from `named_tensors`.
-            evaluate: subscribers are told to keep this version for an evaluation.
+            evaluate: subscribers keep this version for an evaluation.
 
         Raises:
             NonFiniteWeights: nothing is applied, subscribers keep the last version.

@@ -1,7 +1,7 @@
-"""One round: the version on offer to those who need it, in the group of one epoch.
+"""One round: the version on offer to members that need it, in the group of one epoch.
 
-The members of the last epoch use its group again; any other set forms the next epoch of exactly those who answer for
-it. A round decides and sends. It does not wait: it yields what it waits for, the bus serves the control plane until
+The members of the last epoch use its group again; any other set forms the next epoch, of exactly those that answer
+for it. A round decides and sends. It does not wait: it yields what it waits for, the bus serves the control plane until
 then, and does in the end what the outcome says.
 """
 
@@ -106,7 +106,7 @@ class Round:
         return Outcome()
 
     def _form(self) -> Steps[None]:
-        """Invite the receivers to the next epoch, and keep those who answer.
+        """Invite the receivers to the next epoch, and keep those that answer.
 
         A survivor of a broken group may sit in its own collective timeout meanwhile.
         """
@@ -131,7 +131,7 @@ class Round:
         with self._board.changed:
             ready = [m for m in invited if m.state is State.READY and membership.find(m.session) is m]
             if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
-                # all live and yet their round failed: one at a time shows whose data plane is broken
+                # all live and yet their round failed: one at a time shows which data plane is broken
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
                 ready = ready[:1]
@@ -269,7 +269,7 @@ class Round:
         return self._membership.receiving(member.session, self._epoch, self._offer.version) is not None
 
     def _release(self, member: Member, error: TransportError) -> bool:
-        """Tell a member whose engine is untouched to forget the version; False when it has staged it, or has left."""
+        """Abort a member with an untouched engine; False when it has staged the version, or has left."""
         what = (member.session, self._epoch, self._offer.version)
         preparing = member.state is not State.HOLDING and self._membership.preparing(*what) is not None
         if not preparing and not self._is_receiving(member):

@@ -83,6 +83,6 @@ class Staging:
         return digesters
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The update as views into the buffers; whoever keeps them must copy."""
+        """The update as views into the buffers; copy them to keep them."""
         for entry in self.manifest.entries:
             yield entry.name, view_of(self.buckets, entry)

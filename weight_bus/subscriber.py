@@ -344,7 +344,7 @@ class Subscriber:
         """Apply, then hold what the engine says it holds against the manifest.
 
         Raises:
-            EngineSpoiled: a refill would not help; the publisher has been told.
+            EngineSpoiled: a refill would not help; the publisher knows.
         """
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:

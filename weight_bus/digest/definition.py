@@ -1,7 +1,7 @@
 """Position-keyed digests of tensors that add up over slices (invariant 5).
 
 The digest of a logical tensor is  sum over elements of mix(bits of the element, its flat index)  mod 2^64.
-A sum over elements does not care who holds which slice: FSDP shards, tensor-parallel slices and rows of a
+A sum over elements is independent of which process holds which slice: FSDP shards, tensor-parallel slices and rows of a
 fused projection each digest what they hold, in place, and the parts are added. Keying by position makes
 swapped elements visible, which a plain XOR or sum is blind to.
 

@@ -1,6 +1,6 @@
 """The digest as a Triton kernel, for tensors on a CUDA device: one launch for all of a kind.
 
-Imported only where such a tensor is digested, so that nobody else needs Triton. Each element is read once. A task is
+Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. A task is
 rows of contiguous elements, `row_step` flat indices apart in the logical tensor and `stride` elements apart in memory,
 which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
 rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
@@ -165,7 +165,7 @@ class Plan:
 
 
 def _table(batch: Sequence[Task], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tasks as int64[tasks, COLUMNS], and for each program whose it is, int32[programs]."""
+    """The tasks as int64[tasks, COLUMNS], and the task of each program, int32[programs]."""
     rows: list[list[int]] = []
     programs: list[int] = []
     first = 0

@@ -39,7 +39,7 @@ def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:
 
 
 def ignore(index: int) -> None:
-    """For callers of `finish` who do not follow its progress."""
+    """For callers of `finish` that do not follow its progress."""
 
 
 class Transport(Protocol):
@@ -79,7 +79,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Labelled(Protocol):
-    """A transport that is told what the buckets are that follow, because it names what they hold."""
+    """A transport that takes a description of the next buckets, because it names what they hold."""
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
         """Before the first bucket: the tensors of each, or None for a change of the version before."""
@@ -88,7 +88,7 @@ class Labelled(Protocol):
 class DirectReceiver(Protocol):
     """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
 
-    Called by the subscriber's thread; every call ends in time by itself. Nothing but `prove` tells what is live.
+    Called by the subscriber's thread; every call ends in time by itself. Only `prove` says what is live.
     """
 
     @property

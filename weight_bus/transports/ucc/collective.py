@@ -7,7 +7,7 @@ or serves. Each group has a process of its own (process.py), which may die or ha
 - It is forked from one that has imported torch and does nothing else, so a new group costs no seconds.
 - Buckets are copied into memory that both sides share, and out of it on the other side. Through the sockets between
   them (member.py) go orders and answers of a few bytes, as msgpack.
-- Every order has a limit by this side's clock. Who does not answer in time, or hangs up, is killed and reaped. A group
+- Every order has a limit by this side's clock. A process that misses it, or hangs up, is killed and reaped. A group
   ends with its process, also a healthy one.
 - A returned broadcast is no delivery. A sum over all members, taken after the last bucket, is: it comes out right only
   when every member has counted every bucket.
@@ -64,7 +64,7 @@ class UccCollective:
     def facts(self) -> dict[str, str]:
         """The backend, where UCC comes from, and the protocol.
 
-        Who states them can form a group at once, for they are not stated before the process for that is ready.
+        Returns when the process for a group is ready, so a transport that has stated them can form one at once.
 
         Raises:
             TransportError: it is not, after a minute.

@@ -1,6 +1,6 @@
 """The processes of UCC as the transport (collective.py) sees them: the starter, the process of a group, their memory.
 
-Whoever does not answer in time, or hangs up, is killed and reaped. What they say: process.py.
+A process that does not answer in time, or hangs up, is killed and reaped. The messages: process.py.
 """
 
 import logging
@@ -31,7 +31,7 @@ MAX_ANSWER_BYTES = 64 * 1024
 
 
 class SharedBytes:
-    """Memory of this machine with a file descriptor and no name: nothing is left of it when all who had it are gone.
+    """Memory of this machine with a file descriptor and no name: it is freed when all its processes have ended.
 
     Args:
         fd: of the other process's; none makes new memory.
