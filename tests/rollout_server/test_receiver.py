@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,9 @@ from replay.channel import WireError, decode, encode, registry
 from rollout_server.engines.sglang import receiver
 from rollout_server.engines.sglang.receiver import Handles, Receiver
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_bytes, in_words
+from tests.support import bus_receiver
+from tests.support.bus_receiver import HOST, Weights, digests, until
 from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
-from weight_bus.digest import slice_digest
 from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
@@ -35,26 +36,9 @@ from weight_bus.transports.gloo import Collective
 
 CONFIG = WeightBus(bucket_bytes=20_000, collective_timeout_s=1.0, heartbeat_s=0.25, deadline_s=8.0)
 RUN = "receiver-test"
-HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 EPOCHS = itertools.count(1)
-Weights = dict[str, torch.Tensor]
-
-
-def weights(version: int) -> Weights:
-    generator = torch.Generator().manual_seed(version)
-    return {f"layers.{i}.weight": torch.randn(60, 70, generator=generator).bfloat16() for i in range(5)}
-
-
-def digests(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: slice_digest(tensor) for name, tensor in named.items()}
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
+weights = partial(bus_receiver.weights, rows=30)
 
 
 @pytest.fixture

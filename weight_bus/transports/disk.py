@@ -11,9 +11,9 @@ reader of safetensors can open:
         v000012/model.safetensors.index.json     which tensor is in which file; last
         v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta/coding.py
 
-The control plane says which version to read, as with every transport; only the bytes go this way. The two newest versions
-are kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What earlier
-incarnations of the run have left is removed when the first reader of the next one joins.
+The control plane says which version to read, as with every transport; only the bytes go this way. The two newest
+versions are kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What
+earlier incarnations of the run have left is removed when the first reader of the next one joins.
 """
 
 import json
