@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from replay.buffer import dropped_by_reason
 from replay.leases import SlotState
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
         if missing is not None
         else None,
         "waits": waits(service, now),
+        "no_batch": no_batch(service),
         "peers": [
             {
                 "name": peer.name,
@@ -49,6 +51,42 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
         "repeats_until": buffer.line.last_committed if buffer.line.last_committed > buffer.version else None,
         "ended": service.ended,
     }
+
+
+def no_batch(service: "Service") -> dict[str, Any] | None:
+    """Why the next batch cannot be formed yet; None once it is, and before a learner is there."""
+    buffer, desk, step = service.buffer, service.desk, service.buffer.version + 1
+    if service.incarnation == 0 or step in buffer.line.steps:
+        return None
+    here, idle = buffer.count(SlotState.BUFFERED), idle_servers(service)
+    why = f"batch {step} has {min(here, buffer.groups_per_step)} of {buffer.groups_per_step} groups"
+    dropped = dropped_by_reason(service.counters)
+    if dropped:
+        why += f"; dropped so far: {dropped}"
+    if desk.last_drop:
+        why += f"; the last, {desk.last_drop}"
+    for name, problem in idle.items():
+        why += f"; {name!r} has no lease: {problem}"
+    return {"step": step, "why": why, "dropped": dropped, "last_drop": desk.last_drop, "idle_servers": idle}
+
+
+def idle_servers(service: "Service") -> dict[str, str]:
+    """Why a rollout server holds no lease although there are prompts to lease, by its name."""
+    buffer, found = service.buffer, {}
+    queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
+    busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
+    needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
+    for peer in service.peers.role("rollout_server"):
+        serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
+        if peer.identity in busy or not (queued or buffer.room > 0):
+            continue
+        if not peer.capacity:
+            found[peer.name] = "it asks for none"
+        elif not service.desk.is_on_line(peer):
+            found[peer.name] = f"{serves}, which incarnation {service.incarnation} has replaced"
+        elif peer.version < needed:
+            found[peer.name] = f"{serves}, and the next prompt needs version {needed}"
+    return found
 
 
 def waits(service: "Service", now: float) -> list[dict[str, Any]]:
