@@ -132,7 +132,7 @@ class RolloutServer:
             case m.Welcome():
                 if message.bus_address is not None:
                     self._waits_for_welcome = False
-                    self.follower.follow(message.bus_address, self.dealer.run_id, message.incarnation)
+                    self.follower.follow(message.bus_address, self.dealer.run_id)
                 else:
                     self._now("waiting for the learner")
             case m.Lease():
