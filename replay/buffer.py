@@ -248,7 +248,7 @@ class GroupBuffer:
         return replace(group, loss_mask=np.where(over_age, np.uint8(0), group.loss_mask))
 
 
-def dropped_by_reason(counters: Counter[str]) -> str:
-    """Example: `prompt_too_long 512, poison 3`."""
+def drops(counters: Counter[str]) -> dict[str, int]:
+    """Dropped groups by reason, the most frequent one first."""
     found = {name.partition("/")[2]: count for name, count in counters.items() if name.startswith("dropped/") and count}
-    return ", ".join(f"{reason} {count}" for reason, count in sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -15,7 +15,7 @@ import numpy as np
 from configs.schema import Config
 from replay import messages as m
 from replay.bounded_log import BoundedLog
-from replay.buffer import GroupBuffer, dropped_by_reason
+from replay.buffer import GroupBuffer, drops
 from replay.channel import Message
 from replay.channel.frames import encode
 from replay.journal import Journal
@@ -281,10 +281,9 @@ class LeaseDesk:
         self.last_drop = f"group {slot.group_id[0]}/{slot.group_id[1]}: {reason}" + (f": {detail}" if detail else "")
         self.buffer.drop(slot, reason)
         if self.buffer.fruitless >= len(self.source):
-            self._fail(
-                f"data.train: {self.buffer.fruitless} prompts in a row, a whole pass over the data, were dropped"
-                f" ({dropped_by_reason(self.counters)}); the last, {self.last_drop}"
-            )
+            counts = ", ".join(f"{count} {name}" for name, count in drops(self.counters).items())
+            whole = f"data.train: {self.buffer.fruitless} prompts in a row, a whole pass over the data, were dropped"
+            self._fail(f"{whole} ({counts}); the last, {self.last_drop}")
         self._write("drop", slot, reason=reason)
         if self.partials is not None:
             self.partials.forget(slot.group_id)

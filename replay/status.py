@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from replay.buffer import dropped_by_reason
+from replay.buffer import drops
 from replay.leases import SlotState
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
         if missing is not None
         else None,
         "waits": waits(service, now),
-        "no_batch": no_batch(service),
+        "waiting": waiting(service),
         "peers": [
             {
                 "name": peer.name,
@@ -53,26 +53,25 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
     }
 
 
-def no_batch(service: "Service") -> dict[str, Any] | None:
-    """Why the next batch cannot be formed yet; None once it is, and before a learner is there."""
+def waiting(service: "Service") -> dict[str, Any] | None:
+    """Why the batch that was asked for cannot be formed; None while there is no such batch."""
     buffer, desk, step = service.buffer, service.desk, service.buffer.version + 1
-    if service.incarnation == 0 or step in buffer.line.steps:
+    if not service.batch_desk.takes.get(step) or step in service.batch_desk.batches:
         return None
-    here, idle = buffer.count(SlotState.BUFFERED), idle_servers(service)
+    here, idle, dropped = buffer.count(SlotState.BUFFERED), idle_servers(service), drops(service.counters)
     why = f"batch {step} has {min(here, buffer.groups_per_step)} of {buffer.groups_per_step} groups"
-    dropped = dropped_by_reason(service.counters)
     if dropped:
-        why += f"; dropped so far: {dropped}"
+        why += f"; dropped so far: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}"
     if desk.last_drop:
         why += f"; the last, {desk.last_drop}"
-    for name, problem in idle.items():
-        why += f"; {name!r} has no lease: {problem}"
+    for server in idle:
+        why += f"; {server['name']!r} has no lease: {server['why']}"
     return {"step": step, "why": why, "dropped": dropped, "last_drop": desk.last_drop, "idle_servers": idle}
 
 
-def idle_servers(service: "Service") -> dict[str, str]:
-    """Why a rollout server holds no lease although there are prompts to lease, by its name."""
-    buffer, found = service.buffer, {}
+def idle_servers(service: "Service") -> list[dict[str, Any]]:
+    """Rollout servers without a lease although there are prompts to lease: name, policy and why."""
+    buffer, found = service.buffer, []
     queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
     busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
     needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
@@ -81,11 +80,14 @@ def idle_servers(service: "Service") -> dict[str, str]:
         if peer.identity in busy or not (queued or buffer.room > 0):
             continue
         if not peer.capacity:
-            found[peer.name] = "it asks for none"
+            why = "it asks for none"
         elif not service.desk.is_on_line(peer):
-            found[peer.name] = f"{serves}, which incarnation {service.incarnation} has replaced"
+            why = f"{serves}, which incarnation {service.incarnation} has replaced"
         elif peer.version < needed:
-            found[peer.name] = f"{serves}, and the next prompt needs version {needed}"
+            why = f"{serves}, and the next prompt needs version {needed}"
+        else:
+            continue
+        found.append({"name": peer.name, "version": peer.version, "incarnation": peer.incarnation, "why": why})
     return found
 
 

@@ -403,7 +403,7 @@ def test_a_pass_that_gives_no_group_ends_the_run_with_the_counts_and_the_last_re
     assert made.ended is None
     gives_up(made, 5, "prompt_too_long")
     assert made.failed and "12 prompts in a row, a whole pass over the data, were dropped" in made.ended
-    assert "prompt_not_rendered 11, prompt_too_long 1" in made.ended and "prompt_too_long: no template, 0" in made.ended
+    assert "11 prompt_not_rendered, 1 prompt_too_long" in made.ended and "prompt_too_long: no template, 0" in made.ended
 
 
 def test_one_group_of_a_pass_is_enough_to_go_on():
@@ -430,14 +430,17 @@ def test_status_says_why_no_batch_can_be_formed():
     made.handle("l2", m.Take(step=1, rank=0), 0.0)
     made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
     made.handle("a", m.LeaseRequest(capacity=4, version=1, incarnation=1), 0.0)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=2, digest="d2"), 0.0)
+    made.handle("l2", m.Take(step=3, rank=0), 0.0)
     made.handle("x", m.StatusRequest(), 1.0)
-    found = sent(made, "x", m.Status)[-1].state["no_batch"]
-    assert found["step"] == 2 and found["dropped"] == "prompt_not_rendered 3"
+    found = sent(made, "x", m.Status)[-1].state["waiting"]
+    assert found["step"] == 3 and found["dropped"] == {"prompt_not_rendered": 3}
     assert "prompt_not_rendered: no template, 2" in found["last_drop"]
-    assert found["idle_servers"]["rollout-a"] == (
-        "it serves version 1 of incarnation 1, which incarnation 2 has replaced"
-    )
-    for part in ("batch 2 has ", "prompt_not_rendered 3", found["last_drop"], "'rollout-a' has no lease: it serves"):
+    replaced = {"name": "rollout-a", "version": 1, "incarnation": 1}
+    (mine,) = [server for server in found["idle_servers"] if server["name"] == "rollout-a"]
+    assert mine == replaced | {"why": "it serves version 1 of incarnation 1, which incarnation 2 has replaced"}
+    for part in ("batch 3 has ", "3 prompt_not_rendered", found["last_drop"], "'rollout-a' has no lease: it serves"):
         assert part in found["why"]
 
 
