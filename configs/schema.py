@@ -178,16 +178,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _sampling_is_carried(self) -> "Config":
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            key, value = ("top_p", self.rollout.top_p) if self.rollout.top_p < 1 else ("top_k", self.rollout.top_k)
-            raise ValueError(
-                f"rollout.{key}: {value} truncates the sampling distribution, and the learner would not know the mask;"
-                " take top_p=1.0 and top_k=-1 and shape the distribution by rollout.temperature"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _engine_can_receive(self) -> "Config":
         if self.weight_bus.apply == "direct" and self.rollout.engine != "sglang":
             raise ValueError(
