@@ -13,7 +13,7 @@ from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, Learner, Limits
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
@@ -40,7 +40,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     weight_bus: WeightBus = WeightBus()
