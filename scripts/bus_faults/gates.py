@@ -141,12 +141,12 @@ def install(gate: Gate) -> None:
         return GatedTransport(make_transport(*arguments), gate, pieces)
 
     for module, name, value in (
-        (subscriber, "Dealer", GatedDealer),
         (subscriber, "Intake", GatedIntake),
         (subscriber, "make_transport", gated),
         (intake, "Staging", GatedStaging),
     ):
         setattr(module, name, value)
+    subscriber.Subscriber.__init__.__kwdefaults__["dealer"] = GatedDealer
 
 
 class GatedTransport:

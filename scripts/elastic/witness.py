@@ -65,7 +65,7 @@ def _watch_bus(note: Any) -> None:
     from weight_bus import intake, messages, subscriber
     from weight_bus.digest import combined
 
-    class Dealer(subscriber.Dealer):  # type: ignore[misc,name-defined]  # the gated one
+    class Dealer(subscriber.Subscriber.__init__.__kwdefaults__["dealer"]):  # type: ignore[misc]  # the gated one
         """The control plane of the bus."""
 
         def send(self, message: Any) -> bool:
@@ -93,8 +93,8 @@ def _watch_bus(note: Any) -> None:
             note("proven", version=version, digest=combined(held))
             return held
 
-    setattr(subscriber, "Dealer", Dealer)  # noqa: B010 (not exported by name)
-    setattr(subscriber, "Intake", Intake)  # noqa: B010
+    subscriber.Subscriber.__init__.__kwdefaults__["dealer"] = Dealer
+    setattr(subscriber, "Intake", Intake)  # noqa: B010 (not exported by name)
 
 
 def _watch_replay(note: Any) -> None:
