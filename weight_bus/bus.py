@@ -18,7 +18,7 @@ from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
 from weight_bus.membership import Member, State
 from weight_bus.offer import Board, Event
-from weight_bus.round import Ends, Outcome, Round
+from weight_bus.round import Ends, Round
 from weight_bus.sender import Sender
 from weight_bus.transports.base import Transport, differing
 
@@ -82,15 +82,11 @@ class Bus:
             receivers = [member for member in receivers if self._reach(member)]
         if not receivers:
             return
-        steps = Round(self._ends, offer, receivers, self._suspects).run()
-        try:
-            while True:
-                wait = next(steps)
-                self._pump(wait.until, wait.deadline)
-        except StopIteration as end:
-            outcome: Outcome = end.value
+        sending = Round(self._ends, offer, receivers, self._suspects)
+        for wait in sending.steps():
+            self._pump(wait.until, wait.deadline)
+        outcome, error = sending.outcome, sending.outcome.error
         self._suspects = outcome.suspects
-        error = outcome.error
         if error is not None and outcome.charged is not None:
             self._charge(outcome.charged, str(error))
         for member in outcome.spoiled:

@@ -77,9 +77,14 @@ class Round:
         self._membership = ends.board.membership
         self._direct = ends.config.apply == "direct"
         self._epoch = 0
+        self.outcome = Outcome()
+        """Of all steps."""
 
-    def run(self) -> Steps[Outcome]:
-        """Failures end in another state of the members and in the outcome, never in an error."""
+    def steps(self) -> Steps[None]:
+        """Send, up to the outcome. Failures end in other states of the members and in it, never in an error."""
+        self.outcome = yield from self._run()
+
+    def _run(self) -> Steps[Outcome]:
         offer, started = self._offer, time.monotonic()
         fresh = not self._membership.in_group(self._receivers)
         if fresh:
