@@ -56,17 +56,17 @@ class Offer:
     """One version on offer, with the packed buckets that joins and resends are served from."""
 
     version: int
-    manifest: Manifest
-    buckets: list[torch.Tensor]
+    evaluate: bool
     buffer: int
     """Which of the two sets the buckets are."""
-    evaluate: bool
-    progress: Progress
     started_at: float
     """Of `start_publish`."""
-    posted_at: float
-    deadline: float
-    seconds: dict[str, float]
+    manifest: Manifest = field(default_factory=lambda: Manifest((), ()))
+    buckets: list[torch.Tensor] = field(default_factory=list)
+    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    posted_at: float = 0.0
+    deadline: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"gather": 0.0})
     change: Change | None = None
     """What leads here from the version before, where it is worth sending."""
     wire_bytes: int = 0

@@ -9,8 +9,6 @@ Example:
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import MappingProxyType
 
 import torch
 
@@ -18,7 +16,7 @@ from configs.infrastructure import WeightBus
 from replay.channel import Keys
 from weight_bus.bus import Bus
 from weight_bus.control import Router
-from weight_bus.delta.changes import Change, ChangeMaker
+from weight_bus.delta.changes import ChangeMaker
 from weight_bus.errors import WeightBusError
 from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership
@@ -138,12 +136,11 @@ class Publisher:
         spare, before = self._spare_buffer(version)
         base = before if before is not None and before.buffer != spare else None
         due = self._changes.due(base.digest if base is not None else "")
+        offer = Offer(version=version, evaluate=evaluate, buffer=spare, started_at=started)
         room = self._packer.room(spare) if self._overlaps and not due else None
-        post = partial(self._post, version, evaluate=evaluate, buffer=spare, started=started)
         if room is not None:
-            layout, buckets = room
-            last = self._last
-            offer = post(layout.with_digests(digests), buckets, packed=0)
+            last, (layout, buckets) = self._last, room
+            self._post(offer, layout.with_digests(digests), buckets, packed=0)
             try:
                 self._pack_behind(offer, named_tensors)
             except BaseException as error:
@@ -154,13 +151,11 @@ class Publisher:
             return
         layout, buckets = self._packer.pack(named_tensors, spare)
         manifest = layout.with_digests(digests)
-        packed = time.monotonic()
-        seconds = {"gather": packed - started}
-        change = None
+        packed = offer.spend("gather", started)
         if due and base is not None:
-            change = self._changes.change(base.digest, base.buckets, buckets, manifest)
-            seconds["encode"] = time.monotonic() - packed
-        post(manifest, buckets, packed=len(buckets), change=change, seconds=seconds)
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, manifest)
+            offer.spend("encode", packed)
+        self._post(offer, manifest, buckets, packed=len(buckets))
 
     def wait(self, deadline_s: float | None = None) -> PublishReport:
         """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
@@ -220,39 +215,15 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(
-        self,
-        version: int,
-        manifest: Manifest,
-        buckets: list[torch.Tensor],
-        *,
-        evaluate: bool,
-        buffer: int,
-        started: float,
-        packed: int,
-        change: Change | None = None,
-        seconds: Mapping[str, float] = MappingProxyType({"gather": 0.0}),
-    ) -> Offer:
+    def _post(self, offer: Offer, manifest: Manifest, buckets: list[torch.Tensor], *, packed: int) -> None:
         """Hand a version to the bus thread."""
-        now = time.monotonic()
-        offer = Offer(
-            version=version,
-            manifest=manifest,
-            buckets=buckets,
-            buffer=buffer,
-            evaluate=evaluate,
-            progress=Progress(len(buckets), packed),
-            started_at=started,
-            posted_at=now,
-            deadline=now + self._config.deadline_s,
-            seconds=dict(seconds),
-            change=change,
-        )
+        offer.manifest, offer.buckets, offer.progress = manifest, buckets, Progress(len(buckets), packed)
+        offer.posted_at = time.monotonic()
+        offer.deadline = offer.posted_at + self._config.deadline_s
         with self._board.changed:
             self._raise_failure()
             self._board.pending = self._last = offer
         self._router.wake.set()
-        return offer
 
     def _pack_behind(self, offer: Offer, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
         """Pack a version that the bus sends meanwhile, a bucket behind."""
