@@ -65,7 +65,7 @@ class Sender:
         """Begin to send; `formation` is the group to build first. The future raises TransportError."""
         self._pieces = len(parcel.pieces)
         future = self._worker.submit(self._send, offer, parcel, formation)
-        future.add_done_callback(lambda _: self._done())
+        future.add_done_callback(self._end)
         return future
 
     def limit_s(self, parcel: Parcel) -> float:
@@ -84,13 +84,11 @@ class Sender:
         self._worker.submit(self._transport.close)
         self._worker.shutdown(wait=True)
 
-    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
-        try:
-            self._form_and_broadcast(offer, parcel, formation)
-        finally:
-            self._bucket = -1
+    def _end(self, _: "Future[None]") -> None:
+        self._bucket = -1
+        self._done()
 
-    def _form_and_broadcast(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
+    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
         if formation is not None:
             self._forming = formation.epoch
             try:
