@@ -20,6 +20,7 @@ from configs.schema import Config
 from learner.launch import playback
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
+from learner.launch.quickstart_input import InputError, make_if_missing
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
@@ -27,7 +28,6 @@ from replay.fingerprint import FingerprintError
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
-from replay.prompts.quickstart_input import InputError, make_if_missing
 
 REFUSALS = (
     ConfigError,

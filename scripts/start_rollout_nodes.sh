@@ -8,13 +8,13 @@
 #
 # On this host REPLAY is the address of replay (default tcp://127.0.0.1:5757), server I of N gets the GPUs of the
 # placement's engine I, and other arguments go to `python -m rollout_server.main`. Elsewhere they go to
-# `python -m scripts.launch.main rollout`. Give the same --config, --seed and --set as to the learner.
+# `python -m learner.launch rollout`. Give the same --config, --seed and --set as to the learner.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
 for argument in "$@"; do
   case "$argument" in
-    --hosts | --hosts=* | --slurm | --kubernetes) exec "$python" -m scripts.launch.main rollout "$@" ;;
+    --hosts | --hosts=* | --slurm | --kubernetes) exec "$python" -m learner.launch rollout "$@" ;;
   esac
 done
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -31,7 +31,7 @@ done
 pids=()
 trap 'kill -TERM "${pids[@]}" 2>/dev/null || true; wait || true; exit 130' INT TERM
 for ((i = 0; i < servers; i++)); do
-  "$python" -m scripts.launch.server --index "$i" -- --replay "${REPLAY:-tcp://127.0.0.1:5757}" --parent $$ \
+  "$python" -m learner.launch.hosts.server --index "$i" -- --replay "${REPLAY:-tcp://127.0.0.1:5757}" --parent $$ \
     --server-name "rollout-$(hostname)-$$-$i" "${arguments[@]}" &
   pids+=($!)
 done

@@ -12,11 +12,11 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replay import keys as make_keys
 from replay.channel import AsyncRouter, Dealer, DuplicateMessage, Envelope, Keys, WireError, load_keys, may_be, registry
 from replay.channel import admission as rules
 from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
 from replay.channel.frames import Message, encode
-from scripts import make_keys
 
 RUN = "r1"
 PATIENT_S = 10.0

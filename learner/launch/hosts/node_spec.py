@@ -17,8 +17,8 @@ from configs.loading import ConfigError, apply_override, dump, load, read_yaml, 
 from configs.placement import ONLY_NODE, PlacementError
 from configs.plan import Machine, Plan, assign, bracketed
 from configs.schema import Config
+from learner.launch.hosts.host_file import Host, parse_hosts
 from learner.launch.machine import this_machine
-from scripts.launch.hosts import Host, parse_hosts
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")

@@ -19,7 +19,7 @@ import yaml
 from configs.loading import dump
 from configs.plan import Machine
 from configs.schema import Config
-from scripts.launch.order import NodeRole
+from learner.launch.hosts.node_spec import NodeRole
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -33,7 +33,7 @@ RESTARTS = 10
 REFUSED = 2
 """Exit code of a learner pod that another start would refuse as well."""
 
-HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by scripts/launch/kubernetes.py.
+HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by learner/launch/hosts/kubernetes.py.
 #
 #   kubectl apply -f {folder}
 #
@@ -208,12 +208,12 @@ class _Pods:
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        probe = f"python -m scripts.launch.ready {shlex.join(order)} {own_in_shell}"
+        probe = f"python -m learner.launch.hosts.ready {shlex.join(order)} {own_in_shell}"
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
             "workingDir": WORK,
-            "command": ["python", "-m", "scripts.launch.node", *order, *own],
+            "command": ["python", "-m", "learner.launch.hosts.node", *order, *own],
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),

@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.main learner|rollout --hosts FILE | --slurm | --kubernetes`: a run on several machines.
+"""`python -m learner.launch learner|rollout --hosts FILE | --slurm | --kubernetes`: a run on several machines.
 
 scripts/start_learner.sh and scripts/start_rollout_nodes.sh call it. `--dry-run` shows what would run where.
 """
@@ -17,11 +17,11 @@ from configs.loading import ConfigError, add_arguments, dump, from_arguments, lo
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
+from learner.launch.hosts import kubernetes, slurm, ssh
+from learner.launch.hosts.host_file import Host, HostsError, read_hosts
+from learner.launch.hosts.key_files import keys_for
+from learner.launch.hosts.node_spec import NodeRole, Order, config_of, hosts_of
 from replay.channel import KeysError
-from scripts.launch import kubernetes, slurm, ssh
-from scripts.launch.hosts import Host, HostsError, read_hosts
-from scripts.launch.keys import keys_for
-from scripts.launch.order import NodeRole, Order, config_of, hosts_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_PORT = "5757"
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch", description=__doc__)
     parser.add_argument("role", choices=["learner", "rollout"], help="which nodes to start")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(

@@ -1,6 +1,6 @@
 """Run each node's part over ssh, show what the nodes say, and end all of it with this process.
 
-One ssh per node runs scripts.launch.node, which takes its order from stdin and ends when stdin does: so nothing
+One ssh per node runs learner.launch.hosts.node, which takes its order from stdin and ends when stdin does: so nothing
 outlives this process, the ssh session or the connection.
 """
 
@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.launch.hosts import Host
-from scripts.launch.order import NodeRole, Order
+from learner.launch.hosts.host_file import Host
+from learner.launch.hosts.node_spec import NodeRole, Order
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def ssh_command() -> list[str]:
 
 def remote_line(order: Order, root: str, python: str) -> str:
     """What ssh runs on the node; the order comes on stdin."""
-    words = [python, "-m", "scripts.launch.node", "--stdin", "--role", order.role, "--node", order.node]
+    words = [python, "-m", "learner.launch.hosts.node", "--stdin", "--role", order.role, "--node", order.node]
     return f"cd {shlex.quote(root)} && exec {shlex.join(words)}"
 
 

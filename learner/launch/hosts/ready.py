@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.ready`: exit code 0 once this node's processes take part in the run, as replay sees it.
+"""`python -m learner.launch.hosts.ready`: 0 once this node's processes take part in the run.
 
 A rollout server takes part when it serves proven weights; a learner node when its ranks have said Hello.
 """
@@ -6,15 +6,15 @@ A rollout server takes part when it serves proven weights; a learner node when i
 import argparse
 import sys
 
-from scripts.launch.asking import ask_replay
-from scripts.launch.order import Assignment, add_order_arguments, order_of_files, understand
+from learner.launch.hosts.node_spec import Assignment, add_order_arguments, order_of_files, understand
+from learner.launch.hosts.status_client import ask_replay
 
 ANSWER_S = 3.0
 
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.ready", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.ready", description=__doc__)
     add_order_arguments(parser)
     args = parser.parse_args()
     assignment = understand(order_of_files(args), host=args.host, renumber=args.renumber, write=False)

@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.node`: one node's part of a run, under whatever started it.
+"""`python -m learner.launch.hosts.node`: one node's part of a run, under whatever started it.
 
 Over ssh its order comes as the first line of stdin, and the end of stdin (the ssh session or the start script is gone)
 ends everything here. Slurm and Kubernetes give it files instead, and end it themselves.
@@ -19,16 +19,23 @@ from configs.loading import ConfigError
 from configs.placement import PlacementError
 from learner.launch import children
 from learner.launch.children import Child
+from learner.launch.hosts.host_file import HostsError
+from learner.launch.hosts.key_files import write_keys
+from learner.launch.hosts.log_tail import Following
+from learner.launch.hosts.node_spec import (
+    Assignment,
+    OrderError,
+    add_order_arguments,
+    order_of_files,
+    read_order,
+    understand,
+)
+from learner.launch.hosts.requeue import decide, read_start, write_start
+from learner.launch.hosts.status_client import ask_replay
 from learner.launch.preflight import PreflightError, check_available
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from replay.channel import ChannelError, KeysError
 from replay.lifeline import PARENT
-from scripts.launch.asking import ask_replay
-from scripts.launch.following import Following
-from scripts.launch.hosts import HostsError
-from scripts.launch.keys import write_keys
-from scripts.launch.order import Assignment, OrderError, add_order_arguments, order_of_files, read_order, understand
-from scripts.launch.requeue import decide, read_start, write_start
 
 POLL_S = 0.1
 ORDER_S = 60.0
@@ -45,7 +52,7 @@ class Ended(Exception):
 
 def main() -> int:
     """Entry point: 0 when this node's part ended well."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
     add_order_arguments(parser)
     parser.add_argument(

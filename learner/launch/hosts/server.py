@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.server --index I -- ARGUMENTS`: a rollout server of this host, with its GPUs.
+"""`python -m learner.launch.hosts.server --index I -- ARGUMENTS`: a rollout server of this host, with its GPUs.
 
 It finds the GPUs and the environment of engine I and becomes `python -m rollout_server.main ARGUMENTS`.
 """
@@ -14,21 +14,24 @@ from configs.placement import ONLY_NODE, PlacementError
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from learner.launch.machine import this_machine
+from learner.launch.quickstart_input import InputError, make_if_missing
 from replay.lifeline import CANNOT_START
 
 
 def main() -> NoReturn:
     """Entry point; it ends here only when the server is refused."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.server", description=__doc__)
     parser.add_argument("--index", type=int, required=True, help="which engine of the placement")
     args, arguments = parser.parse_known_args()
     arguments = arguments[1:] if arguments[:1] == ["--"] else arguments
     of_server = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_arguments(of_server)
     try:
-        config = from_arguments(of_server.parse_known_args(arguments)[0])
+        given = of_server.parse_known_args(arguments)[0]
+        config = from_arguments(given)
+        make_if_missing(config, given.config)
         environment = environment_of(config, args.index)
-    except (ConfigError, PlacementError) as error:
+    except (ConfigError, PlacementError, InputError) as error:
         sys.stderr.write(f"slipstream: refused: {error}\n")
         sys.exit(CANNOT_START)
     become([sys.executable, "-m", "rollout_server.main", *arguments], environment)

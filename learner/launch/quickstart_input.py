@@ -16,7 +16,7 @@ class InputError(ValueError):
 
 
 def make_if_missing(config: Config, source: str) -> bool:
-    """Run scripts/make_sort6.py when `source` is the quick start's preset and its input is not there.
+    """Run learner.examples.sort6 when `source` is the quick start's preset and its input is not there.
 
     Several processes may come at once: the script moves its result into place whole, and the first one counts.
 
@@ -32,8 +32,8 @@ def make_if_missing(config: Config, source: str) -> bool:
     if is_other or all(path.exists() for path in wanted):
         return False
     sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
-        raise InputError(f"scripts/make_sort6.py failed: {made.stderr.strip()[-500:]}")
+        raise InputError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
     return True

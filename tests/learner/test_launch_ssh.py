@@ -16,15 +16,15 @@ from configs.loading import dump
 from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
+from learner.launch.hosts import node, requeue
+from learner.launch.hosts.key_files import write_keys
+from learner.launch.hosts.log_tail import Followed
+from learner.launch.hosts.node_spec import Order, OrderError, read_order, renumbered, understand
+from learner.launch.hosts.server import environment_of
 from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
-from scripts.launch import node, requeue
-from scripts.launch.following import Followed
-from scripts.launch.keys import write_keys
-from scripts.launch.order import Order, OrderError, read_order, renumbered, understand
-from scripts.launch.server import environment_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -172,7 +172,7 @@ def test_a_node_makes_its_part_of_the_plan_with_its_own_address(order: Order, tm
 
 
 def test_a_node_that_hears_no_order_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.launch.node", "--stdin"]
+    command = [sys.executable, "-m", "learner.launch.hosts.node", "--stdin"]
     done = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, input="", capture_output=True, text=True, check=False, timeout=60
     )
@@ -346,7 +346,7 @@ def test_servers_that_cannot_start_are_the_cause(tmp_path: Path) -> None:
 def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str], code: int, words: list[str]) -> None:
     if count_gpus():
         pytest.skip("this machine has GPUs; the refusals are those of one without")
-    command = [sys.executable, "-m", "scripts.launch.server", "--index", "3", "--", "--help"]
+    command = [sys.executable, "-m", "learner.launch.hosts.server", "--index", "3", "--", "--help"]
     for setting in settings:
         command += ["--set", setting]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
