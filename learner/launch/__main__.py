@@ -20,7 +20,7 @@ from configs.schema import Config
 from learner.launch.hosts import kubernetes, slurm, ssh
 from learner.launch.hosts.host_file import Host, HostsError, read_hosts
 from learner.launch.hosts.key_files import keys_for
-from learner.launch.hosts.node_spec import NodeRole, Order, config_of, hosts_of
+from learner.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
 from replay.channel import KeysError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,21 +115,21 @@ def _over_ssh(wanted: Wanted) -> int:
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
     plan = _plan(wanted, {name: host.machine() for name, host in hosts.items()})
-    orders = [(_order(wanted, plan, name, hosts), hosts[name]) for name in plan.nodes(wanted.role)]
+    specs = [(_spec_of(wanted, plan, name, hosts), hosts[name]) for name in plan.nodes(wanted.role)]
     if not wanted.args.dry_run:
-        return ssh.run(orders, wanted.role, str(ROOT), sys.executable)
+        return ssh.run(specs, wanted.role, str(ROOT), sys.executable)
     _show(table(plan, SHOWN[wanted.role]))
-    for order, host in orders:
-        line = ssh.remote_line(order, str(ROOT), sys.executable)
-        _show(f"\n{order.node}: {shlex.join([*ssh.ssh_command(), host.ssh, line])}")
-        for name in sorted(order.keys):
+    for spec, host in specs:
+        line = ssh.remote_line(spec, str(ROOT), sys.executable)
+        _show(f"\n{spec.node}: {shlex.join([*ssh.ssh_command(), host.ssh, line])}")
+        for name in sorted(spec.keys):
             _show(f"  copies {wanted.config.network.keys}/{name} (mode 0600)")
     ssh.say(f"dry run: {wanted.config.arithmetic()}")
     return 0
 
 
-def _order(wanted: Wanted, plan: Plan, node: str, hosts: Mapping[str, Host]) -> Order:
-    return Order(
+def _spec_of(wanted: Wanted, plan: Plan, node: str, hosts: Mapping[str, Host]) -> NodeSpec:
+    return NodeSpec(
         role=wanted.role,
         node=node,
         config=wanted.text,

@@ -201,19 +201,19 @@ class _Pods:
         }
 
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-        order = ["--role", group.role, "--node", ",".join(group.nodes)]
-        order += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
-        order += ["--set", f"run.name={self.run_name}"]
-        order += ["--replay", self.replay] if self.replay is not None else []
+        spec = ["--role", group.role, "--node", ",".join(group.nodes)]
+        spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
+        spec += ["--set", f"run.name={self.run_name}"]
+        spec += ["--replay", self.replay] if self.replay is not None else []
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        probe = f"python -m learner.launch.hosts.ready {shlex.join(order)} {own_in_shell}"
+        probe = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
             "workingDir": WORK,
-            "command": ["python", "-m", "learner.launch.hosts.node", *order, *own],
+            "command": ["python", "-m", "learner.launch.hosts.node", *spec, *own],
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),
