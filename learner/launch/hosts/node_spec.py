@@ -4,14 +4,14 @@ Over ssh an order is one line of JSON on the node's stdin; elsewhere it is made 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.loading import ConfigError, apply_override, dump, load, read_yaml, validate
 from configs.placement import ONLY_NODE, PlacementError
@@ -28,9 +28,10 @@ class NodeSpecError(ValueError):
     """An order that cannot be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeSpec:
+class NodeSpec(BaseModel):
     """One node's part of a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     role: NodeRole
     node: str
@@ -42,39 +43,25 @@ class NodeSpec:
     """Address of replay; None takes that of the first learner node."""
     resume: str | None = None
     """Folder of the run that the learner resumes."""
-    overrides: list[str] = field(default_factory=list)
+    overrides: list[str] = []
     """The user's `a.b=c`; they are in `config`, except that a resumed run has its configuration in its folder."""
-    keys: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = {}
     """Key files by their path inside network.keys."""
 
     def line(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
+        return self.model_dump_json() + "\n"
 
 
 def read_spec(line: str) -> NodeSpec:
-    """The order of a line. Raises NodeSpecError."""
+    """The node spec of a line. Raises NodeSpecError."""
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise NodeSpecError(f"no order came on stdin, but {line[:80]!r}") from error
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "role": str,
-        "node": str,
-        "config": str,
-        "hosts": str,
-        "replay": (str, type(None)),
-        "resume": (str, type(None)),
-        "overrides": list,
-        "keys": dict,
-    }
-    if not isinstance(fields, dict) or set(fields) != set(kinds):
-        raise NodeSpecError("the order on stdin has other fields: is this the same version on all nodes?")
-    wrong = [name for name, kind in kinds.items() if not isinstance(fields[name], kind)]
-    texts = [] if wrong else [*fields["keys"].values(), *fields["overrides"]]
-    if wrong or fields["role"] not in ROLES or not all(isinstance(text, str) for text in texts):
-        raise NodeSpecError(f"the order on stdin is not valid: {', '.join(wrong) or 'role, keys or overrides'}")
-    return NodeSpec(**fields)
+        return NodeSpec.model_validate_json(line)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'line'}: {each['msg']}" for each in error.errors())
+        raise NodeSpecError(
+            f"the order on stdin, {line[:80]!r}, is not valid ({wrong}): is this the same version on all nodes?"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +151,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
         raise PlacementError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
     if spec.role == "rollout" and spec.replay is None:  # its node may be another pod than the learner's
         first = hosts[shared.shares[0].node].address
-        spec = replace(spec, replay=f"tcp://{bracketed(first)}:{shared.network.replay_port}")
+        spec = spec.model_copy(update={"replay": f"tcp://{bracketed(first)}:{shared.network.replay_port}"})
     config = config_of(spec.config, [f"network.host={host or hosts[spec.node].address}"])
     here = this_machine(config)
     if renumber:
