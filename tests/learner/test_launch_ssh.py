@@ -17,10 +17,10 @@ from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
 from learner.launch.hosts import node, requeue
+from learner.launch.hosts.here import environment_of
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.log_tail import Followed
 from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
-from learner.launch.hosts.server import environment_of
 from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
@@ -348,7 +348,7 @@ def test_servers_that_cannot_start_are_the_cause(tmp_path: Path) -> None:
 def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str], code: int, words: list[str]) -> None:
     if count_gpus():
         pytest.skip("this machine has GPUs; the refusals are those of one without")
-    command = [sys.executable, "-m", "learner.launch.hosts.server", "--index", "3", "--", "--help"]
+    command = [sys.executable, "-m", "learner.launch", "rollout", "--servers", "4", "--dry-run"]
     for setting in settings:
         command += ["--set", setting]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
