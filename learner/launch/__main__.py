@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, dump, from_arguments, load, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, load, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m learner.launch",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
