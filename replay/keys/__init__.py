@@ -149,13 +149,13 @@ def check_name(option: str, name: str) -> None:
 
 
 def check_serves(keys: Path) -> None:
-    """Raises MakeError when this is not the folder that says who may connect."""
+    """Raises MakeError when this folder does not decide which clients may connect."""
     if not (keys / (SERVER + SECRET)).is_file():
         raise MakeError(f"{keys} has no {SERVER + SECRET}; keys are changed in the folder of the learner's node")
 
 
 def check_client(option: str, keys: Path, name: str) -> None:
-    """Raises MakeError when there is no such client, or `keys` does not say who may connect."""
+    """Raises MakeError when there is no such client, or `keys` does not decide which clients may connect."""
     check_name(option, name)
     check_serves(keys)
     if not (keys / CLIENTS / (name + PUBLIC)).is_file():

@@ -17,7 +17,7 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
         folder: network.keys on this machine, as `python -m replay.keys` made it.
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
-            the public keys of all who may connect.
+            the public keys of all admitted clients.
 
     Raises:
         KeysError: the folder or a file is missing, or a file may be read by others.

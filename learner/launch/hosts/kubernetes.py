@@ -86,7 +86,7 @@ def host_file(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """What `kubectl apply -f` takes, by file name; the Secrets are apart because they are nobody else's business."""
+    """Files for `kubectl apply -f` by name; Secrets apart, since they are written for their owner alone."""
 
     folder: Path
     files: dict[str, str]

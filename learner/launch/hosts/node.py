@@ -215,12 +215,12 @@ def _raise_ended(number: int, _frame: FrameType | None) -> None:
 
 
 def say_line(text: str) -> None:
-    """One line to whoever started this node."""
+    """Write one line to standard output."""
     _say(text)
 
 
 def _say(text: str, code: int = 0) -> int:
-    """One line to whoever started this node; the code is handed back. Nobody may listen any more."""
+    """Write one line to standard output, which may have no reader any more; returns the code."""
     try:
         sys.stdout.write(f"slipstream: {text}\n")
         sys.stdout.flush()

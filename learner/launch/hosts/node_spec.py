@@ -1,6 +1,6 @@
-"""What one node is told to run, and what that means there: the same for ssh, Slurm and Kubernetes.
+"""What one node runs, and what that means there: the same for ssh, Slurm and Kubernetes.
 
-Over ssh an order is one line of JSON on the node's stdin; elsewhere it is made of files that the node sees.
+Over ssh a node spec is one line of JSON on the node's stdin; elsewhere it is made of files that the node sees.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ROLES: tuple[NodeRole, ...] = ("learner", "rollout")
 
 
 class NodeSpecError(ValueError):
-    """An order that cannot be read."""
+    """A node spec that cannot be read."""
 
 
 class NodeSpec(BaseModel):
@@ -66,7 +66,7 @@ def read_spec(line: str) -> NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What an order means on this machine."""
+    """What a node spec means on this machine."""
 
     spec: NodeSpec
     config: Config
@@ -90,7 +90,7 @@ class Assignment:
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that make an order of files."""
+    """Add the arguments that make a node spec of files."""
     parser.add_argument("--role", choices=ROLES, help="which part of the node")
     parser.add_argument("--node", metavar="NAMES", help="its name in the placement; of several, --index chooses one")
     parser.add_argument("--index", type=int, default=0, help="which of the names of --node (default: the first)")
@@ -104,7 +104,7 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
-    """The order of those arguments.
+    """The node spec of those arguments.
 
     Raises:
         ConfigError: the configuration is not valid.
@@ -132,7 +132,7 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
-    """Make the order's plan for this machine, and write its configuration to `<run folder>/launch/`.
+    """Make the plan for this machine, and write its configuration to `<run folder>/launch/`.
 
     Args:
         spec: what to run.

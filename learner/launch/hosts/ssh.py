@@ -1,6 +1,6 @@
 """Run each node's part over ssh, show what the nodes say, and end all of it with this process.
 
-One ssh per node runs learner.launch.hosts.node, which takes its order from stdin and ends when stdin does: so nothing
+One ssh per node runs learner.launch.hosts.node, which takes its node spec from stdin and ends when stdin does: nothing
 outlives this process, the ssh session or the connection.
 """
 
@@ -73,7 +73,7 @@ def ssh_command() -> list[str]:
 
 
 def remote_line(spec: NodeSpec, root: str, python: str) -> str:
-    """What ssh runs on the node; the order comes on stdin."""
+    """What ssh runs on the node; the node spec comes on stdin."""
     words = [python, "-m", "learner.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
     return f"cd {shlex.quote(root)} && exec {shlex.join(words)}"
 
@@ -187,7 +187,7 @@ def _show(remote: Remote) -> None:
     for raw in remote.process.stdout:
         line = raw.decode("utf-8", "replace").rstrip("\r\n")
         remote.last_lines.append(line)
-        with contextlib.suppress(BrokenPipeError):  # nobody reads us any more; the node's pipe must still be emptied
+        with contextlib.suppress(BrokenPipeError):  # no reader any more; the node's pipe must still be emptied
             sys.stdout.write(f"[{remote.name}] {line}\n")
             sys.stdout.flush()
 
