@@ -18,6 +18,7 @@ MOVED = {
     "scripts.summarize_run": "learner.report.summary",
 }
 FORWARD = (
+    "if __name__ != '__main__': raise ImportError({note!r})\n"
     "import os, sys; sys.stderr.write({note!r}); sys.stderr.flush()\n"
     "os.execv(sys.executable, [sys.executable, '-m', *{new!r}, *sys.argv[1:]])"
 )
