@@ -41,7 +41,7 @@ class Rollout(Section):
     forced_length_sigma: float = Field(default=0.7, ge=0)
     """Sigma of the forced lengths' logarithm; all are cut at max_new_tokens."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launcher starts a dead local rollout server again."""
+    """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: float = Field(default=1.0, ge=0)
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
@@ -59,7 +59,8 @@ class Replay(Section):
     lease_s: float = Field(default=120.0, gt=0)
     """A lease that is not renewed for this long goes back to the queue."""
     max_attempts: int = Field(default=3, ge=1)
-    """Leases of one prompt before it is dropped as `poison`."""
+    """Failures of one prompt before it is dropped as `poison`. Lost servers and expired leases do not count; ten times
+    as many of them drop it as `interrupted`."""
     partial_rollouts: bool = False
     """Servers report the tokens of running answers, and a server that takes over a lease goes on from them."""
     fsync: Literal["every", "interval", "never"] = "interval"
@@ -76,7 +77,7 @@ class Replay(Section):
     wait_for_learner_s: float = Field(default=300.0, gt=0)
     """How long replay waits for a learner that died to come back before the run stops with an error."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launcher starts a dead replay again, in place."""
+    """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
 class Algorithm(Section):

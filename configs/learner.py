@@ -40,7 +40,8 @@ class Learner(Section):
     batch_deadline_s: float = Field(default=600.0, gt=0)
     """How long a rank waits for its batch before the run stops and names what was missing."""
     restarts: int = Field(default=3, ge=0)
-    """How often the launcher starts a learner again that was killed, from its newest checkpoint (one learner node)."""
+    """How often the launcher starts a killed learner again, from its newest checkpoint (one learner node).
+    An hour of good running refills it, or twice batch_deadline_s where that is longer."""
 
 
 class Evaluation(Section):

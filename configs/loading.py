@@ -4,8 +4,9 @@ import argparse
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -61,6 +62,16 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
+class Parser(argparse.ArgumentParser):
+    """Answers a bare `a.b=c`, the habit of other frameworks, with the option that it belongs to."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with 2."""
+        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        bare = [word for word in unknown if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
+        super().error(f"{message}; write {' '.join(f'--set {word}' for word in bare)}" if bare else message)
+
+
 def read_yaml(text: str) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
@@ -100,7 +111,7 @@ def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> 
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides or []:
         apply_override(tree, override)
-    return validate(tree, str(path))
+    return validate(tree, str(path), overrides or [])
 
 
 def find(source: str | os.PathLike[str]) -> Path:
@@ -136,25 +147,38 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def validate(tree: dict[str, Any], source: str) -> Config:
-    """Check a tree against the schema. Raises ConfigError with every problem, one a line."""
+def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Check a tree against the schema, for `overrides` that were applied to what `source` holds.
+
+    Raises:
+        ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
+    """
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(dict(problem)) for problem in error.errors()]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+        lines = [_explain(dict(problem), source, overrides) for problem in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
 
 
-def _explain(problem: dict[str, Any]) -> str:
+def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
-    if problem["type"] == "missing":
-        return f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if not key:
-        return message
-    return f"{key}: {message} (value {problem['input']!r})"
+        text = f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
+    elif problem["type"] == "missing":
+        text = f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
+    else:
+        text = str(problem["msg"]).removeprefix("Value error, ")
+        text = f"{key}: {text} (value {problem['input']!r})" if key else text
+    given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
+    return f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
+
+
+def _concerns(name: str, key: str, text: str) -> bool:
+    """Whether the override of key `name` is behind a problem; one that crosses keys names them in its text."""
+    if key:
+        return f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
+    section = text.partition(":")[0]
+    return name.startswith(f"{section}.") or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
 
 
 def suggestion(key: str) -> str:

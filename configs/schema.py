@@ -139,6 +139,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _groups_have_advantages(self) -> "Config":
+        if self.rollout.group_size == 1:
+            raise ValueError(
+                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
+                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
+                " such as 8"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lag_is_corrected(self) -> "Config":
         lag = self.replay.async_lag
         if lag > MAX_ASYNC_LAG:

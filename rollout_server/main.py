@@ -1,6 +1,5 @@
 """`python -m rollout_server.main --replay tcp://host:port`: one rollout server, one engine."""
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -12,7 +11,7 @@ import sys
 
 import uvloop
 
-from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
@@ -71,7 +70,7 @@ async def run(
 
 def main(*, dealer: type[AsyncDealer] = AsyncDealer, subscriber: type[Subscriber] = Subscriber) -> int:
     """Entry point. `dealer` and `subscriber` are its ends to replay and to the weight bus."""
-    parser = argparse.ArgumentParser(prog="python -m rollout_server.main", description=__doc__)
+    parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument(

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# Every check and every test: scripts/test.sh [arguments of pytest]
+# Every check and every test: scripts/test.sh [--all] [arguments of pytest]
 #
-# In two lanes: -p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder (tests/lanes.py).
+#   scripts/test.sh                 static checks and the default tests, in two lanes (tests/lanes.py)
+#   scripts/test.sh --all           the tests marked slow as well: campaigns of faults, whole benchmarks
+#   scripts/test.sh tests/replay    arguments go to pytest, in one lane
+#
 # Sets itself up on a fresh machine: without $SLIPSTREAM_PYTHON, .venv is made by scripts/install.sh (quick when it is
 # up to date). Tests run also when a static check has failed. pytest's closing line is the last line and its exit code
 # that of the script; where pytest passes, the exit code is that of the checks. No test collected is a failure.
@@ -19,9 +22,20 @@ if [ -z "${SLIPSTREAM_PYTHON:-}" ]; then
 fi
 export SLIPSTREAM_PYTHON
 
+selection=()
+if [ "${1:-}" = --all ]; then
+    shift
+    selection=(-m "")
+fi
+whole=()
+rules=()
+if [ $# -eq 0 ]; then
+    whole=(-p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder)
+    rules=(--no-rules) # pytest runs them below
+fi
 checks=0
-bash scripts/check.sh || checks=$?
+bash scripts/check.sh "${rules[@]}" || checks=$?
 tests=0
-"$SLIPSTREAM_PYTHON" -m pytest "$@" || tests=$?
+"$SLIPSTREAM_PYTHON" -m pytest "${selection[@]}" "${whole[@]}" "$@" || tests=$?
 if [ "$tests" -ne 0 ]; then exit "$tests"; fi
 exit "$checks"

@@ -26,7 +26,6 @@ RUNNERS = {"learner.main", "rollout_server.main", "replay.main"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TREE_FILE = re.compile(r"[\w.-]+\.(?:py|sh|yaml)")
 
 
 def name_of(page: Path) -> str:
@@ -142,8 +141,8 @@ def trains_the_quick_start(words: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("words", [*filter(trains_the_quick_start, COMMANDS)], ids=" ".join)
 def test_the_launcher_takes_what_is_shown(words: tuple[str, ...], a_user_folder: Path) -> None:
     command = [sys.executable, "-m", *words[2:], *(() if "--dry-run" in words else ("--dry-run",))]
-    if "--resume" in words:  # the others make the input where it is missing
-        input_first = [sys.executable, "-m", "learner.main", "--dry-run"]
+    if "--resume" in words:  # the others say that they would make the input
+        input_first = [sys.executable, "-m", "scripts.make_sort6"]
         subprocess.run(input_first, cwd=a_user_folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=150)
     done = subprocess.run(
         command, cwd=a_user_folder, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=150
@@ -153,31 +152,6 @@ def test_the_launcher_takes_what_is_shown(words: tuple[str, ...], a_user_folder:
 
 
 # ---- files and keys -------------------------------------------------------------------------------------
-
-
-def tree_files() -> list[str]:
-    """Paths in the README's tree: folders by indentation, files before the two spaces that set off the words."""
-    (tree,) = [block for language, block in FENCE.findall(PAGES[0].read_text(encoding="utf-8")) if language == "text"]
-    found, parents = [], []
-    for line in tree.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        left = re.split(r" {2,}", line.strip())[0]
-        if left.endswith("/"):
-            parents[depth:] = [left]
-            continue
-        names = left.split()
-        assert all(TREE_FILE.fullmatch(name) for name in names), f"no file names: {left!r}"
-        found += ["".join(parents[:depth]) + name for name in names]
-    return found
-
-
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    shown = tree_files()
-    assert len(shown) == len(set(shown)), "a file is shown twice"
-    assert [path for path in shown if not (ROOT / path).is_file()] == [], "shown, but not there"
-    there = {name_of(path) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
-    missing = {path for path in there - set(shown) if not path.endswith("/__init__.py")}
-    assert missing == set(), "there, but not shown"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in GENERATED], ids=name_of)

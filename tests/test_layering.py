@@ -57,22 +57,25 @@ def dotted(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_arrows_point_inward(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    for line, module in imports(tree_of(path)):
-        if module.split(".")[0] in OURS:
-            allowed = (package, *MAY_IMPORT[package])
-            assert is_within(module, allowed), f"line {line}: {package} must not import {module}"
+def test_arrows_point_inward() -> None:
+    offences = []
+    for path in MODULES:
+        package = path.relative_to(ROOT).parts[0]
+        for line, module in imports(tree_of(path)):
+            if module.split(".")[0] in OURS and not is_within(module, (package, *MAY_IMPORT[package])):
+                offences.append(f"{name_of(path)}:{line}: {package} must not import {module}")
+    assert offences == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_torch_and_sglang_stay_where_they_belong(path: Path) -> None:
-    tops = {module.split(".")[0]: line for line, module in imports(tree_of(path))}
-    if path.relative_to(ROOT).parts[0] in TORCH_FREE:
-        assert not tops.keys() & {"torch", "transformers", "safetensors"}, tops
-    if name_of(path) != "rollout_server/engines/sglang/process.py":
-        assert not tops.keys() & {"sglang", "sgl_kernel"}, tops
+def test_torch_and_sglang_stay_where_they_belong() -> None:
+    offences = []
+    for path in MODULES:
+        tops = {module.split(".")[0] for _, module in imports(tree_of(path))}
+        banned = {"torch", "transformers", "safetensors"} if path.relative_to(ROOT).parts[0] in TORCH_FREE else set()
+        if name_of(path) != "rollout_server/engines/sglang/process.py":
+            banned |= {"sglang", "sgl_kernel"}
+        offences += [f"{name_of(path)} imports {top}" for top in sorted(tops & banned)]
+    assert offences == []
 
 
 @pytest.mark.parametrize(
@@ -92,15 +95,14 @@ def test_torch_free_processes_import_no_torch(modules: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_names_say_what_is_inside(path: Path) -> None:
-    assert not SAYS_NOTHING & {part.removesuffix(".py") for part in path.relative_to(ROOT).parts}
+def test_names_say_what_is_inside() -> None:
+    parts = {name_of(path): {part.removesuffix(".py") for part in path.relative_to(ROOT).parts} for path in MODULES}
+    assert [name for name, words in parts.items() if words & SAYS_NOTHING] == []
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_every_module_says_what_it_is(path: Path) -> None:
-    tree = tree_of(path)
-    assert not tree.body or ast.get_docstring(tree), "no module docstring"
+def test_every_module_says_what_it_is() -> None:
+    trees = {name_of(path): tree_of(path) for path in MODULES}
+    assert [name for name, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
 def test_every_package_folder_is_installed() -> None:
@@ -119,7 +121,6 @@ def test_main_loops_open_with_their_contract(name: str) -> None:
         assert line.removeprefix(words).strip(" :"), f"{words}: says nothing"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_packages_log_and_do_not_print(path: Path) -> None:
-    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
-    assert [node.lineno for node in calls if dotted(node.func) == "print"] == []
+def test_packages_log_and_do_not_print() -> None:
+    calls = [(path, node) for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
+    assert [f"{name_of(path)}:{node.lineno}" for path, node in calls if dotted(node.func) == "print"] == []

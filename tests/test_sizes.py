@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
 MAIN_LOOPS = {"learner/train.py", "rollout_server/serve.py", "replay/serve.py"}
@@ -31,21 +29,25 @@ def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.name, (node.end_lineno or first) - first + 1
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    limit = MAX_TEST_LINES if name_of(path).startswith("tests/") else MAX_FILE_LINES
-    assert lines <= limit, f"{lines} lines; split it by what its parts yield"
+def test_files_are_short() -> None:
+    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    limits = {name: MAX_TEST_LINES if name.startswith("tests/") else MAX_FILE_LINES for name in lines}
+    assert {name: count for name, count in lines.items() if count > limits[name]} == {}, "split by what the parts yield"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_functions_are_short(path: Path) -> None:
-    limit = MAX_MAIN_LOOP_LINES if name_of(path) in MAIN_LOOPS else MAX_FUNCTION_LINES
-    found = functions(ast.parse(path.read_text(encoding="utf-8")))
-    assert [(name, lines) for name, lines in found if lines > limit] == [], f"at most {limit} lines"
+def test_functions_are_short() -> None:
+    offences = []
+    for path in FILES:
+        limit = MAX_MAIN_LOOP_LINES if name_of(path) in MAIN_LOOPS else MAX_FUNCTION_LINES
+        found = functions(ast.parse(path.read_text(encoding="utf-8")))
+        offences += [
+            f"{name_of(path)}: {name} has {lines} lines, {limit} allowed" for name, lines in found if lines > limit
+        ]
+    assert offences == []
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=name_of)
-def test_folders_are_small(folder: Path) -> None:
-    modules = sorted(path.name for path in folder.glob("*.py") if path.name != "__init__.py")
-    assert len(modules) <= MAX_FILES_PER_FOLDER, f"{len(modules)} modules: {', '.join(modules)}"
+def test_folders_are_small() -> None:
+    modules = {
+        name_of(folder): [path for path in folder.glob("*.py") if path.name != "__init__.py"] for folder in FOLDERS
+    }
+    assert {name: len(paths) for name, paths in modules.items() if len(paths) > MAX_FILES_PER_FOLDER} == {}

@@ -124,7 +124,7 @@ case "$*" in *torch.version.cuda*) echo "$DEVICE" ;; *) echo "python $*" >>"$ASK
 
 def asked_by(script: str, folder: Path, *arguments: str, device: str = "") -> list[str]:
     """What a script asks for, with an install.sh and a Python that only write it down."""
-    (folder / "scripts").mkdir()
+    (folder / "scripts").mkdir(parents=True)
     (folder / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / script, folder / "scripts" / script)
     (folder / "scripts" / "install.sh").write_text(INSTALL)
@@ -161,8 +161,11 @@ def test_the_quick_start_installs_the_engine_that_it_is_told_to_use(
 def test_the_tests_install_sglang_where_it_can_run(device: str, installs: list[str], tmp_path: Path) -> None:
     asked = asked_by("test.sh", tmp_path, device=device)
     assert [line.split()[-1] for line in asked if line.startswith("install")] == installs
-    assert asked[-1] == "python -m pytest"
+    assert asked[-1].startswith("python -m pytest -p tests.lanes -n 2 ")
 
 
 def test_arguments_of_the_tests_go_to_pytest_as_they_are(tmp_path: Path) -> None:
     assert asked_by("test.sh", tmp_path, "tests/replay", "-x")[-1] == "python -m pytest tests/replay -x"
+    # all marks, the slow ones too, and what follows goes to pytest
+    asked = asked_by("test.sh", tmp_path / "all", "--all", "tests/replay")
+    assert asked[-1] == "python -m pytest -m  tests/replay"

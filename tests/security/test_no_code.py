@@ -105,10 +105,10 @@ def offences(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.value.lineno, f"{node.arg}="
 
 
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_nothing_from_outside_is_run(path: Path) -> None:
-    found = [(line, what) for line, what in offences(tree_of(path)) if (name_of(path), what) not in ALLOWED]
-    assert found == [], "code from data; read it with msgpack, JSON, safetensors or yaml.SafeLoader"
+def test_nothing_from_outside_is_run() -> None:
+    found = [(name_of(path), line, what) for path in MODULES for line, what in offences(tree_of(path))]
+    left = [f"{file}:{line}: {what}" for file, line, what in found if (file, what) not in ALLOWED]
+    assert left == [], "code from data; read it with msgpack, JSON, safetensors or yaml.SafeLoader"
 
 
 def test_every_exception_is_used_once() -> None:

@@ -233,15 +233,22 @@ class SGLangEngine:
         for version in list(self._pins):  # nobody has begun to evaluate them, or nobody has ended it
             await self.unpin(version)
         self._open.clear()
+        try:
+            await self._stop_parts(mode)
+            if self._gaps is not None:
+                self._gaps.pause()
+            await self._sglang.pause()
+        except BaseException:
+            self._open.set()  # nothing was touched: requests go on with the version that they have
+            raise
+        self._paused = True
+
+    async def _stop_parts(self, mode: PauseMode) -> None:
         if mode == "drain":
             what = "running requests (replay.lease_s)"
             await self._waits.until(lambda: not self._running(), self._drain_limit_s, what)
         else:
             await self._interrupt(everything=mode == "recompute_kv")
-        if self._gaps is not None:
-            self._gaps.pause()
-        await self._sglang.pause()
-        self._paused = True
 
     async def _interrupt(self, *, everything: bool) -> None:
         """End parts, which go on as new ones after the update: all of them, or those without a token."""
