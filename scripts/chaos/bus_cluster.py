@@ -204,9 +204,14 @@ class BusCluster:
         receiver.start()
         return receiver
 
+    @property
+    def next_version(self) -> int:
+        """From 1 on."""
+        return max(self.publisher.version, 0) + 1
+
     def start_publish(self, named: Weights, *, reach: Callable[[], None] = lambda: None) -> int:
         """Hand the next version to the bus; `reach` is called when half of it is put together. The version."""
-        version = self.publisher.version + 1
+        version = self.next_version
         self.oracle.publish(version, named)
         digests = {name: slice_digest(tensor) for name, tensor in named.items()}
         self.publisher.start_publish(version, halfway(list(named.items()), reach), digests)

@@ -16,9 +16,18 @@ from typing import Any
 from configs.loading import load
 from configs.schema import Config
 from scripts.chaos import processes, site_start
-from scripts.chaos.polling import Ended, wait_until
+from scripts.chaos.polling import Ended, T, wait_until
 from scripts.chaos.proxy import Link, Proxy
-from scripts.chaos.settings import ROOT, START_S, Pace, recovery_s
+from scripts.chaos.settings import (
+    ROOT,
+    SERVERS,
+    START_S,
+    Pace,
+    Variant,
+    recovery_s,
+    run_settings,
+    variant_settings,
+)
 from scripts.chaos.watch import Logs, Probe, Watch
 from scripts.launch.asking import ask_replay
 
@@ -122,6 +131,14 @@ class Cluster:
         self.config: Config = load(self.folder / "config.yaml", [])
         self.total_steps = self.config.learner.total_steps
 
+    def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
+        """Start a small run with rollout servers behind proxies, until its first step."""
+        steps = f"learner.total_steps={total_steps}"
+        self.launch([*run_settings(self.work, data), *variant_settings(variant, self.work), steps])
+        for name in SERVERS:
+            self.serve(name)
+        self.wait(lambda: self.watch.account.version > 0, "the first step", 2 * START_S)
+
     def serve(self, name: str, *, command: Sequence[str] = (), proxied: bool = True, restarts: bool = True) -> None:
         """Start a rollout server with a probe."""
         self.watch.probes[name] = Probe(self.work / "probes" / name)
@@ -171,8 +188,8 @@ class Cluster:
             self.pace.set(self._wanted_pace())
         time.sleep(TICK_S)
 
-    def wait(self, condition: Callable[[], object], what: str, deadline_s: float) -> None:
-        """Tick until the condition holds.
+    def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
+        """Tick until the condition holds; what it is then.
 
         Raises:
             Hung: it did not within the deadline.
@@ -187,7 +204,7 @@ class Cluster:
                     raise Ended(f"{name!r} ended with exit code {code} before {what}: {self.last_words(name)}")
             self.tick()
 
-        wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.watch.account.version}")
+        return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.watch.account.version}")
 
     def rest(self, seconds: float) -> None:
         """Tick for a while."""

@@ -5,9 +5,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 POLL_S = 0.01
+T = TypeVar("T")
 
 
 class Hung(RuntimeError):
@@ -19,15 +20,15 @@ class Ended(RuntimeError):
 
 
 def wait_until(
-    condition: Callable[[], object],
+    condition: Callable[[], T],
     what: str,
     deadline_s: float,
     *,
     look: Callable[[], None] = lambda: time.sleep(POLL_S),
     state: Callable[[], str] = str,
     clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Poll until a condition holds.
+) -> T:
+    """Poll until a condition holds; what it is then.
 
     Args:
         condition: what is waited for.
@@ -41,10 +42,11 @@ def wait_until(
         Hung: the condition did not hold within the deadline.
     """
     until = clock() + deadline_s
-    while not condition():
+    while not (found := condition()):
         if clock() > until:
             raise Hung(f"{what}: not within {deadline_s:.1f} s; {state()}".removesuffix("; "))
         look()
+    return found
 
 
 @dataclass(slots=True)

@@ -73,10 +73,7 @@ def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
     """The channel to replay, recorded."""
 
     class RecordedDealer(AsyncDealer):
-        """See `AsyncDealer`."""
-
         async def send(self, message: Message) -> None:
-            """See `AsyncDealer.send`."""
             if isinstance(message, m.LeaseRequest):
                 if message.capacity:
                     recorder.note("live", version=message.version)
@@ -106,7 +103,6 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
         """The control plane."""
 
         def send(self, message: Message) -> bool:
-            """See `Dealer.send`."""
             if isinstance(message, messages.Join):
                 gate.reach("before Join")
             sent = super().send(message)
@@ -117,7 +113,6 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
-            """See `Dealer.poll`."""
             message = super().poll(timeout_s)
             if isinstance(message, messages.Welcome):
                 recorder.note("welcome", version=message.version)
@@ -128,13 +123,10 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             return message
 
     class GatedSubscriber(Subscriber):
-        """See `Subscriber`."""
-
         def __init__(self, address: str, **options: Any) -> None:
             super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
 
         def receive(self, load: Load, **callbacks: Any) -> int:
-            """See `Subscriber.receive`."""
 
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
                 held = load(version, halfway(list(named), lambda: gate.reach("applying")))
@@ -177,16 +169,13 @@ class Wrapped:
         return getattr(self._inner, name)
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        """See `Labelled.label`."""
         if isinstance(self._inner, Labelled):
             self._inner.label(version, entries)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `Transport.broadcast`."""
         self._inner.broadcast(bucket, index)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        """See `Transport.finish`."""
         self._inner.finish(arrived)
 
 
@@ -198,12 +187,10 @@ class GatedTransport(Wrapped):
         self._gate, self._buckets = gate, 1
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        """See `Labelled.label`."""
         self._buckets = len(entries) if entries is not None else 1
         super().label(version, entries)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `Transport.broadcast`."""
         moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
         if index in moments:
             self._gate.reach(moments[index])
@@ -212,7 +199,6 @@ class GatedTransport(Wrapped):
             bucket[0] ^= 1
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        """See `Transport.finish`."""
         super().finish(arrived)
         self._gate.reach("verifying")
 
@@ -225,7 +211,6 @@ class GatedMeeting(Meeting):
         self._gate = gate
 
     def at(self, formation: Formation) -> Any:
-        """See `Meeting.at`."""
         self._gated = GatedStore(super().at(formation), self._gate)  # kept: the group keeps only its C++ half
         return self._gated
 
@@ -238,25 +223,20 @@ class GatedStore(Store):
         self._inner, self._gate = inner, gate
 
     def set(self, key: str, value: Any) -> None:
-        """See `Store.set`."""
         self._inner.set(key, value)
         if not key.startswith(HERE):
             self._gate.reach("forming")
 
     def get(self, key: str) -> bytes:
-        """See `Store.get`."""
         return self._inner.get(key)
 
     def wait(self, *arguments: Any) -> None:
-        """See `Store.wait`."""
         self._inner.wait(*arguments)
 
     def check(self, keys: list[str]) -> bool:
-        """See `Store.check`."""
         return self._inner.check(keys)
 
     def add(self, key: str, number: int) -> int:
-        """See `Store.add`."""
         return self._inner.add(key, number)
 
     def has_extended_api(self) -> bool:
@@ -277,7 +257,6 @@ def main() -> int:
             """While rank 0 is held here, the other ranks wait for it in the gather."""
 
             def publish(self, version: int) -> None:
-                """See `Learner.publish`."""
                 gate.reach("gathering")
                 super().publish(version)
 

@@ -209,7 +209,7 @@ class Receivers:
     # ---- publisher and receivers -------------------------------------------------------------------------
 
     def _publish(self, reach: Callable[[], None] = lambda: None) -> None:
-        named = weights(self._bus.publisher.version + 1)
+        named = weights(self._bus.next_version)
         version = self._bus.start_publish(named, reach=reach)
         self._truth[version] = bytes_digest(named)
 

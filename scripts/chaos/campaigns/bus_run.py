@@ -15,7 +15,7 @@ from scripts.chaos.campaigns.bus_points import HOLD_S, JOINING, POINTS, Outcome,
 from scripts.chaos.cluster import Cluster
 from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
 from scripts.chaos.polling import Ended, Hung, JsonLines
-from scripts.chaos.settings import SERVERS, START_S, Variant, recovery_s, run_settings, variant_settings
+from scripts.chaos.settings import SERVERS, Variant, recovery_s
 from scripts.chaos.watch import Gate
 
 ROLES = ("rank 1", "replay")
@@ -65,11 +65,7 @@ class TrainingRun:
     def __enter__(self) -> "TrainingRun":
         run = self._cluster.__enter__()
         try:
-            settings = [*run_settings(self._work, self._data), *variant_settings(VARIANT, self._work)]
-            run.launch([*settings, f"learner.total_steps={TOTAL_STEPS}"])
-            for name in SERVERS:
-                run.serve(name)
-            run.wait(lambda: run.watch.account.version > 0, "the first step", 2 * START_S)
+            run.start_small(VARIANT, self._data, TOTAL_STEPS)
         except BaseException:
             run.__exit__()
             raise

@@ -9,8 +9,7 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from scripts.chaos.plan import Planned, PlannedRun, make_plan
 from scripts.chaos.points import Aim
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import Protocol, State, conclude, end_on_sigterm
-from scripts.chaos.settings import SERVERS, START_S, make_data, naming_s, run_settings, variant_settings
+from scripts.chaos.settings import make_data, naming_s
 from scripts.chaos.watch import Line
 
 GAP_S = (0.2, 1.5)
@@ -34,69 +33,44 @@ PACES_S = (0.01, 0.05, 0.5)
 them, and so far ahead that it would end before they do."""
 
 
-@dataclass(slots=True)
-class Result:
-    """What came of one run; sums over all runs."""
+Part = dict[str, Any]
+"""What came of one run, or the sums over all; JSON."""
 
-    faults: int = 0
-    hung: list[str] = field(default_factory=list)
-    unnamed: list[str] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-    coverage: Counter[str] = field(default_factory=Counter)
-    """By `fault at point`, where the fault has really met the run."""
-    recovery_s: list[float] = field(default_factory=list)
-    """From each fault's end until the run had gone on."""
-    counts: Counter[str] = field(default_factory=Counter)
-    """The checker's."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
-    trained_twice: list[str] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
 
-    def add(self, run: dict[str, Any]) -> None:
-        """One more run, as JSON."""
-        self.faults += run["faults"]
-        for name in ("hung", "unnamed", "ended", "recovery_s", "lost", "trained_twice", "violations"):
-            getattr(self, name).extend(run[name])
-        for name in ("coverage", "counts", "dropped"):
-            getattr(self, name).update(run[name])
+def new_part() -> Part:
+    """Of a run that begins. `coverage` counts by `fault at point`, where the fault has really met the run;
+    `recovery_s` is the time from each fault's end until the run had gone on."""
+    lists: Part = {name: [] for name in ("hung", "unnamed", "ended", "recovery_s")}
+    return {"faults": 0, "coverage": Counter(), **lists, **vars(checker.Report())}
 
-    def take(self, report: checker.Report) -> None:
-        """The report of the checker."""
-        for name in ("acked", "trained", "buffered", "repeated_steps"):
-            self.counts[name] += getattr(report, name)
-        self.dropped += report.dropped
-        self.lost, self.trained_twice, self.violations = report.lost, report.trained_twice, report.violations
 
-    def as_part(self) -> dict[str, Any]:
-        """As JSON, for `add`."""
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in values.items()}
+def total(parts: Iterable[Part]) -> Part:
+    """The sums."""
+    sums = new_part()
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = sums[name] + (Counter(value) if isinstance(value, dict) else value)
+    return sums
 
-    @property
-    def wrong(self) -> list[str]:
-        """Everything that must not be."""
-        groups = [*self.lost, *self.trained_twice, *self.violations]
-        return [*self.hung, *self.ended, *self.unnamed, *groups[:20]]
 
-    def as_json(self) -> dict[str, Any]:
-        """The last line of the output."""
-        return {
-            "faults": self.faults,
-            "acked": self.counts["acked"],
-            "trained": self.counts["trained"],
-            "dropped": dict(self.dropped),
-            "lost": len(self.lost),
-            "trained_twice": len(self.trained_twice),
-            "hung": len(self.hung),
-            "unnamed": len(self.unnamed),
-            "ended_early": len(self.ended),
-            "violations": len(self.violations),
-            "buffered": self.counts["buffered"],
-            "repeated_steps": self.counts["repeated_steps"],
-            "pairs_hit": len(self.coverage),
-            "max_recovery_s": round(max(self.recovery_s, default=0.0), 1),
-        }
+def wrong_in(part: Part) -> list[str]:
+    """Everything that must not be."""
+    groups = [*part["lost"], *part["trained_twice"], *part["violations"]]
+    return [*part["hung"], *part["ended"], *part["unnamed"], *groups[:20]]
+
+
+def as_json(part: Part) -> dict[str, Any]:
+    """The last line of the output."""
+    return {
+        **{name: part[name] for name in ("faults", "acked", "trained", "dropped")},
+        **{name: len(part[name]) for name in ("lost", "trained_twice", "hung", "unnamed")},
+        "ended_early": len(part["ended"]),
+        "violations": len(part["violations"]),
+        "buffered": part["buffered"],
+        "repeated_steps": part["repeated_steps"],
+        "pairs_hit": len(part["coverage"]),
+        "max_recovery_s": round(max(part["recovery_s"], default=0.0), 1),
+    }
 
 
 class Trial:
@@ -104,14 +78,15 @@ class Trial:
 
     def __init__(self, planned: PlannedRun, work: Path, data: Path, rng: random.Random, protocol: Protocol) -> None:
         self.planned, self.work, self.data, self.rng, self.protocol = planned, work, data, rng, protocol
-        self.result = Result()
+        self.result = new_part()
         self.cluster = Cluster(work, pace=self._pace)
 
-    def run(self) -> Result:
+    def run(self) -> Part:
         """The run, its faults, its end, its check."""
         try:
             with self.cluster as cluster:
-                self._start()
+                steps = STEPS_PER_FAULT * len(self.planned.faults) + SPARE_STEPS
+                cluster.start_small(self.planned.variant, self.data, steps)
                 before: frozenset[str] = frozenset()
                 for fault in self.planned.faults:
                     cluster.wait_for_peers(fault.server)
@@ -123,29 +98,21 @@ class Trial:
                     raise Ended(f"exit code {code}: {cluster.last_words()}")
         except (Hung, Ended) as error:
             kind = "hung" if isinstance(error, Hung) else "ended"
-            getattr(self.result, kind).append(f"{self.work}: {error}")
+            self.result[kind].append(f"{self.work}: {error}")
             self.protocol.say(f"{kind.upper()}: {error}")
         run = self.cluster.folder
         if (run / "config.yaml").exists():
             records = sorted(self.work.glob("probes/*/events.jsonl"))
             report = checker.check(run, journal=self.work / "journal", acks=records)
-            self.result.take(report)
+            self.result |= vars(report)
             self.protocol.say(f"check: {report.as_json()}")
         return self.result
 
-    def _start(self) -> None:
-        steps = STEPS_PER_FAULT * len(self.planned.faults) + SPARE_STEPS
-        values = [*run_settings(self.work, self.data), *variant_settings(self.planned.variant, self.work)]
-        self.cluster.launch([*values, f"learner.total_steps={steps}"])
-        for name in SERVERS:
-            self.cluster.serve(name)
-        self.cluster.wait(lambda: self.cluster.watch.account.version > 0, "the first step", 2 * START_S)
-
     def _pace(self) -> float:
         """Steps must last as long as faults do: slow when the run is ahead of them."""
-        if self.result.faults >= len(self.planned.faults):
+        if self.result["faults"] >= len(self.planned.faults):
             return 0.0
-        ahead = self.cluster.watch.account.high // STEPS_PER_FAULT - self.result.faults
+        ahead = self.cluster.watch.account.high // STEPS_PER_FAULT - self.result["faults"]
         return PACES_S[max(0, min(ahead, len(PACES_S) - 1))]
 
     def _fault(self, planned: Planned, before: frozenset[str]) -> None:
@@ -161,35 +128,29 @@ class Trial:
                 point = aim.was_hit()
         finally:
             aim.release()
-        result.faults += 1
-        result.coverage[f"{fault.name} at {point}"] += 1
+        result["faults"] += 1
+        result["coverage"][f"{fault.name} at {point}"] += 1
         over = time.monotonic()
         line = self._named(fault, planned.server, mark)
         cluster.go_on()
         took = time.monotonic() - over
-        result.recovery_s.append(took)
+        result["recovery_s"].append(took)
         wrong = next((line for line in cluster.logs.since(mark) if line.classes - fault.classes - before), None)
         said = line.text[:160] if line is not None else ("" if fault.changes_nothing else "UNNAMED")
         words = f"{fault.name} at {point!r} ({planned.server}, {injector.detail}): on after {took:.1f} s; {said}"
         self.protocol.say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
-            result.unnamed.append(f"{self.work}: {words}; {wrong}")
+            result["unnamed"].append(f"{self.work}: {words}; {wrong}")
 
     def _named(self, fault: Fault, server: str, mark: dict[Path, int]) -> Line | None:
         if fault.changes_nothing:
             return None
         patterns, logs = [pattern.replace("{server}", server) for pattern in fault.says], self.cluster.logs
-        found: list[Line | None] = [None]
-
-        def look() -> bool:
-            found[0] = logs.first(patterns, mark)
-            return found[0] is not None
-
         try:
-            self.cluster.wait(look, f"a line of {patterns}", naming_s(self.cluster.config))
+            what = f"a line of {patterns}"
+            return self.cluster.wait(lambda: logs.first(patterns, mark), what, naming_s(self.cluster.config))
         except Hung:
             return None
-        return found[0]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -215,18 +176,15 @@ def main(argv: Sequence[str]) -> int:
         state = State(args.work, "chaos", what)
     except ValueError as error:
         parser.error(str(error))
-    data, protocol = make_data(args.data), Protocol()
+    protocol = Protocol()
     end_on_sigterm()
-    for number, planned in enumerate(plan, start=1):
-        if number > len(state.done):
-            work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
-            protocol.say(f"run {number}: {planned.variant.name}, {len(planned.faults)} faults, in {work}")
-            state.add(Trial(planned, work, data, rng, protocol).run().as_part())
-    total = Result()
-    for run in state.done:
-        total.add(run)
-    print_coverage(total.coverage)
-    code = conclude(total.as_json(), total.wrong, in_order=not total.wrong)
+    for number, planned in list(enumerate(plan, start=1))[len(state.done) :]:
+        work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
+        protocol.say(f"run {number}: {planned.variant.name}, {len(planned.faults)} faults, in {work}")
+        state.add(Trial(planned, work, make_data(args.data), rng, protocol).run())
+    found = total(state.done)
+    print_coverage(found["coverage"])
+    code = conclude(as_json(found), wrong_in(found), in_order=not wrong_in(found))
     if code == 0 and not args.keep:
         state.remove()
     return code

@@ -93,7 +93,6 @@ class SpoiledTransport(Wrapped):
         self._saboteur, self._victim = saboteur, victim
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `Transport.broadcast`."""
         if self._victim == ALL:
             bucket = bucket.clone()  # what the publisher keeps for resends stays right
             self._saboteur.spoil_wire(ALL, bucket, index)
@@ -199,7 +198,7 @@ class Flips:
 
     def update(self, planted: Flip | None) -> None:
         """Publish the next version, wait until all serve it, and look at what was planted."""
-        version, oracle, counts = self.bus.publisher.version + 1, self.bus.oracle, self.counts
+        version, oracle, counts = self.bus.next_version, self.bus.oracle, self.counts
         for receiver in self._resting:
             counts.at_rest["served"] += not oracle.holds(version - 1, receiver.live)
             counts.at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])

@@ -199,17 +199,14 @@ class AlteredTransport(Wrapped):
         self._history: list[torch.Tensor] = []
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        """See `Labelled.label`."""
         self._version, self._is_change, self._pieces = version, entries is None, []
         super().label(version, entries)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `Transport.broadcast`."""
         super().broadcast(bucket, index)
         self._pieces.append(bucket)
 
     def finish(self, arrived: Callable[[int], Any] = ignore) -> None:
-        """See `Transport.finish`."""
         super().finish(arrived)
         if self._is_change:
             self._faults.alter(self._name, self._version, self._pieces, self._history)

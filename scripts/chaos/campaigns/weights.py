@@ -24,6 +24,7 @@ by byte. The last line is one object of JSON; the exit code is 0 only when all i
 import argparse
 import faulthandler
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,9 +68,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if not state.done:
         torch.set_num_threads(1)
-        faulthandler.dump_traceback_later(
-            STARTING_S + PER_VERSION_S * (args.versions if args.what == "changes" else args.updates), exit=True
-        )
+        limit_s = STARTING_S + PER_VERSION_S * (args.versions if args.what == "changes" else args.updates)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
         try:
             state.add(changes(args) if args.what == "changes" else flips(args))
         finally:

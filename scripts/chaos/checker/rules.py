@@ -13,7 +13,7 @@ from scripts.chaos.checker.journal import Damage, read
 from scripts.chaos.polling import JsonLines
 
 
-@dataclass(slots=True)
+@dataclass
 class Report:
     """What was found. A run is in order when `lost`, `trained_twice` and `violations` are empty."""
 
