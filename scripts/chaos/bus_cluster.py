@@ -1,22 +1,14 @@
-"""The weight bus alone: a publisher in this process and receivers, as threads or as processes of their own, over gloo.
-
-`python -m scripts.chaos.bus_cluster ADDRESS CONFIG` forks a receiver with a probe for each line `NAME FOLDER` of its
-standard input and answers with its pid: importing torch anew for each would take longer than most faults. All of them
-end with standard input.
-"""
+"""The weight bus alone, over gloo: a publisher in this process, and receivers as threads or as processes."""
 
 import hashlib
-import json
 import logging
+import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -24,11 +16,12 @@ from configs.infrastructure import WeightBus
 from replay.lifeline import die_with_parent
 from scripts.chaos.polling import wait_until
 from scripts.chaos.probe import Recorder, bus_subscriber, halfway
-from scripts.chaos.settings import ROOT
 from weight_bus import BusClosed, Event, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
 from weight_bus.transports import TransportFactory
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Importing torch anew for each receiver would take longer than most faults."""
 HOST, RUN = "127.0.0.1", "chaos-bus"
 KEPT = 64
 """Versions whose bytes are remembered; an older one that is activated is wrong in any case."""
@@ -228,67 +221,30 @@ class BusCluster:
         wait_until(condition, what, deadline_s, state=lambda: f"members {self.publisher.members()}")
 
 
-class Nursery:
-    """The process that forks receivers; see the module. A context manager."""
-
-    def __init__(self, address: str, config: WeightBus) -> None:
-        command = [sys.executable, "-m", "scripts.chaos.bus_cluster", address, config.model_dump_json()]
-        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-
-    def start(self, name: str, folder: Path) -> int:
-        """The pid of a new receiver."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{name} {folder}\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def close(self) -> None:
-        """End it, and with it all receivers."""
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the parent of the receivers ended with {self._process.wait()}")
-        return line.strip()
+def start_receiver(address: str, config: WeightBus, name: str, folder: Path) -> int:
+    """A receiver with a probe in a process of its own; its pid. It ends with this process."""
+    FORKS.set_forkserver_preload([__name__])
+    process = FORKS.Process(target=receive, args=(address, config.model_dump_json(), name, folder), daemon=True)
+    process.start()
+    assert process.pid is not None
+    return process.pid
 
 
-def receive(address: str, config: WeightBus, name: str, folder: Path) -> NoReturn:
+def receive(address: str, config: str, name: str, folder: Path) -> None:
     """The life of one receiver, in its own process."""
     die_with_parent()
+    torch.set_num_threads(1)
     logging.basicConfig(filename=folder / "receiver.log", format="%(asctime)s %(message)s", level=logging.INFO)
     recorder = Recorder(folder)
 
     def observe(_: str, version: int, live: Weights) -> None:
         recorder.note("live", version=version, pid=os.getpid(), digest=bytes_digest(live))
 
+    made = WeightBus.model_validate_json(config)
+    receiver = Receiver(address, name, made, observe, make=bus_subscriber(recorder), restarts=False)
     try:
-        receiver = Receiver(address, name, config, observe, make=bus_subscriber(recorder), restarts=False)
         receiver.run()
-        logging.info("ended: %s", receiver.closed)
-        os._exit(0)
     except BaseException:
         logging.exception("failed")
-        os._exit(1)
-
-
-def main() -> None:
-    """Fork on demand."""
-    die_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing waits for them
-    torch.set_num_threads(1)
-    address, config = sys.argv[1], WeightBus.model_validate(json.loads(sys.argv[2]))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        name, folder = line.strip().split(" ", 1)
-        pid = os.fork()
-        if pid == 0:
-            receive(address, config, name, Path(folder))
-        print(pid, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        raise
+    logging.info("ended: %s", receiver.closed)

@@ -54,88 +54,50 @@ CORRUPT_DOWN = r"a message of replay is refused: .*\[corrupt\]"
 REPLAY_DIED = r"replay \(pid \d+\) died: killed by SIGKILL \[closed\].*restart \d+ of \d+"
 LEARNER_DIED = r"the learner stopped: learner rank \d+ \(pid \d+\) was killed by SIGKILL \[closed\].*restart \d+ of \d+"
 
+LEARNER_SILENT = r"waits for the publisher .*\[silent\]"
+REPLAY_SILENT = r"(waited|waits).*replay.*\[silent\]"
+SERVER_WAITED = r"'{server}' wait(s|ed) .*replay.*\[silent\]"
+FULL = r"journal.*\[full\]"
+ANY, IN_FLIGHT, WRITING = ("any",), ("any", "in flight"), ("any", "checkpoint")
+CORRUPT, DUPLICATE = GONE | {"corrupt"}, GONE | {"duplicate", "corrupt"}
+LONG = "for longer than network.silent_after_s"
+BRIEFLY = "for half of network.silent_after_s"
+
 FAULTS = (
-    Fault("kill server", "SIGKILL of a rollout server", (LOST_CLOSED,), tuple(p for p in RUNNING)),
+    Fault("kill server", "SIGKILL of a rollout server", (LOST_CLOSED,), RUNNING),
     Fault("kill learner", "SIGKILL of learner rank 0", (LEARNER_DIED,), EVERYWHERE),
     Fault("kill rank", "SIGKILL of the last learner rank", (LEARNER_DIED,), RUNNING, needs="two ranks"),
     Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), EVERYWHERE),
     Fault("kill replay and learner", "SIGKILL of both at once", (REPLAY_DIED,), RUNNING),
-    Fault(
-        "torn journal", "SIGKILL of replay; half a record stands at the end of its journal", (REPLAY_DIED,), ("any",)
-    ),
-    Fault("stop server briefly", "SIGSTOP for half of network.silent_after_s", (), ("any", "broadcast")),
-    Fault("stop server", "SIGSTOP for longer than network.silent_after_s", (LOST_SILENT,), WIRE),
-    Fault("stop learner briefly", "SIGSTOP of rank 0 for half of network.silent_after_s", (), ("any", "checkpoint")),
-    Fault(
-        "stop learner",
-        "SIGSTOP of rank 0 for longer than network.silent_after_s",
-        (r"waits for the publisher .*\[silent\]",),
-        ("any", "formed", "committed"),
-    ),
-    Fault("stop replay briefly", "SIGSTOP for half of network.silent_after_s", (), ("any", "in flight", "formed")),
-    Fault(
-        "stop replay",
-        "SIGSTOP for longer than network.silent_after_s",
-        (r"(waited|waits).*replay.*\[silent\]",),
-        ("any", "in flight", "formed", "repeating"),
-    ),
-    Fault("stop launcher", "SIGSTOP for longer than network.silent_after_s", (), ("any",)),
+    Fault("torn journal", "SIGKILL of replay; half a record stands at the end of its journal", (REPLAY_DIED,), ANY),
+    Fault("stop server briefly", f"SIGSTOP {BRIEFLY}", (), ("any", "broadcast")),
+    Fault("stop server", f"SIGSTOP {LONG}", (LOST_SILENT,), WIRE),
+    Fault("stop learner briefly", f"SIGSTOP of rank 0 {BRIEFLY}", (), WRITING),
+    Fault("stop learner", f"SIGSTOP of rank 0 {LONG}", (LEARNER_SILENT,), ("any", "formed", "committed")),
+    Fault("stop replay briefly", f"SIGSTOP {BRIEFLY}", (), ("any", "in flight", "formed")),
+    Fault("stop replay", f"SIGSTOP {LONG}", (REPLAY_SILENT,), ("any", "in flight", "formed", "repeating")),
+    Fault("stop launcher", f"SIGSTOP {LONG}", (), ANY),
     Fault("cut", "the link of a rollout server is closed for three seconds", (LOST_CLOSED,), WIRE),
     Fault("blink", "the link is closed at both ends and comes back at once", (), WIRE),
     Fault("slow link", "every message of a link takes 0.1 s for three seconds", (), ("any", "broadcast")),
-    Fault(
-        "freeze",
-        "nothing passes a link, which stays open, for longer than network.silent_after_s",
-        (LOST_SILENT,),
-        WIRE,
-    ),
-    Fault("freeze up", "the same, from the rollout server to replay only", (LOST_SILENT,), ("any", "in flight")),
-    Fault(
-        "freeze down",
-        "the same, from replay to the rollout server only",
-        (r"'{server}' wait(s|ed) .*replay.*\[silent\]",),
-        ("any", "in flight"),
-    ),
-    Fault(
-        "vanish",
-        "a rollout server and its host are gone, replay's end of the connection stays open",
-        (LOST_SILENT,),
-        ("any",),
-    ),
-    Fault("flip up", "a bit of an array that goes to replay", (CORRUPT_UP,), ("any",), GONE | {"corrupt"}, "open"),
-    Fault("flip header up", "a bit of a header to replay", (CORRUPT_UP,), ("any",), GONE | {"corrupt"}, "open"),
-    Fault(
-        "flip lease request",
-        "a bit of what says that a version is live at a rollout server",
-        (CORRUPT_UP,),
-        ("any", "committed"),
-        GONE | {"corrupt"},
-        "open",
-    ),
-    Fault(
-        "flip hello",
-        "a bit of the first message of a rollout server, which is killed for it",
-        (CORRUPT_UP,),
-        ("any",),
-        GONE | {"corrupt"},
-        "open",
-    ),
-    Fault("flip welcome", "a bit of the answer to it, the same", (CORRUPT_DOWN,), ("any",), GONE | {"corrupt"}, "open"),
-    Fault("flip down", "a bit of a message of replay", (CORRUPT_DOWN,), ("any",), GONE | {"corrupt"}, "open"),
-    Fault("tamper", "a bit of a sealed message, or it comes twice", (), ("any",), GONE | {"corrupt"}, "keys"),
-    Fault("duplicate up", "a message to replay comes twice", (), ("any",), GONE | {"duplicate", "corrupt"}, "open"),
-    Fault("duplicate down", "a message of replay comes twice", (), ("any",), GONE | {"duplicate", "corrupt"}, "open"),
-    Fault("reorder up", "a message to replay comes after the next one", (), ("any",), GONE, "open"),
-    Fault("reorder down", "a message of replay comes after the next one", (), ("any",), GONE, "open"),
-    Fault(
-        "full disk",
-        "the journal's file cannot grow, until replay has met that and for two seconds more",
-        (r"journal.*\[full\]",),
-        ("any",),
-        GONE | {"full"},
-    ),
-    Fault("clock forward", "the wall clock of one role is an hour ahead for two seconds", (), ("any", "checkpoint")),
-    Fault("clock backward", "the wall clock of one role is an hour behind for two seconds", (), ("any", "checkpoint")),
+    Fault("freeze", f"nothing passes a link, which stays open, {LONG}", (LOST_SILENT,), WIRE),
+    Fault("freeze up", "the same, from the rollout server to replay only", (LOST_SILENT,), IN_FLIGHT),
+    Fault("freeze down", "the same, from replay to the rollout server only", (SERVER_WAITED,), IN_FLIGHT),
+    Fault("vanish", "a rollout server and its host are gone, replay's end stays open", (LOST_SILENT,), ANY),
+    Fault("flip up", "a bit of an array that goes to replay", (CORRUPT_UP,), ANY, CORRUPT, "open"),
+    Fault("flip header up", "a bit of a header to replay", (CORRUPT_UP,), ANY, CORRUPT, "open"),
+    Fault("flip lease request", "a bit of a lease request", (CORRUPT_UP,), ("any", "committed"), CORRUPT, "open"),
+    Fault("flip hello", "a bit of the Hello of a server that is killed for it", (CORRUPT_UP,), ANY, CORRUPT, "open"),
+    Fault("flip welcome", "a bit of the answer to it, the same", (CORRUPT_DOWN,), ANY, CORRUPT, "open"),
+    Fault("flip down", "a bit of a message of replay", (CORRUPT_DOWN,), ANY, CORRUPT, "open"),
+    Fault("tamper", "a bit of a sealed message, or it comes twice", (), ANY, CORRUPT, "keys"),
+    Fault("duplicate up", "a message to replay comes twice", (), ANY, DUPLICATE, "open"),
+    Fault("duplicate down", "a message of replay comes twice", (), ANY, DUPLICATE, "open"),
+    Fault("reorder up", "a message to replay comes after the next one", (), ANY, GONE, "open"),
+    Fault("reorder down", "a message of replay comes after the next one", (), ANY, GONE, "open"),
+    Fault("full disk", "the journal's file cannot grow, until replay has met that", (FULL,), ANY, GONE | {"full"}),
+    Fault("clock forward", "the wall clock of one role is an hour ahead for two seconds", (), WRITING),
+    Fault("clock backward", "the wall clock of one role is an hour behind for two seconds", (), WRITING),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}
 

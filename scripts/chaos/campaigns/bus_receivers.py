@@ -12,7 +12,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from scripts.chaos import processes
-from scripts.chaos.bus_cluster import BusCluster, Nursery, Weights, bytes_digest
+from scripts.chaos.bus_cluster import BusCluster, Weights, bytes_digest, start_receiver
 from scripts.chaos.campaigns.bus_points import HOLD_S, JOINING, Outcome, Point, ProcessFault
 from scripts.chaos.polling import Hung
 from scripts.chaos.settings import START_S
@@ -85,7 +85,6 @@ class Receivers:
 
     def __enter__(self) -> "Receivers":
         self._bus.__enter__()
-        self._nursery = Nursery(self._bus.publisher.address, self.config)
         try:
             for name in ALL:
                 self._start(name)
@@ -99,7 +98,6 @@ class Receivers:
     def __exit__(self, *_: object) -> None:
         for pid in self._pids.values():
             processes.send(pid, SIGKILL)
-        self._nursery.close()
         self._bus.__exit__()
 
     # ---- one case ----------------------------------------------------------------------------------------
@@ -214,7 +212,8 @@ class Receivers:
         self._truth[version] = bytes_digest(named)
 
     def _start(self, name: str) -> None:
-        self._pids[name] = self._nursery.start(name, self._probes[name].folder)
+        address, folder = self._bus.publisher.address, self._probes[name].folder
+        self._pids[name] = start_receiver(address, self.config, name, folder)
 
     def _serve(self, names: Iterable[str]) -> bool:
         """Whether these processes themselves were told to serve the newest version."""

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -101,45 +101,6 @@ class SpoiledTransport(Wrapped):
             self._saboteur.spoil_wire(self._victim, bucket, index)
 
 
-@dataclass(slots=True)
-class Counts:
-    """What was planted, and what became of it."""
-
-    updates: int = 0
-    planted: Counter[str] = field(default_factory=Counter)
-    found: Counter[str] = field(default_factory=Counter)
-    healed: Counter[str] = field(default_factory=Counter)
-    harmless: Counter[str] = field(default_factory=Counter)
-    """With --delta: bits of a coded change that carry nothing, or of a base after which a whole version came, so that
-    every tensor came out right."""
-    at_rest: Counter[str] = field(default_factory=Counter)
-    served_corrupt: int = 0
-    digests_equal: bool = True
-    """After every update all engines held what was published, bit for bit."""
-    seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """The last line of the output."""
-        return {
-            "updates": self.updates,
-            "planted": dict(self.planted),
-            "found": self.found.total(),
-            "healed": self.healed.total(),
-            "served_corrupt": self.served_corrupt,
-            "digests_equal": self.digests_equal,
-            "harmless": self.harmless.total(),
-            "at_rest": {what: self.at_rest[what] for what in ("planted", "found", "served", "overwritten")},
-            "seconds": round(self.seconds, 1),
-        }
-
-    @property
-    def in_order(self) -> bool:
-        """Whether all was found, all healed and none served."""
-        due = self.planted.total() - self.harmless.total()
-        whole = self.found.total() == self.healed.total() == due
-        return whole and self.served_corrupt == 0 and self.digests_equal
-
-
 class Flips:
     """A publisher, its subscribers, and flips planted in what goes between them; a context manager."""
 
@@ -153,7 +114,11 @@ class Flips:
         described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
         self.saboteur = Saboteur(plan(described, BUCKET_BYTES), delta=delta)
         self.bus = BusCluster(config, transport_factory=self.saboteur.transport(ALL))
-        self.counts, self.wrong = Counts(), list[str]()
+        self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
+        """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
+        version came, so that every tensor came out right."""
+        self.wrong: list[str] = []
+        self._digests_equal = True
         self._names = [f"receiver-{number}" for number in range(receivers)]
         self._late: Flip | None = None
         """A flip of the last version that shows in the next one, mostly among its live weights."""
@@ -171,8 +136,8 @@ class Flips:
     def __exit__(self, *_: object) -> None:
         self.bus.__exit__()
 
-    def run(self, updates: int, every: int) -> Counts:
-        """`updates` versions, with one flip at a random moment of each `every` of them."""
+    def run(self, updates: int, every: int) -> dict[str, Any]:
+        """`updates` versions, with one flip at a random moment of each `every` of them; what came of it, JSON."""
         started = time.monotonic()
         due = {first + self._rng.randrange(every) for first in range(1, updates + 1, every)}
         # what the log says of these versions is about others
@@ -183,10 +148,23 @@ class Flips:
             self.update(self.draw(last=version == updates) if version in due else None)
             if version in resting:
                 self._spoil_at_rest()
-        counts = self.counts
-        counts.updates, counts.served_corrupt = updates, len(self.bus.oracle.wrong)
-        counts.seconds = time.monotonic() - started
-        return counts
+        return {
+            "updates": updates,
+            "planted": dict(self.counts["planted"]),
+            "found": self.counts["found"].total(),
+            "healed": self.counts["healed"].total(),
+            "served_corrupt": len(self.bus.oracle.wrong),
+            "digests_equal": self._digests_equal,
+            "harmless": self.counts["harmless"].total(),
+            "at_rest": {what: self.counts["at_rest"][what] for what in ("planted", "found", "served", "overwritten")},
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether all was found, all healed and none served."""
+        planted, found, healed, harmless, _ = (counts.total() for counts in self.counts.values())
+        return found == healed == planted - harmless and self._digests_equal and not self.bus.oracle.wrong
 
     def draw(self, *, last: bool) -> Flip:
         """Place, subscriber, tensor, byte and bit at random."""
@@ -198,10 +176,10 @@ class Flips:
 
     def update(self, planted: Flip | None) -> None:
         """Publish the next version, wait until all serve it, and look at what was planted."""
-        version, oracle, counts = self.bus.next_version, self.bus.oracle, self.counts
+        version, oracle, at_rest = self.bus.next_version, self.bus.oracle, self.counts["at_rest"]
         for receiver in self._resting:
-            counts.at_rest["served"] += not oracle.holds(version - 1, receiver.live)
-            counts.at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])
+            at_rest["served"] += not oracle.holds(version - 1, receiver.live)
+            at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])
         self.bus.log.lines.clear()
         self.saboteur.due = planted
         self.bus.start_publish(self._policy.next()[1])
@@ -214,9 +192,9 @@ class Flips:
             if found is not None:
                 self._judge(version, found)
         for receiver in self._resting:
-            counts.at_rest["overwritten"] += self.bus.serves(version, receiver.name)
+            at_rest["overwritten"] += self.bus.serves(version, receiver.name)
         self._resting.clear()
-        counts.digests_equal &= all(self.bus.serves(version, name) for name in self._names)
+        self._digests_equal &= all(self.bus.serves(version, name) for name in self._names)
 
     def _judge(self, version: int, planted: Flip) -> None:
         """Whether a flip was found, and healed."""
@@ -224,12 +202,12 @@ class Flips:
         found = self._names_corrupt(version, victims)
         healed = all(self.bus.serves(version, name) for name in victims)
         counts, place = self.counts, planted.place
-        counts.planted[place] += 1
+        counts["planted"][place] += 1
         if self._delta and healed and not found and self.saboteur.due is None:
-            counts.harmless[place] += 1
+            counts["harmless"][place] += 1
             return
-        counts.found[place] += found
-        counts.healed[place] += found and healed
+        counts["found"][place] += found
+        counts["healed"][place] += found and healed
         if not (found and healed):
             self.wrong.append(f"v{version}: {planted} found {found}, healed {healed}")
 
@@ -244,4 +222,4 @@ class Flips:
         planted, receiver = self.draw(last=True), self.bus.receivers[self._rng.choice(self._names)]
         planted.apply(receiver.live[planted.tensor])
         self._resting.append(receiver)
-        self.counts.at_rest["planted"] += 1
+        self.counts["at_rest"]["planted"] += 1

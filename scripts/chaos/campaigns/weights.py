@@ -93,10 +93,11 @@ def changes(args: argparse.Namespace) -> dict[str, object]:
 def flips(args: argparse.Namespace) -> dict[str, object]:
     """Flipped bits, in this process."""
     with Flips(args.seed, receivers=args.receivers, delta=args.delta) as campaign:
-        counts = campaign.run(args.updates, args.every)
+        result = campaign.run(args.updates, args.every)
+    counts = campaign.counts
     print(f"{'place':8} {'planted':>8} {'found':>6} {'healed':>7} {'harmless':>9}")
-    for place in counts.planted:
-        row = (counts.planted[place], counts.found[place], counts.healed[place], counts.harmless[place])
+    for place in counts["planted"]:
+        row = (counts[what][place] for what in ("planted", "found", "healed", "harmless"))
         print("{:8} {:>8} {:>6} {:>7} {:>9}".format(place, *row))
     wrong = [*campaign.wrong, *campaign.bus.oracle.wrong]
-    return {"result": counts.as_json(), "wrong": wrong, "in_order": counts.in_order}
+    return {"result": result, "wrong": wrong, "in_order": campaign.is_in_order}
