@@ -60,7 +60,6 @@ class TrainingRun:
         self._work, self._data = work, data
         self._cluster = Cluster(work, pace=lambda: PACE_S)
         self._learner = Gate(work / "probes" / "learner")
-        self._metrics = JsonLines(work / "run" / "metrics.jsonl")
 
     def __enter__(self) -> "TrainingRun":
         run = self._cluster.__enter__()
@@ -122,8 +121,8 @@ class TrainingRun:
 
     def _newest_sync(self) -> dict[str, Any]:
         """The last row of metrics that tells of a broadcast; steps that are repeated make none."""
-        self._metrics.poll()
-        rows = (row for row in reversed(self._metrics.events) if row.get("weight_sync/version") is not None)
+        metrics = JsonLines.read(self._work / "run" / "metrics.jsonl")  # whole: a resumed learner cuts it
+        rows = (row for row in reversed(metrics) if row.get("weight_sync/version") is not None)
         return next(rows, {"weight_sync/version": -1})
 
     def _approach(self, point: Point, gate: Gate) -> None:
