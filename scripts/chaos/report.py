@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
+BEGAN = time.monotonic()
 
 
 class State:
@@ -64,15 +65,9 @@ class State:
         new.rename(self._path)
 
 
-class Protocol:
+def say(text: str) -> None:
     """One line for each event, with the seconds since the campaign began."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def say(self, text: str) -> None:
-        """Print an event."""
-        print(f"{time.monotonic() - self._began:7.1f} s  {text}", flush=True)
+    print(f"{time.monotonic() - BEGAN:7.1f} s  {text}", flush=True)
 
 
 def conclude(result: Mapping[str, Any], wrong: Iterable[str], *, in_order: bool) -> int:

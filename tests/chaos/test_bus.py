@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,7 @@ def test_silence_of_the_log_and_other_weights_are_noticed(bench: Receivers, monk
     monkeypatch.setattr(logging.getLogger("weight_bus.bus"), "warning", lambda *_: None)
     truth = bus_receivers.bytes_digest
     monkeypatch.setattr(bus_receivers, "bytes_digest", lambda named: truth(named)[::-1])
-    outcome = bench.case(FAULTS["kill"], NAMED["between updates"])
+    outcome = bench.case("kill", NAMED["between updates"])
     assert not outcome.hung and outcome.wrong == ["no line names it"] and not outcome.digests_equal
 
 
@@ -65,7 +64,8 @@ def test_a_wait_beyond_the_deadline_counts_as_hung(bench: Receivers, monkeypatch
         with stopped(pid):
             yield
 
-    outcome = bench.case(replace(FAULTS["stop"], begin=late), NAMED["middle bucket"])
+    monkeypatch.setitem(FAULTS, "stop", ("", late))
+    outcome = bench.case("stop", NAMED["middle bucket"])
     assert re.match(r"v\d+ at rollout-0, rollout-1: not within", outcome.hung)
     assert "HUNG" in outcome.row() and totals([outcome], 0, 0)["hung"] == 1
 

@@ -12,7 +12,7 @@ import pytest
 from written_journal import a_run, groups_of, wire_message
 
 from scripts.chaos import checker
-from scripts.chaos.campaigns.bus_points import FAULTS, NAMED
+from scripts.chaos.campaigns.bus_points import NAMED
 from scripts.chaos.campaigns.bus_receivers import Receivers
 from scripts.chaos.campaigns.changes import Chances, Changes
 from scripts.chaos.campaigns.flips import Flip, Flips
@@ -116,7 +116,7 @@ def test_changes_of_another_base_are_seen(monkeypatch):
 def test_a_publisher_that_names_no_lost_receiver_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(logging.getLogger("weight_bus.bus"), "warning", lambda *_: None)
     with Receivers(tmp_path) as campaign:
-        assert campaign.case(FAULTS["kill"], NAMED["middle bucket"]).wrong == ["no line names it"]
+        assert campaign.case("kill", NAMED["middle bucket"]).wrong == ["no line names it"]
 
 
 # ---- in a copy of the source, in whole runs ----------------------------------------------------------------

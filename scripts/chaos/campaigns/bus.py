@@ -35,7 +35,6 @@ from scripts.chaos.campaigns.bus_points import (
     POINTS,
     Outcome,
     Point,
-    ProcessFault,
     chosen,
     totals,
 )
@@ -43,7 +42,7 @@ from scripts.chaos.campaigns.bus_receivers import ROLE as RECEIVER
 from scripts.chaos.campaigns.bus_receivers import Receivers
 from scripts.chaos.campaigns.bus_run import CONCERNED, ROLES, TrainingRun
 from scripts.chaos.processes import may_cut
-from scripts.chaos.report import Protocol, State, conclude, end_on_sigterm
+from scripts.chaos.report import State, conclude, end_on_sigterm, say
 from scripts.chaos.settings import make_data
 
 QUICK = (("kill", "middle bucket"), ("slow", "applying"), ("cut", "between updates"), ("stop", "first bucket"))
@@ -55,7 +54,7 @@ class Campaign:
     """Prints each case as it ends, and keeps it in the state."""
 
     def __init__(self, state: State, data: Path) -> None:
-        self.state, self._data, self._protocol = state, data, Protocol()
+        self.state, self._data = state, data
         print(f"{'':11}{HEADER}", flush=True)
 
     @property
@@ -81,20 +80,20 @@ class Campaign:
             self._some(left, training, partial(training.case, role))
             found = training.check()
             self.state.add({"violations": [*found.lost, *found.trained_twice, *found.violations]})
-            self._protocol.say(f"{role}: checker: {json.dumps(found.as_json())}")
+            say(f"{role}: checker: {json.dumps(found.as_json())}")
 
     def _some(
         self,
         left: list[Case],
         bench: AbstractContextManager[Any],
-        run_case: Callable[[ProcessFault, Point], Outcome],
+        run_case: Callable[[str, Point], Outcome],
     ) -> None:
         with bench:
             while left:
                 _, fault, point = left.pop(0)
-                outcome = run_case(FAULTS[fault], NAMED[point])
+                outcome = run_case(fault, NAMED[point])
                 self.state.add({"case": asdict(outcome)})
-                self._protocol.say(outcome.row())
+                say(outcome.row())
                 if outcome.hung:
                     return
 
@@ -144,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     if args.list:
         print("\n".join(f"{point.name:15}  {point.what}" for point in POINTS))
-        print("\n".join(f"{fault.name:15}  {fault.what}" for fault in FAULTS.values()))
+        print("\n".join(f"{name:15}  {what}" for name, (what, _) in FAULTS.items()))
         return 0
     try:
         cases = cases_of(args)

@@ -47,45 +47,16 @@ JOINING = ("before Join", "joining", "late join")
 """Points that a receiver passes once in its life."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessFault:
-    """A fault of a process, which lasts as long as the context that `begin` returns."""
-
-    name: str
-    what: str
-    begin: Callable[[int], AbstractContextManager[None]]
-    changes_nothing: bool = False
-    """No peer may take it for a failure."""
-    survives: bool = True
-    """The process is there afterwards."""
-    holds: bool = False
-    """The process stays at the moment at which the fault meets it."""
-
-
-FAULTS = {
-    fault.name: fault
-    for fault in (
-        ProcessFault("kill", "SIGKILL", processes.killed, survives=False),
-        ProcessFault("stop", "SIGSTOP for longer than every deadline of the bus, then SIGCONT", processes.stopped),
-        ProcessFault(
-            "cut",
-            "its TCP connections are closed, new ones at once, for longer than the bus's silence",
-            processes.cut_off,
-        ),
-        ProcessFault(
-            "slow",
-            "SIGSTOP and SIGCONT in turns, two thirds of the time stopped",
-            processes.slowed,
-            changes_nothing=True,
-        ),
-        ProcessFault(
-            "stuck",
-            "its receiving thread waits for longer than weight_bus.deadline_s, heartbeats go on",
-            lambda _: nullcontext(),
-            holds=True,
-        ),
-    )
+Begin = Callable[[int], AbstractContextManager[None]]
+FAULTS: dict[str, tuple[str, Begin]] = {
+    "kill": ("SIGKILL", processes.killed),
+    "stop": ("SIGSTOP for longer than every deadline of the others, then SIGCONT", processes.stopped),
+    "cut": ("its TCP connections are closed, new ones at once, for longer than the bus's silence", processes.cut_off),
+    "slow": ("SIGSTOP and SIGCONT in turns, two thirds of the time stopped", processes.slowed),
+    "stuck": ("its receiving thread waits for longer than weight_bus.deadline_s, heartbeats go on", nullcontext),
 }
+"""By name: in words, and a context for as long as the fault lasts. `slow` must change nothing: no peer may take it for
+a failure. After `kill` the process is gone. `stuck` is done by a gate."""
 
 
 def chosen(number: int, among: Sequence[Point], rng: random.Random) -> list[Point]:

@@ -13,7 +13,7 @@ import torch
 from configs.infrastructure import WeightBus
 from scripts.chaos import processes
 from scripts.chaos.bus_cluster import BusCluster, Weights, bytes_digest, start_receiver
-from scripts.chaos.campaigns.bus_points import HOLD_S, JOINING, Outcome, Point, ProcessFault
+from scripts.chaos.campaigns.bus_points import FAULTS, HOLD_S, JOINING, Outcome, Point
 from scripts.chaos.polling import Hung
 from scripts.chaos.settings import START_S
 from scripts.chaos.watch import CLASS, Probe
@@ -43,7 +43,7 @@ def return_s(config: WeightBus) -> float:
     return JOIN_AGAIN_BEATS * config.heartbeat_s + config.collective_timeout_s + config.deadline_s + BUSY_S
 
 
-def duration_s(fault: ProcessFault, config: WeightBus) -> float:
+def duration_s(fault: str, config: WeightBus) -> float:
     """How long a fault lasts: beyond each deadline that could notice it."""
     silence = SILENT_BEATS * config.heartbeat_s
     return {
@@ -52,7 +52,7 @@ def duration_s(fault: ProcessFault, config: WeightBus) -> float:
         "cut": silence + 1.0,
         "slow": silence + 1.0,
         "stuck": config.deadline_s + 1.0,
-    }[fault.name]
+    }[fault]
 
 
 def weights(version: int) -> Weights:
@@ -102,20 +102,21 @@ class Receivers:
 
     # ---- one case ----------------------------------------------------------------------------------------
 
-    def case(self, fault: ProcessFault, point: Point) -> Outcome:
+    def case(self, fault: str, point: Point) -> Outcome:
         """A fault of the victim at a point, until everything is as it was before."""
         limit = deadline_s(self.config)
-        outcome = Outcome(role=ROLE, fault=fault.name, point=point.name, deadline_s=limit)
+        outcome = Outcome(role=ROLE, fault=fault, point=point.name, deadline_s=limit)
         lasts = duration_s(fault, self.config)
+        holds = fault == "stuck"
         gate = self._probes[VICTIM].gate
         victim: Hit | None = None
         try:
-            self._renew(point, lasts if fault.holds else HOLD_S)
+            self._renew(point, lasts if holds else HOLD_S)
             self._bus.removed.clear()
             hit = victim = Hit(self._pids[VICTIM], len(self._bus.log.lines))
-            self._approach(point, lasts if fault.holds else HOLD_S, lambda: self._strike(fault, hit))
+            self._approach(point, lasts if holds else HOLD_S, lambda: self._strike(fault, hit))
             try:
-                if not fault.holds:
+                if not holds:
                     gate.release()
                 self._go_on(outcome, fault, hit.at)
                 time.sleep(max(0.0, hit.at + lasts - time.monotonic()))
@@ -131,9 +132,9 @@ class Receivers:
             outcome.seconds = time.monotonic() - victim.at if victim is not None and victim.at else 0.0
         return outcome
 
-    def _strike(self, fault: ProcessFault, hit: Hit) -> None:
+    def _strike(self, fault: str, hit: Hit) -> None:
         hit.was_member = VICTIM in self._bus.publisher.members()
-        hit.during = fault.begin(hit.pid)
+        hit.during = FAULTS[fault][1](hit.pid)
         hit.during.__enter__()
         hit.at = time.monotonic()
 
@@ -170,31 +171,31 @@ class Receivers:
             self._publish()
         strike()
 
-    def _go_on(self, outcome: Outcome, fault: ProcessFault, began: float) -> None:
+    def _go_on(self, outcome: Outcome, fault: str, began: float) -> None:
         """As a learner does: wait for the version that is out, publish the next; the others must serve it."""
         publisher = self._bus.publisher
         publisher.wait()
         self._publish()
-        those = ALL if fault.changes_nothing else SURVIVORS
+        those = ALL if fault == "slow" else SURVIVORS
         left = deadline_s(self.config) - (time.monotonic() - began)
         self._bus.wait(lambda: self._serve(those), f"v{publisher.version} at {', '.join(those)}", left)
         outcome.seconds = time.monotonic() - began
 
-    def _recover(self, fault: ProcessFault) -> None:
+    def _recover(self, fault: str) -> None:
         """The victim, or the next of its name, comes back; then one more version for all."""
-        if not fault.survives:
+        if fault == "kill":
             self._start(VICTIM)
         self._bus.wait(lambda: self._serve(ALL), "the return of the victim", return_s(self.config))
         self._publish()
         self._bus.wait(lambda: self._serve(ALL), "one more version at all", deadline_s(self.config))
 
-    def _judge(self, outcome: Outcome, fault: ProcessFault, victim: Hit) -> None:
+    def _judge(self, outcome: Outcome, fault: str, victim: Hit) -> None:
         """The victim must be named and no other receiver; none where the fault changes nothing."""
         outcome.wrong += [f"{event.name!r} was removed" for event in self._bus.removed if event.name != VICTIM]
         named = [line for line in self._bus.log.lines[victim.mark :] if CLASSES & set(CLASS.findall(line))]
         named = [line for line in named if re.search(rf"{VICTIM!r} \(pid {victim.pid}\b", line)]
         best = sorted(named, key=names_survivors)
-        if fault.changes_nothing:
+        if fault == "slow":
             outcome.culprit = "changes nothing"
             outcome.wrong += [f"named: {line}" for line in best if not names_survivors(line)]
         elif best:

@@ -11,7 +11,7 @@ from typing import Any
 
 from configs.schema import Config
 from scripts.chaos import checker
-from scripts.chaos.campaigns.bus_points import HOLD_S, JOINING, POINTS, Outcome, Point, ProcessFault
+from scripts.chaos.campaigns.bus_points import FAULTS, HOLD_S, JOINING, POINTS, Outcome, Point
 from scripts.chaos.cluster import Cluster
 from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
 from scripts.chaos.polling import Ended, Hung, JsonLines
@@ -78,10 +78,10 @@ class TrainingRun:
         config = self._cluster.config
         return max(duration_s(role, name, config) for name in ("kill", "stop", "cut", "slow")) + recovery_s(config)
 
-    def case(self, role: str, fault: ProcessFault, point: Point) -> Outcome:
+    def case(self, role: str, fault: str, point: Point) -> Outcome:
         """A fault of a role at a point, until the run has gone on."""
         run, limit = self._cluster, self.deadline_s(role)
-        outcome = Outcome(role=role, fault=fault.name, point=point.name, deadline_s=limit)
+        outcome = Outcome(role=role, fault=fault, point=point.name, deadline_s=limit)
         gate = self._learner if point.name == "gathering" else run.watch.probes[HELD].gate
         began = 0.0
         try:
@@ -89,10 +89,10 @@ class TrainingRun:
                 run.wait_for_peers(server)
             self._approach(point, gate)
             mark, goal = run.logs.mark(), run.watch.account.high + GO_ON
-            with fault.begin(self._pid(role)):
+            with FAULTS[fault][1](self._pid(role)):
                 began = time.monotonic()
                 gate.release()
-                self._last(began + duration_s(role, fault.name, run.config), goal, outcome, began)
+                self._last(began + duration_s(role, fault, run.config), goal, outcome, began)
             left = began + limit - time.monotonic()
             run.wait(lambda: run.watch.served >= goal, f"v{goal} at both rollout servers", left)
             outcome.seconds = outcome.seconds or time.monotonic() - began

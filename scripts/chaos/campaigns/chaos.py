@@ -20,7 +20,7 @@ from scripts.chaos.injection import Injector
 from scripts.chaos.plan import Planned, PlannedRun, make_plan
 from scripts.chaos.points import Aim
 from scripts.chaos.polling import Ended, Hung
-from scripts.chaos.report import Protocol, State, conclude, end_on_sigterm
+from scripts.chaos.report import State, conclude, end_on_sigterm, say
 from scripts.chaos.settings import make_data, naming_s
 from scripts.chaos.watch import Line
 
@@ -76,8 +76,8 @@ def as_json(part: Part) -> dict[str, Any]:
 class Trial:
     """One run and its faults."""
 
-    def __init__(self, planned: PlannedRun, work: Path, data: Path, rng: random.Random, protocol: Protocol) -> None:
-        self.planned, self.work, self.data, self.rng, self.protocol = planned, work, data, rng, protocol
+    def __init__(self, planned: PlannedRun, work: Path, data: Path, rng: random.Random) -> None:
+        self.planned, self.work, self.data, self.rng = planned, work, data, rng
         self.result = new_part()
         self.cluster = Cluster(work, pace=self._pace)
 
@@ -99,13 +99,13 @@ class Trial:
         except (Hung, Ended) as error:
             kind = "hung" if isinstance(error, Hung) else "ended"
             self.result[kind].append(f"{self.work}: {error}")
-            self.protocol.say(f"{kind.upper()}: {error}")
+            say(f"{kind.upper()}: {error}")
         run = self.cluster.folder
         if (run / "config.yaml").exists():
             records = sorted(self.work.glob("probes/*/events.jsonl"))
             report = checker.check(run, journal=self.work / "journal", acks=records)
             self.result |= vars(report)
-            self.protocol.say(f"check: {report.as_json()}")
+            say(f"check: {report.as_json()}")
         return self.result
 
     def _pace(self) -> float:
@@ -138,7 +138,7 @@ class Trial:
         wrong = next((line for line in cluster.logs.since(mark) if line.classes - fault.classes - before), None)
         said = line.text[:160] if line is not None else ("" if fault.changes_nothing else "UNNAMED")
         words = f"{fault.name} at {point!r} ({planned.server}, {injector.detail}): on after {took:.1f} s; {said}"
-        self.protocol.say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
+        say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
             result["unnamed"].append(f"{self.work}: {words}; {wrong}")
 
@@ -176,12 +176,11 @@ def main(argv: Sequence[str]) -> int:
         state = State(args.work, "chaos", what)
     except ValueError as error:
         parser.error(str(error))
-    protocol = Protocol()
     end_on_sigterm()
     for number, planned in list(enumerate(plan, start=1))[len(state.done) :]:
         work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
-        protocol.say(f"run {number}: {planned.variant.name}, {len(planned.faults)} faults, in {work}")
-        state.add(Trial(planned, work, make_data(args.data), rng, protocol).run())
+        say(f"run {number}: {planned.variant.name}, {len(planned.faults)} faults, in {work}")
+        state.add(Trial(planned, work, make_data(args.data), rng).run())
     found = total(state.done)
     print_coverage(found["coverage"])
     code = conclude(as_json(found), wrong_in(found), in_order=not wrong_in(found))

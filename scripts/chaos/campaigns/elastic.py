@@ -17,7 +17,7 @@ from signal import SIGKILL, SIGTERM, Signals
 from scripts.chaos.campaigns.elastic_judge import FIRST, Facts, Judge
 from scripts.chaos.cluster import LAUNCHER, Cluster
 from scripts.chaos.polling import Ended, Hung
-from scripts.chaos.report import Protocol, State, conclude, end_on_sigterm
+from scripts.chaos.report import State, conclude, end_on_sigterm, say
 from scripts.chaos.settings import make_data, run_settings
 from scripts.chaos.watch import Gate
 
@@ -95,7 +95,6 @@ class ElasticRun:
         self.wait = self.cluster.wait
         self._step_s = 0.0
         """How long one server shall be busy with the rewards of a step; 0 is as quick as it gets."""
-        self._protocol = Protocol()
 
     def play(self, data: Path, seed: int) -> Facts:
         """The whole run. Raises Hung or Ended."""
@@ -231,7 +230,7 @@ class ElasticRun:
         return (TOO_SOON_S if late else self._step_s) / self.plan.samples_per_step
 
     def _say(self, text: str) -> None:
-        self._protocol.say(f"step {self.account.version:3d}  {text}")
+        say(f"step {self.account.version:3d}  {text}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from scripts.chaos import processes
 from scripts.chaos.cluster import LAUNCHER, Cluster
 from scripts.chaos.polling import Ended, Hung, JsonLines
-from scripts.chaos.report import Protocol, State, conclude, end_on_sigterm
+from scripts.chaos.report import State, conclude, end_on_sigterm, say
 from scripts.chaos.settings import ROOT
 
 STEP_S = 180.0
@@ -44,7 +44,7 @@ SETTINGS = (
 ROLES = (("learner",), ("learner",), ("replay",), ("learner", "replay"))
 
 
-def inject_kills(cluster: Cluster, kills: int, seed: int, state: State, protocol: Protocol) -> None:
+def inject_kills(cluster: Cluster, kills: int, seed: int, state: State) -> None:
     """Kill at random moments, each time after the run has made a step that it had not made before."""
     account = cluster.watch.account
     first = account.high + 2
@@ -59,7 +59,7 @@ def inject_kills(cluster: Cluster, kills: int, seed: int, state: State, protocol
         else:
             cluster.rest(rng.random() * 2)
         before = account.high
-        protocol.say(f"kill {number + 1} of {kills}: {' and '.join(roles)} at step {before}")
+        say(f"kill {number + 1} of {kills}: {' and '.join(roles)} at step {before}")
         counts = {role: kill(cluster, role, rng) for role in roles}
         state.add({**counts, "inside a checkpoint write": inside})
         wanted = f"step {before + 1} after kill {number + 1}"
@@ -110,7 +110,7 @@ def run(state: State, kills: int, seed: int, sets: Sequence[str]) -> str:
                 )
             else:
                 cluster.launch([*SETTINGS, f"run.dir={state.work}", f"run.seed={seed}", *sets], local=True)
-            inject_kills(cluster, kills, seed, state, Protocol())
+            inject_kills(cluster, kills, seed, state)
         except (Hung, Ended) as error:
             return f"{error}; the end of {cluster.output(LAUNCHER)}: {cluster.last_words()}"
         finally:
