@@ -57,11 +57,6 @@ class Link:
     """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
 
-    @property
-    def is_frozen(self) -> bool:
-        """Whether any direction is."""
-        return bool(self.frozen)
-
 
 class Proxy:
     """All links of a run; a context manager."""

@@ -52,7 +52,6 @@ class History:
         self.repeated_steps = 0
         self.high = 0
         self.incarnation = 0
-        self.ended = ""
         self._stamps: dict[GroupId, tuple[int, int]] = {}
         self._number = 0
         self._file, self._file_number = "", 0
@@ -66,7 +65,6 @@ class History:
             "take": self._take,
             "commit": self._commit,
             "diverged": self._diverged,
-            "end": self._end,
         }
 
     @property
@@ -185,9 +183,6 @@ class History:
         for later in [s for s in (*self.again, *self.taken) if s > step]:
             self.again.pop(later, None)
             self.taken.pop(later, None)
-
-    def _end(self, _record: Record, fields: dict[str, Any]) -> None:
-        self.ended = str(fields["reason"])
 
 
 def identity(group: list[int]) -> GroupId:
