@@ -58,6 +58,7 @@ class Subscriber:
         run_id: must be the publisher's.
         incarnation: messages of an earlier one are refused; none takes what the publisher says.
         transport_factory: makes the data plane; none takes the configured one.
+        dealer: socket of the control plane.
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
@@ -78,6 +79,7 @@ class Subscriber:
         run_id: str,
         incarnation: int | None = None,
         transport_factory: TransportFactory | None = None,
+        dealer: type[Dealer] = Dealer,
         keys: Keys | None = None,
         direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
@@ -101,7 +103,7 @@ class Subscriber:
             transport = (transport_factory or make_transport)(config, host)
             self._intake = Intake(transport, run_id, alignment_of(config), staging)
         identity = f"{name}.{self._instance}"
-        self._dealer = Dealer(address, identity, run_id, keys=keys)
+        self._dealer = dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
         self._held: tuple[int, int, str] = (-1, -1, "")

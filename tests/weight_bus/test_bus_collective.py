@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from bus_harness import CONFIG, HOST
 
-from scripts.bus_faults.gates import GatedStore
+from scripts.chaos.probe import GatedStore
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix

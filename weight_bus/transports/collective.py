@@ -30,10 +30,10 @@ class Collective:
 
     device = torch.device("cpu")
 
-    def __init__(self, config: WeightBus, host: str) -> None:
+    def __init__(self, config: WeightBus, host: str, meeting: Meeting | None = None) -> None:
         self._host = host
         self._timeout = timedelta(seconds=config.collective_timeout_s)
-        self._meeting = Meeting(host, self._timeout)
+        self._meeting = meeting or Meeting(host, self._timeout)
         self._group: ProcessGroupGloo | None = None
 
     def facts(self) -> dict[str, str]:
