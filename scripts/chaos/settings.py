@@ -124,7 +124,7 @@ def variant_settings(variant: Variant, work: Path) -> list[str]:
 
 def make_data(folder: Path, *, seed: int = 0) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(seed)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return (ROOT / folder).resolve()
 

@@ -2,12 +2,12 @@
 
 A lost peer is fatal for a process with a UCC group: measured were a broadcast that returned as if all were well, a
 std::terminate, and a destroy and an interpreter exit that never ended. So no collective runs in the process that trains
-or serves. Each group has a process of its own (weight_bus/transports/ucc_process.py), which may die or hang:
+or serves. Each group has a process of its own (process.py), which may die or hang:
 
 - It is forked from one that has imported torch and does nothing else, so a new group costs no seconds.
 - Buckets are copied into memory that both sides share, and out of it on the other side. Through the sockets between
-  them (weight_bus/transports/ucc_member.py) go orders and answers of a few bytes, as msgpack.
-- Every order has a limit by this side's clock. Who does not answer in time, or hangs up, is killed and reaped. A group
+  them (member.py) go orders and answers of a few bytes, as msgpack.
+- Every order has a limit by this side's clock. A process that misses it, or hangs up, is killed and reaped. A group
   ends with its process, also a healthy one.
 - A returned broadcast is no delivery. A sum over all members, taken after the last bucket, is: it comes out right only
   when every member has counted every bucket.
@@ -18,76 +18,26 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from configs.infrastructure import WeightBus
 from configs.schema import is_loopback
-from weight_bus.errors import NotAvailable, TransportError, WeightBusError
+from weight_bus.errors import TransportError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
 from weight_bus.transports.meeting import Meeting
-from weight_bus.transports.ucc_member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
+from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
+from weight_bus.transports.ucc.source import resolve_ucc, ucc_name
 
 log = logging.getLogger(__name__)
 
-PACKAGE_ROOT = str(Path(__file__).parents[2])
+PACKAGE_ROOT = str(Path(__file__).parents[3])
 START_S = 5.0
 """How long forming a group waits for a process that starts anew, here and on the other members."""
 SLACK_S = 1.0
 """For the process to say by itself what went wrong, past its own time-out."""
-INSTEAD = "or take weight_bus.backend: gloo (nccl between GPUs)"
-
-
-def resolve_ucc() -> Literal["native", "plugin"]:
-    """Where UCC comes from in this process: PyTorch itself, or the plugin torch_ucc, which is imported.
-
-    torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
-
-    Raises:
-        WeightBusError: there is none, or the plugin cannot be loaded. Nothing else is taken in its place.
-    """
-    if dist.is_ucc_available():
-        return "native"
-    try:
-        import torch_ucc  # noqa: F401  # registers itself with torch.distributed
-    except ImportError as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
-            raise NotAvailable(
-                f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
-                " plugin torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that"
-                f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
-                ' print(d.is_ucc_available())"'
-            ) from error
-        raise _broken(error) from error
-    except OSError as error:  # of ctypes
-        raise _broken(error) from error
-    return "plugin"
-
-
-def ucc_name(kind: Literal["native", "plugin"]) -> str:
-    """What `resolve_ucc` has found, for logs and for a comparison: "native", or "plugin torch_ucc 1.0.0"."""
-    if kind == "native":
-        return kind
-    import torch_ucc
-
-    version = getattr(torch_ucc, "__version__", None)
-    if version is None:
-        try:
-            version = metadata.version("torch_ucc")
-        except metadata.PackageNotFoundError:
-            version = "of unknown version"
-    return f"plugin torch_ucc {version}"
-
-
-def _broken(error: ImportError | OSError) -> WeightBusError:
-    return WeightBusError(
-        f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc and"
-        f" libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
-    )
 
 
 class UccCollective:
@@ -114,7 +64,7 @@ class UccCollective:
     def facts(self) -> dict[str, str]:
         """The backend, where UCC comes from, and the protocol.
 
-        Who states them can form a group at once, for they are not stated before the process for that is ready.
+        Returns when the process for a group is ready, so a transport that has stated them can form one at once.
 
         Raises:
             TransportError: it is not, after a minute.

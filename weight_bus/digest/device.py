@@ -1,11 +1,11 @@
-"""The digest of weight_bus.digest as a Triton kernel, for tensors on a CUDA device: one launch for all of a kind.
+"""The digest as a Triton kernel, for tensors on a CUDA device: one launch for all of a kind.
 
-Imported only where such a tensor is digested, so that nobody else needs Triton. Each element is read once. A task is
+Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. A task is
 rows of contiguous elements, `row_step` flat indices apart in the logical tensor and `stride` elements apart in memory,
 which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
 rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
 
-The arithmetic is that of `weight_bus.digest.mix` in unsigned 32 bits, where every sum and product is modulo 2^32
+The arithmetic is that of `mix` in definition.py in unsigned 32 bits, where every sum and product is modulo 2^32
 by itself and a right shift fills with zeros. (index + 1) * INDEX_KEY is not multiplied out for each element: it grows
 by BLOCK * INDEX_KEY from one block to the next.
 """
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weight_bus.digest import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
+from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
 
 BLOCK = 1024
 BLOCKS_PER_PROGRAM = 64
@@ -165,7 +165,7 @@ class Plan:
 
 
 def _table(batch: Sequence[Task], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tasks as int64[tasks, COLUMNS], and for each program whose it is, int32[programs]."""
+    """The tasks as int64[tasks, COLUMNS], and the task of each program, int32[programs]."""
     rows: list[list[int]] = []
     programs: list[int] = []
     first = 0

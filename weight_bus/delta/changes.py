@@ -1,9 +1,10 @@
-"""A version as what has changed since the one before (weight_bus/delta.py): when it travels so, and what both ends do.
+"""A version as what has changed since the one before (coding.py): when it travels so, and what both ends do.
 
 The publisher codes against the bytes that it packed for the version before; a subscriber applies that to the bytes that
-it staged then. Which version those are is named by its digest, and the digests of the result are proven as ever. Who
-has another base, or failed the last update, gets the full version; so does everybody when too much has changed, and
-every weight_bus.full_every versions.
+it staged then. Which version those are is named by its digest, and the bytes of the change by another: a proven change
+of a proven base is a proven version, without a look at all of it. (A bit that flips in the staged memory in between
+shows in the digests of the live weights, which are always taken whole.) A receiver with another base, or whose last
+update failed, gets the full version; so do all when too much has changed, and every weight_bus.full_every versions.
 """
 
 from collections.abc import Sequence
@@ -14,12 +15,13 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from weight_bus import carried, delta
+from weight_bus.delta import coding
+from weight_bus.digest import slice_digest
 from weight_bus.errors import NotAvailable, WeightBusError
 from weight_bus.manifest import ITEM_SIZES, Manifest
 
 LEVEL = 1
-"""Of zstd; 3 gains nothing on what delta.py makes and costs a quarter more time."""
+"""Of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ class Change:
     """Flat uint8, all buckets one after the other; compressed with zstd where that is asked for."""
     num_bytes: int
     """Before compression."""
+    digest: str
+    """Of `coded`."""
 
     def pieces(self, bucket_bytes: int) -> list[torch.Tensor]:
         """In broadcasts of at most `bucket_bytes`."""
@@ -85,16 +89,17 @@ class ChangeMaker:
             WeightBusError: zstd was asked for, and the buckets are on a GPU.
         """
         parts = [
-            delta.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
+            coding.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
             for was, now, entries in zip(old, new, layout.by_bucket(), strict=True)
         ]
-        whole = delta.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
-        if whole.num_bytes >= delta.WORTH * layout.num_bytes:
+        whole = coding.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
+        if whole.num_bytes >= coding.WORTH * layout.num_bytes:
             self._skip, self._wait = self._wait, min(2 * self._wait, self.config.full_every)
             return None
         coded = whole.joined(new[0].device)
         self._wait = 1
-        return Change(base=base, coded=self._compressed(coded), num_bytes=coded.numel())
+        wire = self._compressed(coded)
+        return Change(base=base, coded=wire, num_bytes=coded.numel(), digest=digest_of(wire))
 
     def _compressed(self, coded: torch.Tensor) -> torch.Tensor:
         if self._packer is None:
@@ -126,19 +131,17 @@ class ChangeReader:
                 raise WireError(f"a change of {num_bytes} bytes does not fit into the memory here: {error}") from error
         return list(torch.split(self._room[:num_bytes], bucket_bytes))
 
-    def apply(
-        self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int, layout: Manifest | None = None
-    ) -> dict[str, int]:
+    def arrived(self, wire_bytes: int, digest: str) -> bool:
+        """Whether what lies in the room is the change that was announced by this digest."""
+        return digest_of(self._room[:wire_bytes]) == digest
+
+    def apply(self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int) -> None:
         """Turn the buckets of the base into those of the next version, in place.
 
         Args:
             buckets: flat uint8, on this reader's device.
             wire_bytes: what has come into the room.
             num_bytes: after decompression; the same number says that it is not compressed.
-            layout: of the base and of the next version; none says that all digests will be taken anew.
-
-        Returns:
-            How much the digests of tensors have grown; those of all others are to be taken anew. On a GPU those of all.
 
         Raises:
             WireError: it cannot be what leads on from here. Nothing was written.
@@ -146,11 +149,12 @@ class ChangeReader:
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:
             coded = _decompressed(coded, num_bytes)
-        updates = delta.decode(buckets, coded)
-        if layout is not None and self._device.type == "cpu":
-            return carried.apply(updates, layout)
-        delta.apply(updates)
-        return {}
+        coding.apply(coding.decode(buckets, coded))
+
+
+def digest_of(change: torch.Tensor) -> str:
+    """Names the bytes of a change, as Begin carries it."""
+    return f"{slice_digest(change):016x}"
 
 
 def _decompressed(coded: torch.Tensor, num_bytes: int) -> torch.Tensor:

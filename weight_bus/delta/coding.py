@@ -13,7 +13,7 @@ of all buckets, in order, then their columns, each padded to 8 bytes:
     columns: gaps u8, differences u8, long gaps i32, long differences i16 or i32
 
 All of it is torch operations, so that either side may be a CPU or a GPU. Integers wrap, and every bit pattern, NaN
-too, comes back as it was. Applied to another base it gives nonsense: who decodes knows the base and proves the result.
+too, comes back as it was. Applied to another base it gives nonsense: the decoder checks the base by its digest.
 """
 
 import struct

@@ -1,10 +1,10 @@
-"""The processes in which UCC runs, for weight_bus/transports/ucc.py: a starter, and the one that it forks for a group.
+"""The processes in which UCC runs, for the transport (collective.py): a starter, and the one that it forks for a group.
 
-usage: python -m weight_bus.transports.ucc_process PARENT_PID CHANNEL_FD MEMORY_FD
+usage: python -m weight_bus.transports.ucc.process PARENT_PID CHANNEL_FD MEMORY_FD
 
 The starter imports torch once, and loads no UCC. Each message is msgpack in a packet:
 
-| who       | to or from the starter                                                                          |
+| sender    | to or from the starter                                                                          |
 |-----------|-------------------------------------------------------------------------------------------------|
 | starter   | first: {} when it is ready                                                                      |
 | transport | {"do": "fork"}, with the channel of the new process: a file descriptor                          |
@@ -12,7 +12,7 @@ The starter imports torch once, and loads no UCC. Each message is msgpack in a p
 | transport | {"do": "end"}: kill that process                                                                |
 | starter   | {"code": its exit code, below 0 a signal}, when it is reaped                                    |
 
-| who       | to or from the process of a group                                                               |
+| sender    | to or from the process of a group                                                               |
 |-----------|-------------------------------------------------------------------------------------------------|
 | transport | {"do": "form", "epoch", "rank", "size", "endpoint", "prefix", "timeout_s", "patience_s"}, once  |
 | transport | {"do": "broadcast", "bytes": int}: of the shared memory, from rank 0's to that of all           |
@@ -40,8 +40,8 @@ import torch.distributed as dist
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 from weight_bus.transports.meeting import Meeting
-from weight_bus.transports.ucc import resolve_ucc
-from weight_bus.transports.ucc_member import SharedBytes
+from weight_bus.transports.ucc.member import SharedBytes
+from weight_bus.transports.ucc.source import resolve_ucc
 
 log = logging.getLogger("weight_bus.ucc_process")
 
@@ -51,7 +51,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Group:
-    """The UCC group of this process: torch.distributed's default group, which nobody else uses here."""
+    """The UCC group of this process: torch.distributed's default group, unused otherwise here."""
 
     def __init__(self, memory: SharedBytes) -> None:
         self._memory = memory
@@ -112,7 +112,7 @@ def main(parent: int, channel_fd: int, memory_fd: int) -> int:
                     break
                 os.close(fds[0])
                 channel.send(msgpack.packb({"pid": pid}))
-            elif pid:  # never signal a number that is nobody's here
+            elif pid:  # never signal a pid that is not a child
                 os.kill(pid, signal.SIGKILL)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 pid = 0

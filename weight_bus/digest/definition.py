@@ -1,7 +1,7 @@
 """Position-keyed digests of tensors that add up over slices (invariant 5).
 
 The digest of a logical tensor is  sum over elements of mix(bits of the element, its flat index)  mod 2^64.
-A sum over elements does not care who holds which slice: FSDP shards, tensor-parallel slices and rows of a
+A sum over elements is independent of which process holds which slice: FSDP shards, tensor-parallel slices and rows of a
 fused projection each digest what they hold, in place, and the parts are added. Keying by position makes
 swapped elements visible, which a plain XOR or sum is blind to.
 
@@ -10,36 +10,21 @@ mix is a multiply-xorshift finaliser in 32 bits, with the constants of Wellons' 
 one changed element always changes the digest; several changed ones do not with a chance of about 2^-32. Positions
 count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
 
-The code here is the definition. Tensors on a CUDA device take the same arithmetic as one kernel for all of them
-(weight_bus/digest_cuda.py), `slice_digests` with a single wait. Contiguous ones in host memory take it in NumPy, where
-a logical shift is one operation and every result has its place in the cache, unless torch has threads to outdo that.
+The code here is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
+digester.py: host.py in NumPy, and device.py as a Triton kernel.
 """
 
 import functools
 import hashlib
-import logging
 import math
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from weight_bus.digest_cuda import Plan
-
-log = logging.getLogger(__name__)
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
-HOST_CHUNK = 1 << 16
-"""The same in NumPy."""
-TORCH_THREADS = 3
-"""From so many on, torch is faster than NumPy, which has one and takes half to three quarters of the CPU time."""
-
 INDEX_KEY = 0x85EBCA77
 BITS_KEY = 0x9E3779B1
 HIGH_KEY = 0xC2B2AE3D
@@ -131,110 +116,6 @@ def _lanes(device: torch.device) -> torch.Tensor:
     return torch.arange(CHUNK, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
 
 
-def slice_digest(
-    part: torch.Tensor, full_shape: Sequence[int] | None = None, start: Sequence[int] | None = None
-) -> int:
-    """Digest of the slice `part` that begins at `start` in a logical tensor of `full_shape`.
-
-    Args:
-        part: the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides.
-        full_shape: shape of the whole tensor; none says that `part` is all of it.
-        start: first index of the slice in each dimension; none is the origin.
-
-    Returns:
-        A number below 2^64. Digests of disjoint slices add up (`add`) to the digest of the whole.
-    """
-    return slice_digests([Part(part, full_shape, start)])[0]
-
-
-def slice_digests(parts: Iterable[Part]) -> list[int]:
-    """`slice_digest` of each part, in order. On a CUDA device all are launched first and awaited once.
-
-    What is on a device must stay unchanged until this returns; work that was queued on the current stream before
-    is waited for by the device itself.
-    """
-    return Digester(parts).launch().sums()
-
-
-class Digester:
-    """Digests of the same parts again and again, of what lies in their memory then.
-
-    What can be worked out once is worked out here: for the tensors of a model on a GPU that takes longer than the
-    kernel itself.
-    """
-
-    def __init__(self, parts: Iterable[Part]) -> None:
-        self._parts = list(parts)
-        self._copied: list[int] = []
-        """Of which the kernel takes a copy, made anew each time."""
-        self._without_kernel: list[int] = []
-        tasks: dict[torch.device, list[Task]] = defaultdict(list)
-        for number, part in enumerate(self._parts):
-            task = self._task(number)
-            if task is None:
-                self._without_kernel.append(number)
-            elif task.rows.values.untyped_storage().data_ptr() != part.tensor.untyped_storage().data_ptr():
-                self._copied.append(number)
-            else:
-                tasks[part.tensor.device].append(task)
-        self._plans = [self._plan(batch) for batch in tasks.values()]
-
-    def launch(self) -> "Launched":
-        """Begin to digest; what is on a device must stay unchanged until the sums are there."""
-        sums = [plan.launch() for plan in self._plans]
-        for number in self._copied:
-            task = self._task(number)
-            assert task is not None
-            sums.append(self._plan([task]).launch())
-        totals = [0] * len(self._parts)
-        for number in self._without_kernel:
-            totals[number] = _plain_digest(self._parts[number])
-        return Launched(totals, sums)
-
-    def _task(self, number: int) -> Task | None:
-        """What the kernel is to do for a part; None where it takes the slow path."""
-        part = self._parts[number]
-        if not (part.tensor.is_cuda and part.tensor.numel() and _kernel() is not None):
-            return None
-        rounded = None if part.rounded == part.tensor.dtype else part.rounded
-        if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
-            part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
-        rows = rows_of(part)
-        return None if rows is None else Task(rows, number, rounded)
-
-    def _plan(self, tasks: list[Task]) -> "Plan":
-        kernel = _kernel()
-        assert kernel is not None
-        return kernel(tasks, len(self._parts), tasks[0].rows.values.device)
-
-
-class Launched(NamedTuple):
-    """Digests under way."""
-
-    totals: list[int]
-    """By part; of those that are done already."""
-    under_way: list[torch.Tensor]
-    """int64 on a device, by part; to be added."""
-
-    def sums(self) -> list[int]:
-        """Wait, and say what they are, by part."""
-        totals = self.totals
-        for sums in self.under_way:
-            totals = [(total + on_device) & MASK for total, on_device in zip(totals, sums.tolist(), strict=True)]
-        return totals
-
-
-@functools.cache
-def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
-    """Plans for CUDA tensors; None where Triton is not installed."""
-    try:
-        from weight_bus.digest_cuda import Plan
-    except ImportError as error:
-        log.warning("digests of CUDA tensors take the slow path: Triton is not usable (%s); install triton", error)
-        return None
-    return Plan
-
-
 def rows_of(part: Part) -> Rows | None:
     """A part in two dimensions, sharing its memory if its columns are contiguous there.
 
@@ -269,22 +150,14 @@ def _located(part: Part) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]
     return (part.tensor, shape, begin) if shape else (part.tensor.reshape(1), (1,), (0,))
 
 
-def _plain_digest(part: Part) -> int:
-    if part.tensor.device.type == "cpu" and torch.get_num_threads() < TORCH_THREADS:
-        stretch = _stretch_of(part)
-        if stretch is not None:
-            return host_digest(stretch)
-    return reference_digest(part)
-
-
 def reference_digest(whole_part: Part) -> int:
-    """`slice_digest` in torch operations, chunk by chunk, on any device. What the kernel is tested against."""
+    """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
     part, shape, begin = _located(whole_part)
     rounded = whole_part.rounded or part.dtype
     if part.numel() == 0:
         return 0
     row_size = math.prod(part.shape[1:])
-    stretch = _stretch_of(whole_part)
+    stretch = stretch_of(whole_part)
     if stretch is not None:
         return _stretch_digest(stretch)
     total = 0
@@ -297,7 +170,7 @@ def reference_digest(whole_part: Part) -> int:
     return total & MASK
 
 
-def _stretch_of(whole_part: Part) -> Stretch | None:
+def stretch_of(whole_part: Part) -> Stretch | None:
     """A part as one row in its memory; None when it is not one."""
     part, shape, begin = _located(whole_part)
     if tuple(part.shape[1:]) != tuple(shape[1:]) or not part.is_contiguous():
@@ -324,46 +197,6 @@ def _strided_index(
         axis = torch.arange(start[dim], start[dim] + size, dtype=torch.int64, device=device)
         index = index.unsqueeze(-1) * full_shape[dim] + axis
     return index.reshape(-1)
-
-
-class _Scratch(threading.local):
-    """What a thread computes in, in NumPy."""
-
-    def __init__(self) -> None:
-        self.mixed, self.shifted = np.empty(HOST_CHUNK, np.uint32), np.empty(HOST_CHUNK, np.uint32)
-
-
-_scratch = _Scratch()
-
-
-@functools.cache
-def _host_lanes() -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """`_lanes` in NumPy."""
-    return np.arange(HOST_CHUNK, dtype=np.uint32) * np.uint32(INDEX_KEY)
-
-
-def host_digest(stretch: Stretch) -> int:
-    """`_stretch_digest` in NumPy, in unsigned 32 bits."""
-    values, first, rounded = stretch
-    total = 0
-    for begin in range(0, values.numel(), HOST_CHUNK):
-        piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
-        bits = piece.view(VIEWS[piece.element_size()]).numpy()
-        h, shifted = _scratch.mixed[: bits.size], _scratch.shifted[: bits.size]
-        np.copyto(h.view(np.int32), bits, casting="unsafe")  # spreads signs, or keeps the lower half
-        if bits.itemsize == 8:
-            np.copyto(shifted, bits >> 32, casting="unsafe")
-            h += np.multiply(shifted, np.uint32(HIGH_KEY), out=shifted)
-        h *= np.uint32(BITS_KEY)
-        h += _host_lanes()[: bits.size]
-        h += np.uint32((first + begin + 1) * INDEX_KEY & 0xFFFFFFFF)
-        h ^= np.right_shift(h, np.uint32(16), out=shifted)
-        h *= np.uint32(MIX_1)
-        h ^= np.right_shift(h, np.uint32(15), out=shifted)
-        h *= np.uint32(MIX_2)
-        h ^= np.right_shift(h, np.uint32(16), out=shifted)
-        total += int(h.view(np.int32).sum(dtype=np.int64))
-    return total & MASK
 
 
 def add(parts: Sequence[int]) -> int:

@@ -1,14 +1,28 @@
-"""What the weight bus tests share: a small model, a scripted engine, faulty transports, a rollout server thread."""
+"""A receiver of the weight bus for tests, as a thread or a process, with a scripted engine and faults of its transport.
 
+As a process: `python -m tests.support.bus_receiver ADDRESS NAME [ACTION@UPDATE[:POINT] ...]`, ACTION stop | kill at a
+point of the UPDATE-th update that it receives: `before-N` or `after-N`, around the call that receives bucket N (from 0;
+before-1 where nothing is said), or `closing`, when all of them are under way. It prints one line per activated version,
+version and digest; at the end why it ended. BUS_CONFIG in the environment holds JSON with other values for the
+weight_bus section.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from configs.infrastructure import WeightBus
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
-from weight_bus.digest import slice_digest
+from weight_bus.digest import combined, slice_digest
 from weight_bus.staging import Staging
 from weight_bus.transports import Formation, Transport, make_transport
 from weight_bus.transports.base import ignore
@@ -16,6 +30,9 @@ from weight_bus.transports.base import ignore
 CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
 RUN = "bus-test"
 HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+NO_BUCKET = -1
 
 Weights = dict[str, torch.Tensor]
 
@@ -149,3 +166,108 @@ class Rollout(threading.Thread):
         self.subscriber.stop()
         self.join(10.0)
         assert not self.is_alive()
+
+
+# ---- as a process ---------------------------------------------------------------------------------------
+
+
+class Process:
+    """A receiver process, and the lines that it has printed."""
+
+    def __init__(self, publisher: Publisher, name: str, *faults: str, **environment: str) -> None:
+        paths = [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""), str(ROOT)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.bus_receiver", publisher.address, name, *faults],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            },
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+
+@contextmanager
+def receiver_process(
+    publisher: Publisher, name: str, *faults: str, joins_in_s: float = 60.0, **environment: str
+) -> Iterator[Process]:
+    """Joined, unless `joins_in_s` is 0; killed at the end."""
+    made = Process(publisher, name, *faults, **environment)
+    try:
+        if joins_in_s:
+            until(lambda: name in publisher.members(), f"{name} joins", joins_in_s)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(10.0)
+
+
+def printed(version: int, *, rows: int = 500) -> str:
+    """What a receiver process prints of the weights of a version."""
+    return f"{version} {combined(digests(weights(version, rows=rows)))}"
+
+
+class Watched(Faulty):
+    """A transport that says which point of which update has come."""
+
+    def __init__(self, inner: Transport, come: Callable[[int, str], None]) -> None:
+        super().__init__(inner, NO_BUCKET, lambda _: None, before=True)
+        self._come = come
+        self._updates = 0
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        self._updates += index == 0
+        self._come(self._updates, f"before-{index}")
+        super().broadcast(bucket, index)
+        self._come(self._updates, f"after-{index}")
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._come(self._updates, "closing")
+        super().finish(arrived)
+
+
+def planned(fault: str) -> tuple[tuple[int, str], signal.Signals]:
+    action, _, when = fault.partition("@")
+    update, _, point = when.partition(":")
+    return (int(update), point or "before-1"), SIGNALS[action]
+
+
+def main(address: str, name: str, *faults: str) -> None:
+    plan = dict(map(planned, faults))
+
+    def come(update: int, point: str) -> None:
+        if (update, point) in plan:
+            os.kill(os.getpid(), plan[update, point])
+
+    engine = Engine()
+    config = CONFIG.model_copy(update=json.loads(os.environ.get("BUS_CONFIG", "{}")))
+    with Subscriber(
+        address,
+        name=name,
+        config=config,
+        host=HOST,
+        run_id=RUN,
+        transport_factory=lambda config, host: Watched(make_transport(config, host), come),
+    ) as subscriber:
+        try:
+            while True:
+                version = subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
+                print(version, combined(digests(engine.live)), flush=True)
+        except BusClosed:
+            print("closed", flush=True)
+        except RemovedFromBus as removed:
+            print("removed", removed, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

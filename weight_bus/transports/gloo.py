@@ -79,7 +79,7 @@ class Collective:
         self._meeting.forget()
 
     def _build(self, store: PrefixStore, formation: Formation) -> ProcessGroupGloo:
-        """The group of those who are all here."""
+        """Build the group once all members have registered."""
         self._meeting.show_up(store, formation, self._timeout.total_seconds())
         group = self._connected(store, formation, self._timeout / TRIES)
         group._set_default_timeout(self._timeout)

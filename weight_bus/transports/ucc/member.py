@@ -1,6 +1,6 @@
-"""The processes of UCC as weight_bus/transports/ucc.py sees them: the starter, the process of a group, their memory.
+"""The processes of UCC as the transport (collective.py) sees them: the starter, the process of a group, their memory.
 
-Whoever does not answer in time, or hangs up, is killed and reaped. What they say: weight_bus/transports/ucc_process.py.
+A process that does not answer in time, or hangs up, is killed and reaped. The messages: process.py.
 """
 
 import logging
@@ -22,7 +22,7 @@ from weight_bus.transports.meeting import lost
 
 log = logging.getLogger(__name__)
 
-MODULE = "weight_bus.transports.ucc_process"
+MODULE = "weight_bus.transports.ucc.process"
 HOPELESS_S = 60.0
 """A starter that has not imported torch after so long is given up."""
 REAP_S = 3.0
@@ -31,7 +31,7 @@ MAX_ANSWER_BYTES = 64 * 1024
 
 
 class SharedBytes:
-    """Memory of this machine with a file descriptor and no name: nothing is left of it when all who had it are gone.
+    """Memory of this machine with a file descriptor and no name: it is freed when all its processes have ended.
 
     Args:
         fd: of the other process's; none makes new memory.
