@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scripts.bus_faults.gates import GatedStore
+from scripts.chaos.probe import GatedStore
 from tests.support.bus_receiver import CONFIG, HOST
 from weight_bus import TransportError
 from weight_bus.transports import Formation
