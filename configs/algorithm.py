@@ -78,7 +78,7 @@ class Replay(Section):
     """A resumed step whose weights differ from the journalled ones: `supersede` throws away what the lost policies have
     sampled and goes on; `stop` ends the run."""
     wait_for_learner_s: float = Field(default=300.0, gt=0)
-    """How long replay waits for a learner that died to come back before the run stops with an error."""
+    """How long replay waits for a dead learner to return before the run stops with an error."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
