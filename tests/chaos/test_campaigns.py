@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns.chaos import new_part
+from scripts.chaos.campaigns.bus_points import totals
+from scripts.chaos.campaigns.chaos import as_json, new_part
 from scripts.chaos.campaigns.resume import compare
 from scripts.chaos.polling import Hung, JsonLines, wait_until
 from scripts.chaos.report import State
@@ -70,6 +71,13 @@ def test_runs_that_are_over_are_added_up_and_not_run_again(tmp_path, capsys):
     assert (json.loads(lines[-1])["lost"], "WRONG: a wait" in lines, "WRONG: a fault" in lines) == (1, True, True)
     with pytest.raises(SystemExit):
         main([*command, "--seed", "2"])
+
+
+def test_the_last_lines_keep_their_keys():
+    chaos = "faults acked trained dropped lost trained_twice hung unnamed ended_early violations buffered"
+    assert list(as_json(new_part())) == [*chaos.split(), "repeated_steps", "pairs_hit", "max_recovery_s"]
+    bus = "cases hung digests_equal unnamed longest_s deadline_s roles skipped violations"
+    assert list(totals([], 0, 0)) == bus.split()
 
 
 def test_repeated_steps_are_compared_by_digest_and_groups():
