@@ -15,6 +15,7 @@ from typing import Any
 
 from configs.loading import load
 from configs.schema import Config
+from learner.launch.hosts.status_client import ask_replay
 from scripts.chaos import processes, site_start
 from scripts.chaos.polling import Ended, T, wait_until
 from scripts.chaos.proxy import Link, Proxy
@@ -29,7 +30,6 @@ from scripts.chaos.settings import (
     variant_settings,
 )
 from scripts.chaos.watch import Logs, Probe, Watch
-from scripts.launch.asking import ask_replay
 
 TICK_S = 0.004
 PACE_EVERY_S = 0.3

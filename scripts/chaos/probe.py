@@ -39,7 +39,7 @@ from weight_bus.intake import Load
 from weight_bus.manifest import Entry
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import Labelled, ignore
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
 SENT: dict[type[Message], str] = {

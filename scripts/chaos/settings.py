@@ -116,7 +116,7 @@ def variant_settings(variant: Variant, work: Path) -> list[str]:
     """Settings of a small run; writes the keys that they name."""
     values = ["placement.split=2:1", *SMALL, *variant.settings]
     if variant.keys:
-        command = (sys.executable, "-m", "scripts.make_keys", "--out", str(work / "keys"))
+        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
         subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
         values.append(f"network.keys={work}/keys")
     return values
@@ -124,7 +124,7 @@ def variant_settings(variant: Variant, work: Path) -> list[str]:
 
 def make_data(folder: Path, *, seed: int = 0) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(seed)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return (ROOT / folder).resolve()
 

@@ -14,7 +14,7 @@ import torch
 from scripts.chaos.bus_cluster import Oracle
 from scripts.chaos.campaigns.changes import Chances, Changes, longest_gap
 from scripts.chaos.campaigns.policy import KINDS, Policy
-from weight_bus.changes import ChangeReader
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.intake import Intake
 from weight_bus.manifest import Manifest
 from weight_bus.staging import Staging
@@ -70,6 +70,7 @@ def test_a_change_that_comes_again_is_refused_by_its_digests() -> None:
 
 def test_without_the_digests_the_oracle_sees_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Staging, "corrupt", lambda self: [])
+    monkeypatch.setattr(ChangeReader, "arrived", lambda *_: True)
     monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
     found, wrong = quiet_run(16, back=1.0)
     assert found["served_wrong"] and found["bit_exact"] is False and found["in_order"] is False
@@ -77,10 +78,11 @@ def test_without_the_digests_the_oracle_sees_what_it_makes(monkeypatch: pytest.M
 
 
 def test_without_the_look_at_the_base_a_change_of_another_one_is_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unguarded(self: Intake, begin: object, manifest: Manifest) -> None:
+    def unguarded(self: Intake, begin: object, manifest: Manifest) -> list[str]:
         reader: ChangeReader = self._reader
         reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)  # type: ignore[attr-defined]
         self.staging.manifest = manifest
+        return self.staging.corrupt()
 
     with monkeypatch.context() as patched:
         patched.setattr(Intake, "_change", unguarded)

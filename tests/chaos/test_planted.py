@@ -17,7 +17,7 @@ from scripts.chaos.campaigns.bus_receivers import Receivers
 from scripts.chaos.campaigns.changes import Chances, Changes
 from scripts.chaos.campaigns.flips import Flip, Flips
 from scripts.chaos.campaigns.policy import Policy
-from weight_bus.changes import ChangeReader
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.intake import Intake
 from weight_bus.manifest import Manifest
 from weight_bus.staging import Staging

@@ -11,12 +11,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from learner.report.summary import evaluations, summarize
 from scripts.chaos import checker
 from scripts.chaos.checker.account import Account
 from scripts.chaos.checker.journal import read
 from scripts.chaos.polling import JsonLines
 from scripts.chaos.watch import Probe
-from scripts.summarize_run import evaluations, summarize
 
 FIRST = "first"
 """The rollout server that is there from the beginning."""

@@ -1,5 +1,0 @@
-"""Moved to `python -m scripts.chaos resume`."""
-
-import sys
-
-sys.exit("scripts.exact_resume has moved: python -m scripts.chaos resume")
