@@ -88,11 +88,8 @@ def test_repeated_steps_are_compared_by_digest_and_groups():
     assert compare([line, {**line, "step": 2}])["trained_twice"] == 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("bus_faults", "bus"), ("elastic", "elastic"), ("exact_resume", "resume"), ("bus_corruption", "weights flips")],
-)
-def test_a_command_that_has_moved_says_its_new_name(old, new):
-    command = [sys.executable, "-m", f"scripts.{old}", "--help"]
+def test_a_command_that_has_moved_does_its_work_under_its_new_name():
+    command = [sys.executable, "-m", "scripts.bus_faults", "--list"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert f"python -m scripts.chaos {new}" in done.stderr and done.returncode != 0
+    assert "python -m scripts.chaos bus" in done.stderr
+    assert done.returncode == 0 and "middle bucket" in done.stdout
