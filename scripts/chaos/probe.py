@@ -179,6 +179,11 @@ class Wrapped:
         self._inner.finish(arrived)
 
 
+def wrapping(kind: Callable[..., Wrapped], *arguments: Any) -> TransportFactory:
+    """A factory of such transports, around the one that the configuration names."""
+    return lambda config, host: kind(make_transport(config, host), *arguments)  # type: ignore[return-value]
+
+
 class GatedTransport(Wrapped):
     """The data plane."""
 
