@@ -26,6 +26,10 @@ FLAGS = {
 }
 
 
+RETIRED = ("forced_length_median", "forced_length_sigma")
+"""Of `rollout`; benchmarks set them. The config.yaml of an older run has them, and it can still be resumed."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names key, value and suggestion."""
 
@@ -139,10 +143,18 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 def validate(tree: dict[str, Any], source: str) -> Config:
     """Check a tree against the schema. Raises ConfigError with every problem, one a line."""
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(without_retired(tree))
     except ValidationError as error:
         lines = [_explain(dict(problem)) for problem in error.errors()]
         raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+
+def without_retired(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree without keys that are gone, where they have the value that every run had."""
+    rollout = tree.get("rollout")
+    if not isinstance(rollout, dict) or rollout.get("forced_length_median", 0) != 0:
+        return tree
+    return tree | {"rollout": {key: value for key, value in rollout.items() if key not in RETIRED}}
 
 
 def _explain(problem: dict[str, Any]) -> str:
