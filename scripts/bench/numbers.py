@@ -1,33 +1,25 @@
-"""From a finished run to the numbers of the table. Imports no torch."""
+"""From a finished pipeline run to its numbers, and from numbers to markdown tables."""
 
 import importlib.metadata
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from learner.launch.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
-from scripts.bench.plan import Phase
-from scripts.bench.run import Finished, ask_gpus
-from scripts.bench.settings import Case
+from scripts.bench.core import Row, ask_gpus, markdown, median, p90
+from scripts.bench.train import Finished, Phase
 
-Row = dict[str, Any]
 WARM_UPDATES = 2
 """A server's first weight updates allocate and connect; their pauses are not counted."""
 NOT_PHASES = {"weight_sync/seconds"}
 
 
-def p90(values: Sequence[float]) -> float:
-    """The value that nine in ten do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, -(-9 * len(ordered) // 10) - 1)]
-
-
-def result_of(case: Case, run: Finished) -> dict[str, Any]:
+def result_of(case: str, run: Finished) -> dict[str, Any]:
     """All numbers of a run but those that are held against the raw broadcast."""
     rows = {row["step"]: row for row in read_rows(Path(run.config.run_dir) / FILE) if "step" in row}
     idle, full = durations(run, "idle"), durations(run, "full")
@@ -40,7 +32,7 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
     tokens = throughput(run, counted, idle_rows, sum(full))
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
-        "config": str(case),
+        "config": case,
         "eta": max(roll, train) / step,
         "eta_same_length": max(scaled, train) / step,
         "t_rollout": roll,
@@ -222,12 +214,6 @@ def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
     return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}
 
 
-def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
-    found = list(values)
-    return statistics.median(found) if found else None
-
-
 def installed(name: str) -> str | None:
     """Version of a package, or None."""
     version: Callable[[str], str] = importlib.metadata.version
@@ -235,3 +221,45 @@ def installed(name: str) -> str | None:
         return version(name)
     except importlib.metadata.PackageNotFoundError:
         return sys.modules[name].__version__ if name in sys.modules else None
+
+
+# ---- tables ---------------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "config": "{config}",
+    "eta": "{eta:.3f}",
+    "T_roll / p90": "{t_rollout:time} / {t_rollout_p90:time}",
+    "T_train / p90": "{t_train:time} / {t_train_p90:time}",
+    "T_step / p90": "{t_step:time} / {t_step_p90:time}",
+    "roll/train": "{roll_over_train:.2f}",
+    "stream/roll": "{stream_over_roll:short}",
+    "tokens/s": "{tokens_per_s:short}",
+    "trained tokens/s/GPU": "{trained_tokens_per_s_per_learner_gpu:short}",
+    "mean length": "{mean_length:.0f} ({mean_length_idle:.0f} in T_roll)",
+    "idle rollout, learner": "{rollout_idle:short}, {learner_idle:short}",
+    "max lag": "{max_lag}",
+}
+BUS_COLUMNS = {
+    "config": "{config}",
+    "bytes": "{bus_bytes:,}",
+    "raw": "{raw_s:time}",
+    "wire/raw": "{bus_over_raw:short}",
+    "gather to verified": "{sync_s:time}",
+    "update to verified": "{update_to_verified_s:time}",
+    "sync/raw": "{sync_over_raw:short}",
+    "phases": "{bus_phases:phases}",
+    "in the server": "{engine_phases:phases}",
+    "pause p50, p99": "{pause_ms_p50:.1f} ms, {pause_ms_p99:.1f} ms",
+    "digests equal": "{digests_equal} ({syncs})",
+    "memory in GB": "{memory}",
+}
+
+
+def tables(results: Sequence[Row]) -> str:
+    """Two tables of the cases that have a result, and a line for each that has none."""
+    good = [result for result in results if "error" not in result]
+    parts = [markdown(columns, good) for columns in (COLUMNS, BUS_COLUMNS) if good]
+    if good:
+        parts.append(f"Pauses by {'; '.join(sorted({str(result['pause_source']) for result in good}))}.")
+    lines = [f"{r['config']}: no result: {r['error']}" for r in results if "error" in r]
+    return "\n\n".join([*parts, *lines])

@@ -8,7 +8,7 @@ LR = 1e-6
 LEAP_LR = 3e-3
 """Moves more than half of all elements in one step."""
 STEPS_BEFORE = 40
-"""After so many, Adam's moments are those of a run that is under way (scripts/bench_bus_parts/steps.py)."""
+"""After so many, Adam's moments are those of a run that is under way (scripts/bench/model.py)."""
 KINDS = {"step": 78, "leap": 4, "same": 4, "back": 14}
 """How often, in a hundred: an ordinary step, a leap, the last version again, the one before it again."""
 

@@ -19,7 +19,7 @@ from rollout_server.engines.torch_engine import TorchEngine
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.rewards import RewardPool
 from rollout_server.tasks import Task
-from scripts.bench.random_model import SHAPES, make
+from scripts.bench.model import SHAPES, make
 from scripts.bench.server import ForcedLengths, forced_length
 
 GROUP, CAP, MEDIAN, SIGMA = 6, 40, 12, 0.7
@@ -95,7 +95,7 @@ def test_lengths_are_lognormal() -> None:
 def test_answers_have_their_lengths_and_no_token_stops_them(folder: Path) -> None:
     async def main() -> None:
         async with generating(folder, MEDIAN) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"].vocab))
+            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
             first, again, other = await asyncio.gather(
                 generator.group(lease(3), "0/3/1"),
                 generator.group(lease(3), "0/3/2"),
@@ -115,7 +115,7 @@ def test_answers_have_their_lengths_and_no_token_stops_them(folder: Path) -> Non
 def test_without_a_median_stop_tokens_end_answers(folder: Path) -> None:
     async def main() -> None:
         async with generating(folder) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"].vocab))
+            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
             group = await generator.group(lease(3), "0/3/1")
         assert group.lengths.tolist() == [1] * GROUP
         assert group.finish_reasons == ["stop"] * GROUP

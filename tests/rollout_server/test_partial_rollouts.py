@@ -27,13 +27,13 @@ from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.rewards import RewardPool
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task
-from scripts.bench.random_model import SHAPES, make
+from scripts.bench.model import SHAPES, make
 from scripts.bench.server import ForcedLengths, forced_length
 
 GROUP, CAP, STEP, SEED = 4, 30, 12, 11
 PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}
 GROUP_ID = (0, 3)
-BOUNDS = Bounds(1, SHAPES["tiny"].vocab)
+BOUNDS = Bounds(1, SHAPES["tiny"]["vocab_size"])
 
 
 @pytest.fixture(scope="module")

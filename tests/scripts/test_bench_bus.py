@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from scripts.bench.random_model import make
-from scripts.bench_bus_parts import steps
+from scripts.bench import model as steps
+from scripts.bench.model import make
 
 
 def test_a_small_job_measures_whole_versions_and_changes_beside_the_raw_broadcast(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.bench_bus", "--device", "cpu", "--quick", "--shape", "tiny"]
+    command = [sys.executable, "-m", "scripts.bench", "bus", "--device", "cpu", "--quick", "--shape", "tiny"]
     command += ["--receivers", "1", "--versions", "6", "--kept", "2", "--tokens", "32", "--out", str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""scripts.bench_pipeline: the model it makes, its phases, its failures, and one whole quick run on the CPU."""
+"""`scripts.bench pipeline`: the model it makes, its phases, its failures, and one whole quick run on the CPU."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs import Config
 from rollout_server.tasks import Task
-from scripts.bench import random_model
-from scripts.bench.numbers import p90
-from scripts.bench.plan import Plan
-from scripts.bench.random_model import EOS, SHAPES, layout, make, shards, write_config, write_prompts
-from scripts.bench.reward import spread
-from scripts.bench.settings import BadOption, Case
-from scripts.bench_pipeline import write
+from scripts.bench import model as random_model
+from scripts.bench.core import p90, spread
+from scripts.bench.model import EOS, SHAPES, layout, make, shards, write_prompts
+from scripts.bench.model import config as config_of
+from scripts.bench.pipeline import Case
+from scripts.bench.pipeline import append as write
+from scripts.bench.train import Plan
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
@@ -31,7 +31,7 @@ KEYS = {
 
 def bench(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scripts.bench_pipeline", "--device", "cpu", "--quick", *arguments],
+        [sys.executable, "-m", "scripts.bench", "pipeline", "--device", "cpu", "--quick", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -46,18 +46,18 @@ def bench(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    write_config(tmp_path, SHAPES[name])
+    config_of(name).save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = layout(SHAPES[name])
+    found = layout(name)
     assert found == expected
     if name in PARAMETERS:
         assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
 def test_a_large_model_is_cut_into_shards_in_order() -> None:
-    tensors = layout(SHAPES["8B"])
+    tensors = layout("8B")
     parts = list(shards(tensors))
     assert [name for part in parts for name in part] == list(tensors)
     assert len(parts) > 4 and all(parts)
@@ -119,7 +119,7 @@ def test_every_step_has_one_phase_and_the_first_of_each_does_not_count(tmp_path:
 def test_cases_are_read_or_refused() -> None:
     assert Case.parse("0.6B@1:3") == Case("0.6B", 1, 3) and str(Case("8B", 2, 2)) == "8B@2:2"
     for wrong in ("0.6B", "0.6B@1", "7B@1:1", "0.6B@1:1:1"):
-        with pytest.raises(BadOption, match="SHAPE@R:L"):
+        with pytest.raises(ValueError, match="SHAPE@R:L"):
             Case.parse(wrong)
 
 

@@ -1,25 +1,55 @@
-"""`torchrun ... -m scripts.bench.raw_broadcast --bytes N --bucket B --backend nccl`: the time of nothing but the wire.
+"""The time of nothing but the wire: a bare broadcast that the weight bus is held against.
 
 Rank 0 broadcasts the same bytes in the same buckets, into memory that is there already, with no digest and no
-message around it, one bucket right after the other. What the weight bus takes is held against this. A time is that
-of the slowest rank, from a common start to the end of its last bucket with the device synchronised.
+message around it, one bucket right after the other. A time is that of the slowest rank, from a common start to the
+end of its last bucket with the device synchronised. Each rank is `torchrun -m scripts.bench.broadcast`.
 """
 
 import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from configs.plan import NCCL_DEFAULTS
+from configs.schema import Config
+from learner.launch.machine import visible_devices
 from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
+from scripts.bench.core import CaseFailed, last_line, tail
 
 WARM_UP = 3
+LIMIT_S = 90.0
+
+
+def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
+    """The same bytes to as many receivers on the same devices. Raises CaseFailed."""
+    share = config.shares[0]
+    receivers = [engine[0] for engine in share.engines(config.placement.tensor_parallel)]
+    environment = {**os.environ, **NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
+    if config.weight_bus.backend != "gloo":
+        visible = visible_devices(os.environ)
+        chosen = [share.learner[0], *receivers]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
+    command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
+    command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
+    command += ["--bytes", str(num_bytes), "--bucket", str(config.weight_bus.bucket_bytes)]
+    command += ["--backend", config.weight_bus.backend, "--host", config.network.host]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseFailed(f"the raw broadcast did not end within {LIMIT_S:g} s") from expired
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise CaseFailed(f"the raw broadcast failed (exit code {done.returncode}): {tail(done.stderr)}")
+    return dict(json.loads(lines[-1]))
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,7 +83,7 @@ def measure(num_bytes: int, bucket: int, repeat: int, device: torch.device) -> l
 
 def main() -> int:
     """Entry point of one rank; rank 0 prints one line of JSON."""
-    parser = argparse.ArgumentParser(prog="torchrun -m scripts.bench.raw_broadcast", description=__doc__)
+    parser = argparse.ArgumentParser(prog="torchrun -m scripts.bench.broadcast", description=__doc__)
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--bucket", type=int, required=True, help="bytes of one broadcast")
     parser.add_argument("--backend", choices=["gloo", "nccl"], required=True)
@@ -70,15 +100,8 @@ def main() -> int:
     dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout_s))
     seconds = measure(args.bytes, args.bucket, args.repeat, device)
     if dist.get_rank() == 0:
-        result = {
-            "raw_s": statistics.median(seconds),
-            "raw_min_s": min(seconds),
-            "raw_max_s": max(seconds),
-            "raw_receivers": dist.get_world_size() - 1,
-            "raw_repeats": len(seconds),
-        }
-        sys.stdout.write(json.dumps(result) + "\n")
-        sys.stdout.flush()
+        result = {"raw_s": statistics.median(seconds), "raw_min_s": min(seconds), "raw_max_s": max(seconds)}
+        last_line(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)})
     dist.destroy_process_group()
     return 0
 

@@ -1,4 +1,4 @@
-"""`python -m scripts.bench.random_model --shape 8B --out DIR`: a Qwen3 folder of random weights, and prompts for it.
+"""`python -m scripts.bench.model --shape 8B --out DIR`: a Qwen3 folder of random weights; prompts and versions of it.
 
 Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
 The weights are drawn and written in bfloat16, shard by shard: 16 GB in well under a minute on a machine with a GPU.
@@ -6,87 +6,83 @@ The weights are drawn and written in bfloat16, shard by shard: 16 GB in well und
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import torch
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 SHARD_BYTES = 2_000_000_000
 STD = 0.02
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD, EOS, UNK = range(3)
-WRITERS = 8
+WRITERS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a Qwen3 decoder."""
+def _shape(hidden: int, layers: int, intermediate: int, heads: tuple[int, int, int], vocab: int, tied: bool) -> Any:
+    query, key_value, size = heads
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": intermediate,
+        "num_attention_heads": query,
+        "num_key_value_heads": key_value,
+        "head_dim": size,
+        "tie_word_embeddings": tied,
+    }
 
-    hidden: int
-    layers: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tied: bool
 
-
-SHAPES = {
-    "tiny": Shape(hidden=64, layers=2, intermediate=192, heads=4, kv_heads=2, head_dim=16, vocab=512, tied=True),
-    "10M": Shape(hidden=320, layers=7, intermediate=960, heads=5, kv_heads=5, head_dim=64, vocab=4096, tied=True),
-    "0.6B": Shape(
-        hidden=1024, layers=28, intermediate=3072, heads=16, kv_heads=8, head_dim=128, vocab=151_936, tied=True
-    ),
-    "1.7B": Shape(
-        hidden=2048, layers=28, intermediate=6144, heads=16, kv_heads=8, head_dim=128, vocab=151_936, tied=True
-    ),
-    "8B": Shape(
-        hidden=4096, layers=36, intermediate=12_288, heads=32, kv_heads=8, head_dim=128, vocab=151_936, tied=False
-    ),
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _shape(64, 2, 192, (4, 2, 16), 512, True),
+    "10M": _shape(320, 7, 960, (5, 5, 64), 4096, True),
+    "85M": _shape(640, 12, 2560, (10, 5, 64), 16_384, True),
+    "0.6B": _shape(1024, 28, 3072, (16, 8, 128), 151_936, True),
+    "1.7B": _shape(2048, 28, 6144, (16, 8, 128), 151_936, True),
+    "8B": _shape(4096, 36, 12_288, (32, 8, 128), 151_936, False),
 }
+"""Sizes of Qwen3 decoders, in the words of transformers."""
 
 Layout = dict[str, tuple[int, ...]]
 """Shape of each tensor by its name in the file."""
+Version = dict[str, torch.Tensor]
 
 
-def layout(shape: Shape) -> Layout:
+def config(name: str) -> Any:
+    """The transformers configuration of a shape."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **SHAPES[name],
+        max_position_embeddings=40_960,
+        architectures=["Qwen3ForCausalLM"],
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+def layout(name: str) -> Layout:
     """Every tensor of the model, in the order of the model."""
-    h, wide, narrow = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    tensors: Layout = {"model.embed_tokens.weight": (shape.vocab, h)}
-    for i in range(shape.layers):
-        parts: Layout = {
-            "self_attn.q_proj": (wide, h),
-            "self_attn.k_proj": (narrow, h),
-            "self_attn.v_proj": (narrow, h),
-            "self_attn.o_proj": (h, wide),
-            "self_attn.q_norm": (shape.head_dim,),
-            "self_attn.k_norm": (shape.head_dim,),
-            "mlp.gate_proj": (shape.intermediate, h),
-            "mlp.up_proj": (shape.intermediate, h),
-            "mlp.down_proj": (h, shape.intermediate),
-            "input_layernorm": (h,),
-            "post_attention_layernorm": (h,),
-        }
-        tensors |= {f"model.layers.{i}.{name}.weight": size for name, size in parts.items()}
-    tensors["model.norm.weight"] = (h,)
-    if not shape.tied:
-        tensors["lm_head.weight"] = (shape.vocab, h)
-    return tensors
+    from transformers import Qwen3ForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config(name))
+    return {tensor: tuple(parameter.shape) for tensor, parameter in model.named_parameters()}
 
 
 def num_bytes(size: tuple[int, ...]) -> int:
     """Of a tensor in bfloat16."""
-    return 2 * int(np.prod(size, dtype=np.int64))
+    return 2 * math.prod(size)
 
 
 def shards(tensors: Layout) -> Iterator[Layout]:
@@ -102,78 +98,32 @@ def shards(tensors: Layout) -> Iterator[Layout]:
     yield shard
 
 
-def draw(name: str, size: tuple[int, ...], device: "torch.device", seed: int) -> "torch.Tensor":
+def draw(name: str, size: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
     """One tensor in bfloat16 in host memory: ones for norms, else normal of deviation 0.02."""
-    import torch
-
     if name.endswith("norm.weight"):
         return torch.ones(size, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(seed)
     return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, STD, generator=generator).cpu()
 
 
-def write_shard(path: Path, shard: Layout, device: "torch.device", first_seed: int) -> None:
-    """One safetensors file: eight bytes of header length, the header, the tensors. Writing lets other threads run."""
-    import torch
-
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, size in shard.items():
-        end = offset + num_bytes(size)
-        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for number, (name, size) in enumerate(shard.items()):
-            tensor = draw(name, size, device, first_seed + number)
-            data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            while data:  # one write takes at most 2 GiB
-                data = data[file.write(data) :]
-
-
-def write_weights(folder: Path, shape: Shape, seed: int) -> None:
+def write_weights(folder: Path, shape: str, seed: int) -> None:
     """All files and their index."""
-    import torch
-
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parts = list(shards(layout(shape)))
     names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+
+    def write(number: int) -> None:
+        first = seed + 100_000 * number
+        drawn = {name: draw(name, size, device, first + i) for i, (name, size) in enumerate(parts[number].items())}
+        save_file(drawn, folder / names[number], {"format": "pt"})
+
     with ThreadPoolExecutor(WRITERS) as pool:
-        written = [
-            pool.submit(write_shard, folder / name, part, device, seed + 100_000 * number)
-            for number, (name, part) in enumerate(zip(names, parts, strict=True))
-        ]
-        for one in written:
-            one.result()
+        list(pool.map(write, range(len(parts))))
     index = {
         "metadata": {"total_size": sum(num_bytes(size) for part in parts for size in part.values())},
         "weight_map": {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part},
     }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-
-
-def write_config(folder: Path, shape: Shape) -> None:
-    """config.json, as this installation's transformers writes it."""
-    from transformers import Qwen3Config
-
-    Qwen3Config(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=shape.tied,
-        architectures=["Qwen3ForCausalLM"],
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        dtype="bfloat16",
-    ).save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -210,9 +160,9 @@ def make(name: str, out: Path, seed: int) -> bool:
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     try:
-        write_weights(beside, SHAPES[name], seed)
-        write_tokenizer(beside, SHAPES[name].vocab)
-        write_config(beside, SHAPES[name])
+        write_weights(beside, name, seed)
+        write_tokenizer(beside, SHAPES[name]["vocab_size"])
+        config(name).save_pretrained(beside)
         try:
             beside.rename(out)
         except OSError:  # another process was faster; its folder is as good
@@ -223,9 +173,47 @@ def make(name: str, out: Path, seed: int) -> bool:
     return True
 
 
+# ---- versions of it -------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int) -> list[Version]:
+    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
+
+    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
+    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
+    trained (docs/benchmarks/bus.md).
+    """
+    made: list[Version] = [{} for _ in range(count)]
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in read(folder):
+        weight = torch.nn.Parameter(tensor.to(device=device, dtype=torch.float32))
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        weight.grad = torch.empty_like(weight)
+        for step in range(1, before + count):
+            weight.grad.normal_(generator=generator)
+            optimizer.step()
+            if step >= before:
+                made[step - before][name] = weight.detach().to(torch.bfloat16)
+    return made
+
+
+def density(old: Version, new: Version) -> float:
+    """Share of elements whose bits differ."""
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
+    return changed / sum(tensor.numel() for tensor in new.values())
+
+
 def main() -> int:
     """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.random_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.model", description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to make; left alone if it is there")
     parser.add_argument("--seed", type=int, default=0)
