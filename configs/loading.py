@@ -4,12 +4,14 @@ import argparse
 import difflib
 import os
 import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs import aliases
 from configs.schema import Config
 
 PRESETS = Path(__file__).parent
@@ -65,6 +67,25 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
+class Parser(argparse.ArgumentParser):
+    """Answers a bare `a.b=c`, the habit of other frameworks, with the option that it belongs to."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with 2."""
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        notes, settings = [], []
+        for word in words:
+            name, _, value = word.partition("=")
+            key, answer = aliases.target_of(name), aliases.answer(name)
+            if answer is not None:
+                notes.append(f"{name}: {answer}")
+            if key is not None:
+                settings.append(f"--set {key}={value or '...'}")
+            elif answer is None and re.match(r"[a-z_]+(\.[a-z_]+)*=", word):
+                settings.append(f"--set {word}")
+        super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
+
+
 def read_yaml(text: str) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
@@ -104,7 +125,7 @@ def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> 
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides or []:
         apply_override(tree, override)
-    return validate(tree, str(path))
+    return validate(tree, str(path), overrides or [])
 
 
 def find(source: str | os.PathLike[str]) -> Path:
@@ -140,13 +161,17 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def validate(tree: dict[str, Any], source: str) -> Config:
-    """Check a tree against the schema. Raises ConfigError with every problem, one a line."""
+def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Check a tree against the schema, for `overrides` that were applied to what `source` holds.
+
+    Raises:
+        ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
+    """
     try:
         return Config.model_validate(without_retired(tree))
     except ValidationError as error:
-        lines = [_explain(dict(problem)) for problem in error.errors()]
-        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
+        lines = [line for problem in error.errors() for line in _explain(dict(problem), source, overrides)]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def without_retired(tree: dict[str, Any]) -> dict[str, Any]:
@@ -157,16 +182,31 @@ def without_retired(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"rollout": {key: value for key, value in rollout.items() if key not in RETIRED}}
 
 
-def _explain(problem: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
+def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Lines for one problem: one, or one for each foreign name below an unknown key."""
+    key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    texts = []
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
-    if problem["type"] == "missing":
-        return f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    if not key:
-        return message
-    return f"{key}: {message} (value {problem['input']!r})"
+        foreign = dict(aliases.answers(key, value))
+        texts = [f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None]
+        if len(texts) < len(foreign):
+            texts.append(f"{key}: unknown key (value {value!r}){suggestion(key)}")
+    elif problem["type"] == "missing":
+        texts.append(f"{key}: missing; it has no default, give it in the file or with --set {key}=...")
+    else:
+        text = str(problem["msg"]).removeprefix("Value error, ")
+        texts.append(f"{key}: {text} (value {value!r})" if key else text)
+    for text in texts:
+        given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
+        yield f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
+
+
+def _concerns(name: str, key: str, text: str) -> bool:
+    """Whether the override of key `name` is behind a problem; one that crosses keys names them in its text."""
+    if key:
+        return f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
+    section = text.partition(":")[0]
+    return name.startswith(f"{section}.") or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
 
 
 def suggestion(key: str) -> str:

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -91,8 +91,13 @@ class BatchReader:
         self.incarnation = welcome.incarnation
         return welcome
 
-    def take(self, step: int) -> m.Batch:
+    def take(self, step: int, check: Callable[[m.Batch], None]) -> m.Batch:
         """This rank's part of batch `step`, once all ranks hold theirs (invariant 9).
+
+        Args:
+            step: that the batch is for.
+            check: raises what is wrong with the part. It runs before this rank says that it holds it: as soon as all
+                do, they enter collectives, and a rank that fails there leaves the others waiting.
 
         Raises:
             ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
@@ -117,6 +122,7 @@ class BatchReader:
                 asked = now
             message = self._next(f"batch {step}")
             if isinstance(message, m.Batch) and message.step == step and batch is None:
+                check(message)
                 batch = message
                 self._dealer.send(m.Take(step=step, rank=self.rank, have=True))
             elif isinstance(message, m.Proceed) and message.step == step and batch is not None:

@@ -10,11 +10,11 @@ A checkpoint may be loaded on another number of ranks. The learner itself draws 
 sampling and data order are seeded per lease), so no generator state is kept.
 """
 
+import io
 import json
-import logging
-import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -29,13 +29,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
+from learner.checkpoint_folders import find_latest, incomplete, numbered, step_of
 from learner.export import sync_file, write_hf_folder, write_json
 from learner.optimizer import Optimizer
 from learner.policy import Policy
 from learner.sharding import Shard, digests
 from weight_bus.digest import combined
-
-logger = logging.getLogger(__name__)
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -61,13 +60,13 @@ class Checkpointer:
 
     def kept(self) -> list[int]:
         """Steps of the complete checkpoints, the newest first."""
-        folders = _numbered(Path(self._config.run_dir) / "checkpoints")
-        return [_step_of(folder) for folder in folders if not incomplete(folder)]
+        folders = numbered(Path(self._config.run_dir) / "checkpoints")
+        return [step_of(folder) for folder in folders if not incomplete(folder)]
 
     def resume(self) -> dict[str, Any] | None:
         """Load the newest complete checkpoint and return its state (step, version, seed, replay), or none."""
         found = find_latest(Path(self._config.run_dir)) if self._policy.rank == 0 else None
-        step = torch.tensor(_step_of(found) if found else -1, device=self._policy.device)
+        step = torch.tensor(step_of(found) if found else -1, device=self._policy.device)
         if self._policy.group is not None:
             dist.broadcast(step, group=self._policy.group, group_src=0)
         if int(step) < 0:
@@ -117,31 +116,6 @@ def _check_shards(folder: Path) -> None:
         raise CheckpointError(f"{folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes")
 
 
-def find_latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, or none. Incomplete folders are logged and passed over."""
-    for folder in _numbered(run_dir / "checkpoints"):
-        reason = incomplete(folder)
-        if not reason:
-            return folder
-        logger.warning("checkpoint %s is passed over: %s", folder, reason)
-    return None
-
-
-def incomplete(folder: Path) -> str:
-    """Why the folder is not a complete checkpoint, or an empty string."""
-    try:
-        sizes = json.loads((folder / "COMPLETE").read_text(encoding="utf-8"))["files"]
-        for name, size in sizes.items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes, COMPLETE says {size}"
-    except FileNotFoundError as error:
-        return f"no {Path(str(error.filename)).relative_to(folder)}"
-    except (ValueError, KeyError, AttributeError, OSError) as error:
-        return f"COMPLETE is not readable: {error!r}"
-    return ""
-
-
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
     """Load weights and optimizer in place, on any number of ranks; returns the state given to `save`. A collective.
 
@@ -158,13 +132,50 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
             raise CheckpointError(f"checkpoint {folder} has format {state.get('format')}, this version reads {FORMAT}")
         _check_layout(folder, state["layout"], policy)
     with _together(policy, folder, "loaded"), _quiet():
-        dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
+        try:
+            dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
+        except CheckpointException as error:
+            raise CheckpointError(f"checkpoint {folder}: {_unreadable(folder, error)}; {_remedy(folder)}") from error
     optimizer.set_steps(state["optimizer_steps"])
     found = _describe(policy, optimizer)
     for key in ("parameter_digest", "optimizer_digest"):
         if found[key] != state[key]:
-            raise CheckpointError(f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved")
+            raise CheckpointError(
+                f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved;"
+                f" {_damaged(folder) or 'its files are readable'}; {_remedy(folder)}"
+            )
     return {key: value for key, value in state.items() if key not in RESERVED}
+
+
+def _unreadable(folder: Path, error: CheckpointException) -> str:
+    """Which file of the checkpoint could not be read, and why."""
+    cause, frames = next(iter(error.failures.values()))
+    no_index = "metadata" in str(cause) or any(frame.name == "read_metadata" for frame in frames)
+    damage = "dcp/.metadata is damaged" if no_index else _damaged(folder)
+    return damage or f"dcp/ could not be read ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
+
+
+def _damaged(folder: Path) -> str:
+    """The first file whose bytes are not those that were written, by the checksums that each tensor is kept with."""
+    for index, place in FileSystemReader(folder / "dcp").read_metadata().storage_data.items():
+        with (folder / "dcp" / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            part = io.BytesIO(file.read(place.length))
+        try:
+            with zipfile.ZipFile(part) as members:
+                damaged = members.testzip() is not None
+        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
+            damaged = True
+        if damaged:
+            return f"dcp/{place.relative_path} is damaged at {index.fqn}"
+    return ""
+
+
+def _remedy(folder: Path) -> str:
+    """What goes on without this checkpoint."""
+    older = [other for other in numbered(folder.parent) if step_of(other) < step_of(folder) and not incomplete(other)]
+    there = older[0].name if older else "the initial model, if the journal has every step"
+    return f"restore it from a copy, or move {folder.name} away: then --resume goes on from {there}"
 
 
 def _shards(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
@@ -243,18 +254,8 @@ def _complete(folder: Path) -> None:
     sync_file(folder.parent)
 
 
-def _numbered(parent: Path) -> list[Path]:
-    """step_N folders, the highest N first."""
-    found = [path for path in parent.glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
-    return sorted(found, key=_step_of, reverse=True)
-
-
-def _step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
 def _prune(parent: Path, keep: int) -> None:
-    complete = [folder for folder in _numbered(parent) if (folder / "COMPLETE").is_file()]
+    complete = [folder for folder in numbered(parent) if (folder / "COMPLETE").is_file()]
     for folder in complete[keep:]:
         # First the mark: a crash in the middle must not leave a folder that looks complete.
         (folder / "COMPLETE").unlink()

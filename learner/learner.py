@@ -15,11 +15,12 @@ from learner.checkpoint import Checkpointer, CheckpointError
 from learner.losses import build_loss
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
+from learner.packing import check as check_batch
 from learner.policy import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import build_metrics
-from learner.report.rollouts import write_rollouts
+from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
 from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
@@ -50,12 +51,14 @@ class Learner:
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.tripwires = Tripwires(config)
+        self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
         """The version made last does not go out: a resumed learner repeats a step that engines are past already."""
         self._step_started = time.monotonic()
         self._groups_trained_twice = 0
         self._trained: set[tuple[int, int]] = set()
+        self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint if there is one to resume from, join replay; the version to go on from.
@@ -111,6 +114,10 @@ class Learner:
         """The last broadcast, for weight_bus.deadline_s at most."""
         return self.bus.wait()
 
+    def check(self, batch: Batch) -> None:
+        """Raises PackingError for a part that cannot be trained on, before any rank begins with the batch."""
+        check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.model.config.vocab_size)
+
     def update(self, batch: Batch) -> Update:
         """Advantages, forward, backward, clip, AdamW."""
         algorithm = self.config.algorithm
@@ -121,9 +128,7 @@ class Learner:
             epsilon=algorithm.advantage_epsilon,
         )
         active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-        every = self.config.tracking.save_rollouts_every
-        if every and batch.step % every == 0:
-            write_rollouts(self.config.run_dir, batch, advantages)
+        self.rollouts.write_if_due(batch, advantages)
         lag = self.config.replay.async_lag
         unpadded = self.policy.unpadded
         packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device, unpadded=unpadded)
@@ -205,8 +210,8 @@ class Learner:
         inbox = self.batches.inbox
         while inbox.results:
             result = inbox.results.pop(0)
-            evaluation.write_rows(self.config.run_dir, result)
-            self.metrics.log_evaluation(result.version, evaluation.values(result, _data_source(self.config)))
+            evaluation.write_rows(self.config.run_dir, result, self._evaluated)
+            self.metrics.log_evaluation(result.version, evaluation.values(result, self._evaluated))
 
     def _ledger(self, step: int, batch: Batch, digest: str) -> int:
         """Append what was trained to ledger.jsonl; the number of groups trained twice so far (always 0)."""
@@ -243,7 +248,3 @@ def _advantage_metrics(advantages: Any) -> dict[str, float]:
         "critic/advantages/max": float(advantages.max()),
         "critic/advantages/min": float(advantages.min()),
     }
-
-
-def _data_source(config: Config) -> str:
-    return Path(config.data.eval or config.data.train).parent.name or "eval"

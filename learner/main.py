@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from configs.loading import ConfigError, add_arguments, from_arguments, load, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
-from learner.launch import playback
+from learner.launch import playback, resuming
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import PreflightError, check_available, check_files, free_run_name
+from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, free_run_name
+from learner.launch.prompt_check import PromptsError
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
@@ -27,7 +28,7 @@ from replay.fingerprint import FingerprintError
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
-from replay.prompts.quickstart_input import InputError, make_if_missing
+from replay.prompts.quickstart_input import InputError, is_missing, make_if_missing
 
 REFUSALS = (
     ConfigError,
@@ -35,6 +36,7 @@ REFUSALS = (
     PreflightError,
     InputError,
     DataError,
+    PromptsError,
     FingerprintError,
     ChannelError,
     JournalError,
@@ -48,7 +50,7 @@ class Interrupted(Exception):
 
 def main() -> int:
     """Entry point; the exit code is 0 only for a run that made all its steps."""
-    parser = argparse.ArgumentParser(prog="python -m learner.main", description=__doc__)
+    parser = Parser(prog="python -m learner.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
@@ -65,8 +67,7 @@ def main() -> int:
     try:
         config = prepare(args)
         say(config.arithmetic())
-        view = LiveView(config, "off" if args.dry_run else config.tracking.live)
-        launcher = Launcher(config, args.resume is not None, view, play=args.replay)
+        launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
@@ -74,8 +75,12 @@ def main() -> int:
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         check_available(config, runs_servers=config.placement.local_rollouts)
+        launcher.config = claim_run_dir(config, new=args.resume is None)
+        if launcher.config.run_dir != config.run_dir:
+            say(f"{config.run_dir} was taken meanwhile; this run is {launcher.config.run_dir}")
+        launcher.view = LiveView(launcher.config, config.tracking.live)
         code = run(launcher)
-        return playback.report(config, code) if args.replay is not None else code
+        return playback.report(launcher.config, code) if args.replay is not None else code
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
@@ -83,24 +88,24 @@ def main() -> int:
 
 def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a run folder that is free (or that of the run to resume)."""
+    has_input = True
     if args.resume is not None:
-        path = Path(args.resume) / "config.yaml"
-        if not path.is_file():
-            raise PreflightError(f"--resume: {path} is missing; name the folder of a run, such as runs/quickstart")
-        folder = Path(args.resume).resolve()
-        overrides = [f"run.name={folder.name}", f"run.dir={folder.parent}", "network.replay_port=0"]
-        overrides += overrides_of(args)
-        config = load(path, overrides)
+        config = resuming.configuration(Path(args.resume), overrides_of(args))
     elif args.replay is not None:
         config = playback.configuration(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
-        make_if_missing(config, args.config)
+        if args.dry_run and is_missing(config, args.config):
+            has_input = False
+            folder = Path(config.model.path).parent
+            say(f"a run would first make the quick start's model and prompts in {folder} (once, about 10 s)")
+        else:
+            make_if_missing(config, args.config)
         name = free_run_name(config)
         if name != config.run.name:
             say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
             config = from_arguments(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run.name={name}"]}))
-    check_files(config)
+    check_files(config, has_input=has_input)
     return config
 
 

@@ -139,11 +139,15 @@ def pack(
         PackingError: arrays disagree in length, an index is out of range, a trajectory has no prompt, a token in
             the loss is over-age or from the future, or its behaviour logprob is not finite.
     """
-    _check_shapes(batch, advantages, active)
+    check(batch, async_lag=async_lag)
+    if advantages.shape != batch.all_rewards.shape or active.shape != batch.all_rewards.shape:
+        raise PackingError(
+            f"batch {batch.step}: {len(batch.all_rewards)} trajectories, but {len(advantages)} advantages"
+            f" and {len(active)} active marks"
+        )
     token_starts = np.concatenate([[0], np.cumsum(batch.prompt_lengths + batch.lengths)])
     answer_starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    lags = np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
-    _check_answers(batch, lags, answer_starts, async_lag)
+    lags = _lags(batch)
     rows_of: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
     trained = active & (batch.all_loss_tokens > 0)
     for row in np.flatnonzero(trained[batch.trajectory]):
@@ -151,6 +155,23 @@ def pack(
     lay_out = _unpadded if unpadded else _padded
     made = [lay_out(batch, advantages, lags, rows, (token_starts, answer_starts)) for rows in rows_of]
     return Packed([m.to(device) if device is not None else m for m in made], global_tokens(batch, active))
+
+
+def check(batch: Batch, *, async_lag: int, vocab_size: int | None = None) -> None:
+    """Refuse a batch that contradicts itself, the lag bound or the model.
+
+    Raises:
+        PackingError: see `pack`; or a token id is not below `vocab_size`.
+    """
+    _check_shapes(batch)
+    _check_answers(batch, _lags(batch), np.concatenate([[0], np.cumsum(batch.lengths)]), async_lag)
+    if vocab_size is not None:
+        _check_range(batch, "token_ids", vocab_size)
+
+
+def _lags(batch: Batch) -> NDArray[np.int32]:
+    """[answer tokens] version being trained minus version that sampled; 0 outside the loss."""
+    return np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
 
 
 def _padded(
@@ -236,7 +257,7 @@ def _dummy_row() -> Microbatch:
     )
 
 
-def _check_shapes(batch: Batch, advantages: NDArray[np.float32], active: NDArray[np.bool_]) -> None:
+def _check_shapes(batch: Batch) -> None:
     n, total, answers = len(batch.trajectory), int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
     expected = {
         "microbatch": n,
@@ -254,11 +275,6 @@ def _check_shapes(batch: Batch, advantages: NDArray[np.float32], active: NDArray
             raise PackingError(
                 f"batch {batch.step}, rank {batch.rank}: {name} has {len(getattr(batch, name))} entries, not {length}"
             )
-    if advantages.shape != batch.all_rewards.shape or active.shape != batch.all_rewards.shape:
-        raise PackingError(
-            f"batch {batch.step}: {len(batch.all_rewards)} trajectories, but {len(advantages)} advantages"
-            f" and {len(active)} active marks"
-        )
     _check_range(batch, "trajectory", len(batch.all_rewards))
     _check_range(batch, "microbatch", batch.num_microbatches)
 

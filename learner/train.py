@@ -30,6 +30,7 @@ from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
+from replay.prompts import DataError
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 REFUSALS = (
     ConfigError,
+    DataError,
     FingerprintError,
     PolicyError,
     CheckpointError,
@@ -63,7 +65,7 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
             step = version + 1
             with learner.span("step"):
                 with learner.span("wait_batch"):
-                    batch = batches.take(step)
+                    batch = batches.take(step, learner.check)
                 with learner.span("update_actor"):
                     update = learner.update(batch)
                 with learner.span("publish_wait"):

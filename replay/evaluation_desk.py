@@ -5,6 +5,7 @@ any more. No socket, and time is an argument.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from configs.schema import Config
@@ -28,7 +29,7 @@ class EvaluationDesk:
     def __init__(
         self,
         config: Config,
-        rows: list[dict[str, Any]],
+        rows: Sequence[dict[str, Any]],
         buffer: GroupBuffer,
         peers: Peers,
         *,
@@ -36,7 +37,7 @@ class EvaluationDesk:
         send: Send,
     ) -> None:
         self.config, self.buffer, self.peers, self.journal = config, buffer, peers, journal
-        self.rows = rows[: config.evaluation.num_prompts]
+        self.rows = list(rows[: config.evaluation.num_prompts])
         wanted = {True: config.evaluation.greedy, False: config.evaluation.sampled}
         modes = [greedy for greedy, on in wanted.items() if on]
         self.board = EvaluationBoard(modes if rows else [], config.evaluation.deadline_s)

@@ -176,6 +176,7 @@ class Incarnations:
             counters = {str(name): int(count) for name, count in cursor["counters"].items()}
         except (KeyError, TypeError, ValueError) as error:
             return f"the checkpoint's cursor cannot be used: {error!r}"
+        service.counters.clear()  # its totals, not on top of what this process has counted
         service.counters.update(counters)
         service.counters["resume_without_journal"] += len(again)
         log.warning(

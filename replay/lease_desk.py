@@ -145,14 +145,14 @@ class LeaseDesk:
 
     def is_on_line(self, peer: Peer) -> bool:
         """Whether the policy that this server holds is one that the learner has made on the surviving line."""
-        return not self._is_gone(peer, peer.version)
+        return not self._is_gone(peer.incarnation, peer.version)
 
-    def _is_gone(self, peer: Peer, version: int) -> bool:
-        return any(first <= peer.incarnation <= last and version >= lost for first, last, lost in self.gone)
+    def _is_gone(self, incarnation: int, version: int) -> bool:
+        return any(first <= incarnation <= last and version >= lost for first, last, lost in self.gone)
 
-    def _is_unproven(self, peer: Peer, version: int) -> bool:
+    def _is_unproven(self, incarnation: int, version: int) -> bool:
         """Whether nobody has told replay the digest of this policy: its publication may overtake its commit."""
-        of_the_present = peer.incarnation == self.incarnation or version > self.buffer.line.last_committed
+        of_the_present = incarnation == self.incarnation or version > self.buffer.line.last_committed
         return version > self.buffer.version and of_the_present
 
     def lose(self, version: int, *, first: int = 0, last: int) -> None:
@@ -266,14 +266,15 @@ class LeaseDesk:
         self._write("release", slot, attempt=slot.attempt, reason=reason)
         if self.partials is not None:
             self.partials.released(slot.group_id, reason)
-        attempts_left = self.leases.release(slot)
+        dropped = self.leases.release(slot, reason)
         if reason in NEVER_AGAIN:
             self.drop(slot, reason)
-        elif not attempts_left:
+        elif dropped is not None:
             log.error(
-                "replay: group %s is poison: %d attempts failed, the last: %s", slot.group_id, slot.attempt, reason
-            )
-            self.drop(slot, "poison")
+                "replay: group %s is %s: %d attempts failed and %d were interrupted, the last: %s",
+                slot.group_id, dropped, slot.failures, slot.interruptions, reason,
+            )  # fmt: skip
+            self.drop(slot, dropped)
 
     def drop(self, slot: Slot, reason: str) -> None:
         """This group is never trained; counted under its reason."""
@@ -327,12 +328,15 @@ class LeaseDesk:
             if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
                 self._release(slot, "rejected")
             return
-        if self._is_gone(peer, int(group.versions.max())):
+        policies = [(incarnation, version) for incarnation, version in group.policies]
+        if not policies:
+            policies = [(peer.incarnation, int(group.versions.max()))]
+        if any(self._is_gone(*policy) for policy in policies):
             self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
             if slot.server == peer.identity:
                 self._recall(slot)
             return
-        if self._is_unproven(peer, int(group.versions.max())):
+        if any(self._is_unproven(*policy) for policy in policies):
             return  # it comes again until it is acked
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
             self._cancel(slot, str(slot.server), "another server was first")
@@ -378,11 +382,12 @@ class LeaseDesk:
         self._release(slot, cancel.reason)
         if cancel.reason == "reward_error":
             self.reward_errors.append(True)
-            rate = sum(self.reward_errors) / REWARD_WINDOW
-            if rate > self.config.reward.max_error_rate:
+            failed, limit = sum(self.reward_errors), self.config.reward.max_error_rate
+            if failed > limit * REWARD_WINDOW:
                 self._fail(
-                    f"reward function {self.config.reward.function!r} failed for {rate:.0%} of the last {REWARD_WINDOW}"
-                    f" groups (reward.max_error_rate {self.config.reward.max_error_rate:g}); the last: {cancel.detail}"
+                    f"reward function {self.config.reward.function!r} failed for {failed} of the last"
+                    f" {len(self.reward_errors)} groups; reward.max_error_rate {limit:g} allows"
+                    f" {int(limit * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {cancel.detail}"
                 )
 
 

@@ -15,6 +15,11 @@ from replay.messages import Group
 
 GroupId = tuple[int, int]
 
+INTERRUPTIONS = frozenset({"expired", "server_lost", "aborted"})
+"""Reasons for which a lease ends that say nothing about its prompt. Long answers meet more of them, so counting them
+towards max_attempts would drop long prompts first."""
+MAX_INTERRUPTIONS = 10
+"""So many times max_attempts of them are too many: the prompt may be what ends its servers."""
 WAIT_FOR_OTHERS_S = 1.0
 """How long leases are kept for rollout servers that have not announced the version that these need."""
 
@@ -45,6 +50,10 @@ class Slot:
     progress_at: float = 0.0
     """When the server last reported more tokens."""
     stale_retries: int = 0
+    failures: int = 0
+    """Leases that ended because of the prompt itself."""
+    interruptions: int = 0
+    """Leases that ended for a reason in INTERRUPTIONS."""
     voided: int = 0
     """Attempts up to this one do not count any more: too old, or of policies that are not on the line."""
     group: Group | None = None
@@ -88,12 +97,16 @@ class Leases:
         slot.deadline = min(now, slot.progress_at + self.lease_s) + self.lease_s
         return True
 
-    def release(self, slot: Slot) -> bool:
-        """LEASED → QUEUED; False when the attempts are used up and the slot must be dropped as poison."""
+    def release(self, slot: Slot, reason: str) -> str | None:
+        """LEASED → QUEUED; why the slot must be dropped (poison or interrupted), or None."""
         assert slot.state is SlotState.LEASED
         slot.state = SlotState.QUEUED
         slot.server = None
-        return slot.attempt < self.max_attempts
+        if reason in INTERRUPTIONS:
+            slot.interruptions += 1
+            return "interrupted" if slot.interruptions >= MAX_INTERRUPTIONS * self.max_attempts else None
+        slot.failures += 1
+        return "poison" if slot.failures >= self.max_attempts else None
 
     @staticmethod
     def expired(slots: Iterable[Slot], now: float) -> Iterator[Slot]:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from replay.journal import FolderLock, Journal, JournalError, JournalReader, Jou
 from replay.journal.format import Record, segments
 from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
-from replay.prompts import DataError, PromptSource, load_rows
+from replay.prompts import DataError, PromptSource, Row, load_rows
 from replay.recovery import boot_fields, restore, whole_line
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
@@ -46,7 +46,9 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         loop.add_signal_handler(sig, stop.set)
     service: Service | None = None
     try:
-        service = await keep_company(router, partial(prepare, config, run_id, recover=recover, play=play))
+        doing = ["reading the data and the journal"]
+        work = partial(prepare, config, run_id, recover=recover, play=play, report=doing.append)
+        service = await keep_company(router, work, lambda: doing[-1])
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
         await serve(router, service, network.heartbeat_s, stop.is_set)
@@ -60,10 +62,13 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
     return RUN_FAILED if service.failed else 0
 
 
-def prepare(config: Config, run_id: str, *, recover: bool, play: str | None) -> Service:
+def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, report: Callable[[str], None]) -> Service:
     """The service with its data, where its journal ends. Raises DataError, FingerprintError, JournalError."""
-    source = PromptSource(load_rows(config.data.train), shuffle=config.data.shuffle, seed=config.run.seed)
-    evaluation_rows = load_rows(config.data.eval) if config.data.eval and config.evaluation.every_steps else []
+    rows = load_rows(config.data.train, report)
+    source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
+    evaluation_rows: Sequence[Row] = []
+    if config.data.eval and config.evaluation.every_steps:
+        evaluation_rows = load_rows(config.data.eval, report)[: config.evaluation.num_prompts]
     fingerprint = run_fingerprint(config)
     if play is not None:
         return played(config, source, Path(play), fingerprint)

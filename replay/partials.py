@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.leases import GroupId, Slot
+from replay.leases import INTERRUPTIONS, GroupId, Slot
 from replay.messages import Float32, Int32, Renew
 from replay.validation import LOGPROB_SLACK, Bounds
 
@@ -25,8 +25,6 @@ ANSWER_BYTES = 512
 """The objects that hold an answer."""
 FINISHED = ("", "stop", "length")
 """By the last number of a Renew.progress entry."""
-KEPT_AFTER = frozenset({"expired", "server_lost", "aborted"})
-"""Why a lease may end so that its answers can be gone on with. After any other reason they may be the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class Partials:
 
     def released(self, group_id: GroupId, reason: str) -> None:
         """A lease has ended without a group: its answers are kept only when they cannot have been the reason."""
-        if reason not in KEPT_AFTER:
+        if reason not in INTERRUPTIONS:
             self.forget(group_id)
 
     def forget(self, group_id: GroupId) -> None:

@@ -4,7 +4,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from configs.schema import Config
 from replay.channel import Message
+from replay.channel.keys import SHARED
 from replay.messages import (
     Cancel,
     Checkpointed,
@@ -111,6 +113,16 @@ class Peers:
                     f" give {hello.name!r} the run's model folder and configuration"
                 )
         return None
+
+
+def learner_keys(config: Config) -> frozenset[str]:
+    """Names of the keys that learner nodes besides the first one have: each its own.
+
+    The shared key counts where none of its holders is there for rollouts alone.
+    """
+    others = config.shares[1:]
+    shared = {SHARED} if others and all(share.learner for share in others) else set()
+    return frozenset({share.node for share in others if share.learner} | shared)
 
 
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)

@@ -143,9 +143,10 @@ def _lease(service: "Service", record: Record, now: float) -> None:
 
 def _release(service: "Service", record: Record, _: float) -> None:
     slot, counters = service.buffer.slots[group_id_of(record.fields["group"])], service.counters
-    slot.state, slot.server = SlotState.QUEUED, None
     if record.fields["reason"] == "diverged":
         slot.recall()
+    else:
+        service.desk.leases.release(slot, record.fields["reason"])
     counters[f"leases_released/{record.fields['reason']}"] += 1
 
 

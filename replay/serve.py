@@ -28,7 +28,7 @@ FAREWELL_S = 1.0
 """How long Goodbyes have to reach their peers."""
 
 
-async def keep_company(router: AsyncRouter, work: Callable[[], Result]) -> Result:
+async def keep_company(router: AsyncRouter, work: Callable[[], Result], activity: Callable[[], str] = str) -> Result:
     """Do `work` (reading data, a journal) in a thread and tell whoever speaks meanwhile that replay lives.
 
     What they say is not kept: replay knows nobody yet, so it is said again after `say Hello first`.
@@ -36,11 +36,12 @@ async def keep_company(router: AsyncRouter, work: Callable[[], Result]) -> Resul
     Args:
         router: bound already.
         work: nothing in it may touch the router; what it raises is raised here.
+        activity: what it is doing, for the peers.
     """
     task = asyncio.create_task(asyncio.to_thread(work))
     while not task.done():
         while not task.done() and (arrived := await router.receive()) is not None:
-            await router.send(arrived[0], m.Heartbeat())
+            await router.send(arrived[0], m.Heartbeat(activity=activity()))
         await asyncio.wait([task], timeout=COMPANY_S)
     return await task
 

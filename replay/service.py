@@ -8,7 +8,7 @@ replay/recovery.py builds again from its journal.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from replay.journal import Journal, JournalError, MemoryJournal
 from replay.journal.format import Frames, Location
 from replay.lease_desk import LeaseDesk
 from replay.leases import GroupId
-from replay.peers import Peer, Peers, may_say
+from replay.peers import Peer, Peers, learner_keys, may_say
 from replay.prompts import PromptSource
 from replay.snapshot import snapshot_of
 from replay.status import batch_stats, status_of
@@ -41,7 +41,7 @@ class Service:
         self,
         config: Config,
         source: PromptSource,
-        evaluation_rows: list[dict[str, Any]],
+        evaluation_rows: Sequence[dict[str, Any]],
         now: float,
         *,
         fingerprint: Mapping[str, str] | None = None,
@@ -90,6 +90,7 @@ class Service:
         self.ended: str | None = None
         self.ended_at = 0.0
         self.failed = False
+        self.learner_nodes = learner_keys(config)
         self._handlers = self._reactions()
 
     def _reactions(self) -> dict[type[Message], Callable[[Peer, Any, float], None]]:
@@ -336,10 +337,9 @@ class Service:
             self.evaluations.joined(peer)
 
     def _may_be(self, hello: m.Hello, sender: str) -> str | None:
-        """Only the learner's own node speaks for the run; ranks of other learner nodes have keys of their own."""
-        nodes = sum(bool(share.learner) for share in self.config.shares)
-        other_node = hello.role == "learner" and hello.rank > 0 and nodes > 1
-        return None if other_node else may_be(hello.role, sender)
+        """Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes."""
+        above_0 = hello.role == "learner" and hello.rank > 0
+        return may_be(hello.role, sender, self.learner_nodes if above_0 else ())
 
     def welcome(self) -> m.Welcome:
         """The run as a newcomer needs it."""

@@ -88,6 +88,8 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
         "attempt": slot.attempt,
         "server": slot.server,
         "stale_retries": slot.stale_retries,
+        "failures": slot.failures,
+        "interruptions": slot.interruptions,
         "voided": slot.voided,
         "location": slot.location.plain() if slot.location is not None else None,
     }
@@ -98,6 +100,7 @@ def _slot_of(service: "Service", plain: dict[str, Any], now: float) -> Slot:
     slot = Slot(group_id, service.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
     slot.attempt, slot.server = plain["attempt"], plain["server"]
     slot.stale_retries, slot.voided = plain["stale_retries"], plain["voided"]
+    slot.failures, slot.interruptions = plain.get("failures", 0), plain.get("interruptions", 0)  # older journals: none
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
     return slot

@@ -47,6 +47,8 @@ def _shape_problem(group: Group, config: Config) -> str | None:
     if int(group.lengths.max()) > config.rollout.max_new_tokens:
         return f"answer of {int(group.lengths.max())} tokens (rollout.max_new_tokens {config.rollout.max_new_tokens})"
     total = int(group.lengths.sum(dtype=np.int64))
+    if any(len(policy) != 2 for policy in group.policies):
+        return "an entry of policies is not [incarnation, version]"
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
         size = getattr(group, name).size
         if size != total:
@@ -85,6 +87,8 @@ def _logprob_problem(logprobs: Float32) -> str | None:
 
 def _version_problem(group: Group, slot: Slot, config: Config, newest_version: int) -> str | None:
     oldest, newest = int(group.versions.min()), int(group.versions.max())
+    if group.policies and newest != max(policy[-1] for policy in group.policies):
+        return f"policies {group.policies[-3:]}, and its newest token is of version {newest}"
     if newest > newest_version or oldest < 0:
         return f"tokens of version {newest if newest > newest_version else oldest}, published are 0 to {newest_version}"
     if config.replay.on_stale == "wait" and oldest < slot.min_version:

@@ -2,9 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,8 +14,10 @@ from configs.schema import Config
 from replay import messages as m
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import RewardOutcome, RewardPool
+from rollout_server.rewards import RewardOutcome, RewardPool, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
+
+T = TypeVar("T")
 
 
 class LeaseFailed(RuntimeError):
@@ -37,6 +41,8 @@ class Generator:
     """Token ids of evaluation prompts, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)
     """Answers of leases whose rewards are being computed: the engine has forgotten them by then."""
+    _texts: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="texts"))
+    """Encodes and decodes beside the event loop. One thread: a tokenizer must not be used by two at once."""
 
     def sampling(self, seed: int, *, greedy: bool = False) -> Sampling:
         """How this run samples."""
@@ -61,7 +67,7 @@ class Generator:
 
     async def _group(self, lease: m.Lease, request_id: str) -> m.Group:
         started = time.monotonic()
-        prompt_ids = self.encode(lease.prompt)
+        prompt_ids = await self._beside(self.encode, lease.prompt)
         completions = self._sampled[request_id] = await self.sample(prompt_ids, lease, request_id)
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
@@ -133,19 +139,30 @@ class Generator:
         self, rows: list[dict[str, Any]], completions: list[Completion]
     ) -> tuple[list[str], list[RewardOutcome]]:
         """Decoded texts and reward outcomes, in order."""
-        texts = [self.task.decode(c.token_ids.tolist()) for c in completions]
-        samples = [
-            self.task.sample(row, text, num_tokens=int(c.token_ids.size), finish_reason=c.finish_reason)
-            for row, text, c in zip(rows, texts, completions, strict=True)
+        samples = await self._beside(self._samples, rows, completions)
+        return [sample["completion"] for sample in samples], await self.rewards.score(samples)
+
+    def _samples(self, rows: list[dict[str, Any]], completions: list[Completion]) -> list[Sample]:
+        return [
+            self.task.sample(
+                row,
+                self.task.decode(completion.token_ids.tolist()),
+                num_tokens=int(completion.token_ids.size),
+                finish_reason=completion.finish_reason,
+            )
+            for row, completion in zip(rows, completions, strict=True)
         ]
-        return texts, await self.rewards.score(samples)
+
+    async def _beside(self, call: Callable[..., T], *arguments: Any) -> T:
+        """What a call returns that takes long: the loop also runs SGLang's frontend and the updates of its weights."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)
 
     async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:
         name = f"evaluation-{lease.version}-{'greedy' if lease.greedy else 'sampled'}-{position}"
         sampling = self.sampling(lease.seed + position, greedy=lease.greedy)
         key = repr(row["prompt"])
         if key not in self._evaluation_ids:
-            self._evaluation_ids[key] = self.encode(row)
+            self._evaluation_ids[key] = await self._beside(self.encode, row)
         ids = self._evaluation_ids[key]
         completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
         return completions[0]

@@ -1,6 +1,5 @@
 """`python -m rollout_server.main --replay tcp://host:port`: one rollout server, one engine."""
 
-import argparse
 import asyncio
 import gc
 import logging
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 import uvloop
 
-from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
@@ -76,7 +75,7 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
 
 def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m rollout_server.main", description=__doc__)
+    parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument(

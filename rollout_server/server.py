@@ -5,6 +5,10 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
@@ -30,6 +34,20 @@ class RunEnded(Exception):
         self.failed = failed
 
 
+def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """[incarnation, version] of each policy that may have sampled one of these tokens.
+
+    Args:
+        versions: of the tokens.
+        served: policies that were live from the lease on, in order; what a prefix brings is of the first one's line.
+    """
+    found = set(np.unique(versions).tolist())
+    known = [policy for policy in served if policy[1] in found]
+    incarnation = served[0][0] if served else 0
+    known += [(incarnation, version) for version in found - {version for _, version in known}]
+    return [list(policy) for policy in sorted(set(known))]
+
+
 class RolloutServer:
     """One engine and its leases."""
 
@@ -49,6 +67,8 @@ class RolloutServer:
         """Version that is live and proven; None while no lease may be asked for."""
         self.incarnation = 0
         """Of the learner that made it."""
+        self.served: list[tuple[int, int]] = []
+        """(incarnation, version) of every policy that went live here, in order."""
         self._hello_at, self._waits_for_welcome = 0.0, False
         """When Hello was said last, and whether no Welcome with the bus's address has come since."""
         self.evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
@@ -112,7 +132,7 @@ class RolloutServer:
             case m.Welcome():
                 if message.bus_address is not None:
                     self._waits_for_welcome = False
-                    self.follower.follow(message.bus_address, self.dealer.run_id, message.incarnation)
+                    self.follower.follow(message.bus_address, self.dealer.run_id)
                 else:
                     self._now("waiting for the learner")
             case m.Lease():
@@ -154,8 +174,10 @@ class RolloutServer:
     # ---- work ------------------------------------------------------------------------------------------
 
     async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
+        first = max(0, len(self.served) - 1)
         try:
             group = await self._group(lease, key)
+            group = replace(group, policies=policies_of(group.versions, self.served[first:]))
         except LeaseFailed as failed:
             await self.dealer.send(
                 m.Cancel(
@@ -200,6 +222,7 @@ class RolloutServer:
 
     async def _went_live(self, version: int, incarnation: int) -> None:
         self.version, self.incarnation = version, incarnation
+        self.served.append((incarnation, version))
         await self._ask()
 
     async def _went_dark(self, reason: str) -> None:

@@ -23,6 +23,7 @@ from weight_bus.control import wake_quickly
 from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
 from weight_bus.remote import RemoteIntake, RemoteUpdate
+from weight_bus.staging import Staging
 from weight_bus.subscriber import Subscriber
 from weight_bus.transports.base import Formation
 
@@ -64,10 +65,18 @@ class WeightFollower:
         updates = direct_updates(config, engine)
         self._direct = DirectEnd(self, updates) if updates is not None else None
         self._stages = staging_in(config, engine)
+        # of all subscribers: the engine has it mapped, and another one's would be a second set on its GPU
+        self._staging = Staging()
 
-    def follow(self, address: str, run_id: str, incarnation: int) -> None:
-        """Subscribe to the publisher of an incarnation of the learner; a new address replaces the old subscription."""
-        if address == self.address:
+    def follow(self, address: str, run_id: str) -> None:
+        """Subscribe to the publisher at this address; a new address replaces the old subscription.
+
+        At an address that stays, the next learner is another publisher: the subscriber joins it by itself, and each
+        activation is announced under the incarnation of the publisher that it came from. A subscription that its
+        publisher has ended is made anew.
+        """
+        here = address == self.address and self._thread is not None and self._thread.is_alive()
+        if here or self.failure is not None:
             return
         if self._subscriber is not None:
             self._subscriber.stop()  # its thread ends by itself; joining it here would block this loop
@@ -81,10 +90,11 @@ class WeightFollower:
             keys=load_keys(self.config.network.keys),
             direct=self._direct,
             intake=self._remote_intake(run_id),
+            staging=self._staging,
         )
         before, self._subscriber = self._thread, subscriber
         self._thread = threading.Thread(
-            target=self._run, args=(subscriber, before, incarnation), name="weight-follower", daemon=True
+            target=self._run, args=(subscriber, before), name="weight-follower", daemon=True
         )
         self._thread.start()
 
@@ -97,12 +107,12 @@ class WeightFollower:
             self._thread.join(timeout=self.config.weight_bus.collective_timeout_s + 1)
             self._subscriber = self._thread = None
 
-    def _run(self, subscriber: Subscriber, before: threading.Thread | None, incarnation: int) -> None:
+    def _run(self, subscriber: Subscriber, before: threading.Thread | None) -> None:
         wake_quickly()
         try:
             if before is not None:
                 before.join()  # ends at its next message, or with the update that it is in: one load at a time
-            activate = partial(self._activate, incarnation)
+            activate = partial(self._activate, subscriber)
             while True:
                 subscriber.receive(self._load, activate=activate, quarantine=self._quarantine)
         except BusClosed as closed:
@@ -143,8 +153,8 @@ class WeightFollower:
         if self._subscriber is not None:
             self._subscriber.hold(limit_s, reason)
 
-    def _activate(self, incarnation: int, version: int, evaluate: bool) -> None:
-        self.wait_for(self._go_live(incarnation, version, evaluate))
+    def _activate(self, subscriber: Subscriber, version: int, evaluate: bool) -> None:
+        self.wait_for(self._go_live(subscriber.incarnation, version, evaluate))
 
     def _quarantine(self, version: int, reason: str) -> None:
         self.gauges["quarantines"] += 1

@@ -33,14 +33,13 @@ def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
 
 
 def evaluations(rows: list[dict[str, Any]], mode: str) -> list[tuple[int, float]]:
-    """(version, accuracy) of all evaluations of a mode, oldest version first."""
-    found = [
-        (row["version"], value)
-        for row in rows
-        for key, value in row.items()
-        if key.startswith("val-core/") and key.endswith(f"/{mode}")
-    ]
-    return sorted(found)
+    """(version, accuracy) of all evaluations of a mode, oldest version first; the mean over their data sources."""
+    found = {}
+    for row in rows:
+        scores = [v for key, v in row.items() if key.startswith("val-core/") and key.endswith(f"/{mode}")]
+        if scores:
+            found[row["version"]] = sum(scores) / len(scores)
+    return sorted(found.items())
 
 
 def main() -> int:

@@ -141,8 +141,8 @@ def trains_the_quick_start(words: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("words", [*filter(trains_the_quick_start, COMMANDS)], ids=" ".join)
 def test_the_launcher_takes_what_is_shown(words: tuple[str, ...], a_user_folder: Path) -> None:
     command = [sys.executable, "-m", *words[2:], *(() if "--dry-run" in words else ("--dry-run",))]
-    if "--resume" in words:  # the others make the input where it is missing
-        input_first = [sys.executable, "-m", "learner.main", "--dry-run"]
+    if "--resume" in words:  # the others say that they would make the input
+        input_first = [sys.executable, "-m", "scripts.make_sort6"]
         subprocess.run(input_first, cwd=a_user_folder, env=ENVIRONMENT, check=True, capture_output=True, timeout=150)
     done = subprocess.run(
         command, cwd=a_user_folder, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=150

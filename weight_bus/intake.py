@@ -44,14 +44,16 @@ class Intake(Received):
 
     ranks = 1
 
-    def __init__(self, transport: Transport, run_id: str, alignment: int = ALIGNMENT) -> None:
+    def __init__(
+        self, transport: Transport, run_id: str, alignment: int = ALIGNMENT, staging: Staging | None = None
+    ) -> None:
         super().__init__()
         self._alignment = alignment
         self._transport = transport
         self._run_id = run_id
         self._formed = 0
         """Epoch of the present group, 0 for none."""
-        self.staging = Staging(transport.device)
+        self.staging = staging or Staging()
         self._reader = ChangeReader(transport.device)
         self._holds = ""
         """Digest of the version whose bytes are staged, proven; empty when they may be anything."""
@@ -80,7 +82,7 @@ class Intake(Received):
         manifest = manifest_of(begin, self._alignment)
         if not begin.base:
             self._holds = ""
-            self.staging.prepare(manifest)
+            self.staging.prepare(manifest, self._transport.device)
         pieces = self._reader.room(begin.wire_bytes, begin.bucket_bytes) if begin.base else self.staging.buckets
         if self._formed != begin.epoch:
             self._transport.form(_formation(begin, self._run_id))

@@ -20,10 +20,14 @@ def view_of(buckets: list[torch.Tensor], entry: Entry) -> torch.Tensor:
 
 
 class Staging:
-    """Where a subscriber receives an update before it touches the engine. Costs the model once, on `device`."""
+    """Where an update is received before it touches the engine. Costs the model once, on the device of `prepare`.
 
-    def __init__(self, device: torch.device = HOST) -> None:
-        self._device = device
+    It may outlive a subscriber, whose successor receives into the same buckets: an engine has them mapped by then, and
+    a second set would not fit beside them.
+    """
+
+    def __init__(self) -> None:
+        self._device = HOST
         self.manifest = Manifest((), ())
         self.buckets: list[torch.Tensor] = []
         self._digesters: tuple[tuple[Entry, ...], list[Digester]] = ((), [])
@@ -32,15 +36,16 @@ class Staging:
         self._carried: dict[str, int] = {}
         """Digests that are known without a look at the bytes."""
 
-    def prepare(self, manifest: Manifest) -> None:
-        """Make room for an update; keeps the buffers while the layout stays.
+    def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
+        """Make room for an update; keeps the buffers while layout and device stay.
 
         Raises:
             WireError: there is not so much memory.
         """
         self._launched.clear()
         self._carried.clear()
-        if manifest.bucket_sizes != self.manifest.bucket_sizes:
+        if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:
+            self._device = device
             self._digesters = ((), [])
             self.buckets = []  # first, so that the old ones make room
             try:

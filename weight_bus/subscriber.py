@@ -18,29 +18,14 @@ from dataclasses import dataclass
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys, Message, WireError
+from weight_bus import messages as m
 from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed, EngineSpoiled, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.intake import DirectIntake, Intake, Load
 from weight_bus.manifest import alignment_of
-from weight_bus.messages import (
-    Abort,
-    Applied,
-    Begin,
-    Commit,
-    Epoch,
-    EpochReady,
-    Go,
-    Goodbye,
-    Holding,
-    Join,
-    Paused,
-    ReceiveFailed,
-    Removed,
-    Staged,
-    Welcome,
-)
 from weight_bus.remote import RemoteIntake
+from weight_bus.staging import Staging
 from weight_bus.transports import DirectReceiver, TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -76,6 +61,7 @@ class Subscriber:
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
+        staging: memory of an earlier subscriber of this engine, which receives no more; none makes it here.
 
     Raises:
         WeightBusError: the backend is not available here, or `direct` is missing.
@@ -95,6 +81,7 @@ class Subscriber:
         keys: Keys | None = None,
         direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self.address = address
         self.name = name
@@ -111,7 +98,8 @@ class Subscriber:
                 raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
             self._intake = DirectIntake(direct, config, run_id)
         else:
-            self._intake = Intake((transport_factory or make_transport)(config, host), run_id, alignment_of(config))
+            transport = (transport_factory or make_transport)(config, host)
+            self._intake = Intake(transport, run_id, alignment_of(config), staging)
         identity = f"{name}.{self._instance}"
         self._dealer = Dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
@@ -130,6 +118,11 @@ class Subscriber:
     def version(self) -> int:
         """Version that the engine verifiably holds, -1 for none."""
         return self._held[1]
+
+    @property
+    def incarnation(self) -> int:
+        """Incarnation of the learner that admitted this subscriber: in `activate`, that of the version. 0 before."""
+        return self._incarnation
 
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
@@ -176,7 +169,7 @@ class Subscriber:
         epoch, version = self._engaged
         self._pulse.activity = f"holding before v{version}: {reason}"
         self._dealer.send(
-            Holding(session=self._session, epoch=epoch, version=version, limit_s=float(limit_s), reason=reason)
+            m.Holding(session=self._session, epoch=epoch, version=version, limit_s=float(limit_s), reason=reason)
         )
 
     def stop(self) -> None:
@@ -191,7 +184,7 @@ class Subscriber:
             return
         self._closed = True
         self._pulse.close()
-        self._dealer.send(Goodbye(session=self._session, reason=reason))
+        self._dealer.send(m.Goodbye(session=self._session, reason=reason))
         self._dealer.close()
         self._intake.close()
 
@@ -209,8 +202,10 @@ class Subscriber:
         if not self._session:
             self._sessions += 1
             self._session = f"{self._instance}-{self._sessions}"
-        _, version, digest = self._held
-        join = Join(
+        incarnation, version, digest = self._held
+        if incarnation != self._incarnation:  # a policy is (incarnation, version), whatever its weights are
+            version, digest = -1, ""
+        join = m.Join(
             session=self._session,
             name=self.name,
             instance=self._instance,
@@ -243,35 +238,40 @@ class Subscriber:
         if getattr(message, "session", "") != self._session:
             return False
         match message:
-            case Welcome():
+            case m.Welcome():
                 self._welcome(message)
-            case Epoch():
+            case m.Epoch():
                 self._intake.forget(resume=False)
                 self._epoch = message.epoch
-                self._dealer.send(EpochReady(session=self._session, epoch=message.epoch))
-            case Begin():
+                self._dealer.send(m.EpochReady(session=self._session, epoch=message.epoch))
+            case m.Begin():
                 self._begin(message)
-            case Go():
+            case m.Go():
                 self._go(message)
-            case Commit():
+            case m.Commit():
                 return self._commit(message, engine)
-            case Abort():
+            case m.Abort():
                 self._intake.decide(message)
                 log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
-            case Removed():
+            case m.Removed():
                 self._removed(message)
-            case Goodbye():
+            case m.Goodbye():
                 raise BusClosed(f"the publisher {self.address} said goodbye: {message.reason}")
         return False
 
-    def _welcome(self, welcome: Welcome) -> None:
+    def _welcome(self, welcome: m.Welcome) -> None:
         if welcome.incarnation < self._incarnation:
             reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self._incarnation}"
             raise RemovedFromBus(f"{reason}: an older learner still runs there")
-        self._incarnation = welcome.incarnation
+        claimed, self._incarnation = self._held[0] == self._incarnation, welcome.incarnation
+        if claimed and self._held[0] != welcome.incarnation and self.version == welcome.version:
+            # the next incarnation may have taken what Join claims to hold for its own version: join without the claim
+            self._dealer.send(m.Goodbye(session=self._session, reason="what it holds is of an earlier incarnation"))
+            self._session, self._joined_at = "", -math.inf
+            return
         self._pulse.session = self._session
 
-    def _removed(self, removed: Removed) -> None:
+    def _removed(self, removed: m.Removed) -> None:
         self._pulse.session = self._session = ""
         self._joined_at = -math.inf
         self._intake.forget()
@@ -279,7 +279,7 @@ class Subscriber:
             raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: m.Begin) -> None:
         if not self._expected(begin):
             return
         if isinstance(self._intake, DirectIntake):
@@ -287,7 +287,7 @@ class Subscriber:
         else:
             self._receive(begin)
 
-    def _pause(self, intake: DirectIntake, begin: Begin) -> None:
+    def _pause(self, intake: DirectIntake, begin: m.Begin) -> None:
         """The engine must stand still before the first bucket, for each is loaded as it comes."""
         session, epoch, version = self._session, begin.epoch, begin.version
         self._pulse.activity = f"pausing for v{version}"
@@ -296,13 +296,13 @@ class Subscriber:
             intake.prepare(begin)
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: not paused for v%d: %s", self.name, version, error)
-            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
             return
         finally:
             self._engaged = None
-        self._dealer.send(Paused(session=session, epoch=epoch, version=version))
+        self._dealer.send(m.Paused(session=session, epoch=epoch, version=version))
 
-    def _go(self, go: Go) -> None:
+    def _go(self, go: m.Go) -> None:
         begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
         if begin is None:
             log.warning("weight bus: %r ignores a start of v%d: it does not wait for that", self.name, go.version)
@@ -310,7 +310,7 @@ class Subscriber:
         self._held = (-1, -1, "")
         self._receive(begin)
 
-    def _receive(self, begin: Begin) -> None:
+    def _receive(self, begin: m.Begin) -> None:
         session, epoch, version = begin.session, begin.epoch, begin.version
         self._pulse.activity = f"receiving v{version}"
         try:
@@ -318,15 +318,15 @@ class Subscriber:
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: v%d did not arrive: %s", self.name, version, error)
             self._intake.forget()
-            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
             return
         except EngineSpoiled as error:
-            self._dealer.send(ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
             raise
         if corrupt:
             log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, version, corrupt[:5])
         seconds = self._intake.seconds
-        staged = Staged(
+        staged = m.Staged(
             session=session,
             epoch=epoch,
             version=version,
@@ -336,7 +336,7 @@ class Subscriber:
         )
         self._dealer.send(staged)
 
-    def _expected(self, begin: Begin) -> bool:
+    def _expected(self, begin: m.Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
         older = (begin.incarnation, begin.version) < self._held[:2]
         if begin.epoch == self._epoch and begin.incarnation == self._incarnation and not older:
@@ -346,7 +346,7 @@ class Subscriber:
         log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
         return False
 
-    def _commit(self, commit: Commit, engine: _Engine) -> bool:
+    def _commit(self, commit: m.Commit, engine: _Engine) -> bool:
         """Apply, then hold what the engine says it holds against the manifest.
 
         Raises:
@@ -380,7 +380,7 @@ class Subscriber:
             engine.activate(commit.version, staged.evaluate)
             self._held = (staged.incarnation, commit.version, staged.digest)
         self._dealer.send(
-            Applied(
+            m.Applied(
                 session=self._session,
                 epoch=commit.epoch,
                 version=commit.version,

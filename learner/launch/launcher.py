@@ -18,10 +18,11 @@ from typing import Any
 from configs.loading import dump
 from configs.plan import Machine, Plan, Process, assign
 from configs.schema import Config
+from learner.checkpoint_folders import latest_complete
 from learner.launch import children
 from learner.launch.children import Child
 from learner.launch.machine import this_machine
-from learner.launch.restarts import Restarts
+from learner.launch.restarts import GOOD_RUN_S, Restarts
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.report.live_view import LiveView
 from replay import messages as m
@@ -70,7 +71,9 @@ class Launcher:
     def __post_init__(self) -> None:
         self.machine = self.machine or this_machine(self.config)
         self._replay_restarts = Restarts(self.config.replay.restarts)
-        self._learner_restarts = Restarts(self.config.learner.restarts)
+        # A learner that only ever waits for its first batch is not running well.
+        patience = 2 * self.config.learner.batch_deadline_s
+        self._learner_restarts = Restarts(self.config.learner.restarts, good_run_s=max(GOOD_RUN_S, patience))
 
     @property
     def run_dir(self) -> Path:
@@ -80,7 +83,8 @@ class Launcher:
     def start(self) -> None:
         """Start all processes of the run. Raises RunFailed when replay does not come up."""
         (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
+            (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.replay, self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
@@ -238,10 +242,19 @@ class Launcher:
         return children.start(process.name, command, self._log_of(process.name), process.environment)
 
     def _start_learner(self, process: Process) -> Child:
+        if self.resume:
+            self.say_fallback()
         logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         environment = {**process.environment, PARENT: str(os.getpid())}
         return children.start("learner", process.command, self._log_of("learner"), environment)
+
+    def say_fallback(self) -> None:
+        """Say it where the run goes on from an older checkpoint than its newest."""
+        found, passed_over = latest_complete(self.run_dir)
+        for line in passed_over:
+            there = f"from {found.name}" if found is not None else "without a checkpoint"
+            self.view.event(f"{line}; the learner goes on {there}")
 
     def _log_of(self, name: str) -> Path:
         return self.run_dir / "logs" / f"{name}.log"

@@ -5,27 +5,52 @@ import json
 import os
 import socket
 import struct
+import tempfile
 from pathlib import Path
 
+from configs.loading import dump
 from configs.schema import Config
+from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
 from replay.channel import KeysError, load_keys
-from replay.fingerprint import model_fingerprint
-from replay.prompts import load_rows
+from replay.fingerprint import model_fingerprint, read_json
 
 
 class PreflightError(ValueError):
     """Something the configuration names cannot be used; the message says what to do."""
 
 
-def check_files(config: Config) -> None:
+def check_files(config: Config, *, has_input: bool = True) -> None:
     """Model folder, data files, reward function, trackers, keys, run folder and port.
 
+    Args:
+        config: of the run.
+        has_input: whether model and data are there; the dry run of a quick start that is yet to make them has none.
+
     Raises:
-        PreflightError: model folder missing, weights cut short, no such reward function, a tracker is not installed,
-            too few evaluation prompts, keys that cannot be used, run folder not writable, or port taken.
+        PreflightError: no such reward function or one of an unknown signature, a tracker is not installed, keys that
+            cannot be used, run folder not writable, or port taken; and what `check_input` raises.
+    """
+    if has_input:
+        check_input(config)
+    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
+        problem = problem_with_reward(config.reward.function)
+        if problem is not None:
+            raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
+    check_trackers(config)
+    check_keys(config)
+    check_run_dir(config)
+    check_port(config)
+
+
+def check_input(config: Config) -> None:
+    """Model folder and data files.
+
+    Raises:
+        PreflightError: model folder missing, weights cut short, or too few positions.
         FingerprintError: a file of the model folder is missing or broken.
-        DataError: a data file is missing or has a broken row.
+        DataError: a data file is missing or has a broken row (among the first 50,000).
+        PromptsError: of a data file, no prompt can be rendered or none fits.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
@@ -42,22 +67,10 @@ def check_files(config: Config) -> None:
     for file in weights:
         check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
-    load_rows(config.data.train)
+    check_positions(config)
+    check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
-        rows = load_rows(config.data.eval)
-        if len(rows) < config.evaluation.num_prompts:
-            raise PreflightError(
-                f"evaluation.num_prompts: {config.evaluation.num_prompts} asked for, {config.data.eval} has {len(rows)}"
-                " rows; lower it or give more rows"
-            )
-    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
-        problem = problem_with_reward(config.reward.function)
-        if problem is not None:
-            raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
-    check_trackers(config)
-    check_keys(config)
-    check_run_dir(config)
-    check_port(config)
+        check_prompts(config, config.data.eval)
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:
@@ -111,8 +124,22 @@ def check_safetensors(file: Path) -> None:
         raise PreflightError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
 
 
+def check_positions(config: Config) -> None:
+    """Raises PreflightError when the model knows fewer positions than the longest trajectory has tokens."""
+    file = Path(config.model.path) / "config.json"
+    limit = read_json(file).get("max_position_embeddings")
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if isinstance(limit, int) and prompt + answer > limit:
+        raise PreflightError(
+            f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
+            f" {file} has max_position_embeddings {limit}; lower one of them"
+        )
+
+
 def check_trackers(config: Config) -> None:
-    """Raises PreflightError when the package of a tracker is not installed."""
+    """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
+    if config.tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
+        raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
     wanted = {
         "tensorboard": config.tracking.tensorboard and "true",
         "wandb": config.tracking.wandb != "off" and config.tracking.wandb,
@@ -141,13 +168,48 @@ def check_keys(config: Config) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when the run folder cannot be made."""
+    """Raises PreflightError when the run folder cannot be made; found out by making a file where it would be."""
     folder = Path(config.run_dir).absolute()
-    while not folder.exists():
-        folder = folder.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        why = "is not writable" if folder.is_dir() else "is a file"
-        raise PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_writable(config, folder, error) from error
+
+
+def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightError:
+    why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
+    return PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+
+
+def claim_run_dir(config: Config, *, new: bool) -> Config:
+    """Make the run folder and write its config.yaml; a new run never takes the folder of another one.
+
+    Returns:
+        The configuration, with the next free name where another run of this name has started since the checks.
+
+    Raises:
+        PreflightError: the folder cannot be made or written.
+    """
+    claimed = config
+    while True:
+        folder = Path(claimed.run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_writable(config, folder, error) from error
+        try:
+            with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
+                file.write(dump(claimed))
+        except FileExistsError:
+            run = config.run.model_copy(update={"name": free_run_name(config)})
+            claimed = config.model_copy(update={"run": run})
+        except OSError as error:
+            raise _not_writable(config, folder, error) from error
+        else:
+            return claimed
 
 
 def check_port(config: Config) -> None:

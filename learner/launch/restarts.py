@@ -8,6 +8,8 @@ SOON_S = 10.0
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
 """Less than network.silent_after_s by default: who waits for replay does not give it up meanwhile."""
+GOOD_RUN_S = 3600.0
+"""A process that ran for this long gets its restarts back: a run of weeks is not ended by its fourth lost machine."""
 
 
 @dataclass(slots=True)
@@ -15,6 +17,7 @@ class Restarts:
     """The restarts of one process that others wait for: at once, unless it dies again and again."""
 
     limit: int
+    good_run_s: float = GOOD_RUN_S
     count: int = 0
     due: float | None = None
     """Monotonic second of the next start; None while nothing has died."""
@@ -23,12 +26,17 @@ class Restarts:
 
     @property
     def are_used_up(self) -> bool:
-        """Whether the next death ends the run."""
-        return self.count >= self.limit
+        """Whether a death now ends the run."""
+        return self.count >= self.limit and not self._ran_well(time.monotonic())
+
+    def _ran_well(self, now: float) -> bool:
+        return now - self._started >= self.good_run_s
 
     def plan(self) -> str:
         """It has died: set the time of the next start. Returns it in words, `restart 2 of 3 in 0.5 s`."""
         now = time.monotonic()
+        if self._ran_well(now):
+            self.count = 0
         again = self.count > 0 and now - self._started < SOON_S
         self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S) if again else 0.0
         self.count += 1

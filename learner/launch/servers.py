@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from configs.algorithm import Rollout
 from learner.launch.children import Child
+from learner.launch.restarts import GOOD_RUN_S
 from replay.lifeline import CANNOT_START, RUN_FAILED
 
 GOOD_ORDER_S = 5.0
@@ -21,6 +22,7 @@ class LocalServer:
     """A rollout server of this machine and its restarts."""
 
     child: Child
+    started_at: float
     restarts: int = 0
     start_again_at: float | None = None
     given_up: bool = False
@@ -39,7 +41,7 @@ class LocalServers:
 
     def add(self, name: str) -> None:
         """Start one more."""
-        self.by_name[name] = LocalServer(self.start(name))
+        self.by_name[name] = LocalServer(self.start(name), time.monotonic())
 
     @property
     def children(self) -> list[Child]:
@@ -72,7 +74,7 @@ class LocalServers:
             if server.start_again_at is not None:
                 if now >= server.start_again_at:
                     server.start_again_at = server.left_at = None
-                    server.child = self.start(name)
+                    server.child, server.started_at = self.start(name), now
                 continue
             code = server.child.exit_code()
             if code is None:
@@ -87,9 +89,11 @@ class LocalServers:
     def _died(self, name: str, server: LocalServer, now: float) -> None:
         cause, limit = root_cause(name, server.child), self.config.restarts
         code = server.child.exit_code()
+        if now - server.started_at >= GOOD_RUN_S:
+            server.restarts = 0
         if code == RUN_FAILED:
             server.given_up = True
-            self.say(f"{name}: the run has failed; its own log says why")
+            self.say(f"{name} ended because the run has failed")
         elif code == CANNOT_START:
             server.given_up = True
             if self.all_over:

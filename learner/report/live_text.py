@@ -4,6 +4,8 @@ Everything here is a function of the rows of metrics.jsonl and of replay's Statu
 no terminal, no clock. Any key may be missing: before replay and the learner have met, most are.
 """
 
+import itertools
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,7 @@ REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
 EVALUATION = "val-core/"
-GOOD_COUNTERS = {"groups_accepted", "groups_trained"}
+GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_used", "partial_tokens_used"}
 
 
 @dataclass(slots=True)
@@ -52,13 +54,16 @@ class Progress:
         return self.steps[-1] if self.steps else {}
 
     def eta_s(self) -> float | None:
-        """Seconds to go at the speed of the last steps; None before two of them are known."""
+        """Seconds to go at the median speed of the last steps; None before two of them are known.
+
+        The median leaves out a pause in which a process was started again.
+        """
         recent = [row for row in self.steps[-ETA_STEPS - 1 :] if "time" in row]
         if len(recent) < 2:
             return None
-        made = int(recent[-1]["step"] - recent[0]["step"])
-        seconds = float(recent[-1]["time"] - recent[0]["time"])
-        return max(0.0, seconds / made * (self.total_steps - self.step))
+        pairs = itertools.pairwise(recent)
+        step_s = statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs)
+        return max(0.0, float(step_s) * (self.total_steps - self.step))
 
 
 def evaluation_scores(row: Row) -> dict[str, float | None]:
@@ -174,20 +179,40 @@ def groups_text(status: Mapping[str, Any] | None) -> str:
 
 
 def waiting_text(status: Mapping[str, Any] | None) -> str:
-    """Who waits for whom, in words."""
+    """What is waited for and why, in words."""
     if status is None:
         return "replay, the learner and the rollout servers are starting"
     if status.get("ended"):
         return f"the run has ended: {status['ended']}"
     waits = [_wait(wait) for wait in status.get("waits") or []]
     if waits:
-        return "; ".join(waits)
+        return "; ".join([*waits, *_obstacles(status)])
     missing = status.get("oldest_missing")
     if not missing:
         return "nobody waits"
     group = "/".join(str(part) for part in missing.get("group", ()))
     where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
     return f"nobody waits; the oldest missing group is {group}, {where}"
+
+
+def _obstacles(status: Mapping[str, Any]) -> list[str]:
+    """Why a batch that the learner asked for cannot be formed."""
+    waiting = status.get("waiting")
+    if not waiting:
+        return []
+    found = []
+    dropped = sorted((waiting.get("dropped") or {}).items(), key=lambda item: -item[1])
+    if dropped:
+        last = f" (last: {waiting['last_drop']})" if waiting.get("last_drop") else ""
+        found.append(f"dropped: {', '.join(f'{number} {reason}' for reason, number in dropped)}{last}")
+    idle = [
+        f"{server.get('name')} (version {server.get('version')} of incarnation {server.get('incarnation')})"
+        for server in waiting.get("idle_servers") or []
+    ]
+    if idle:
+        now = f"version {status.get('version')} of incarnation {status.get('incarnation')}"
+        found.append(f"without leases: {', '.join(idle)}; the learner holds {now}")
+    return found
 
 
 def _wait(wait: Mapping[str, Any]) -> str:

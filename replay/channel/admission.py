@@ -7,7 +7,7 @@ starts anew under its old identity goes on above the numbers that it used before
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from replay.channel.frames import WireError
 from replay.channel.keys import LEARNER
@@ -40,19 +40,26 @@ def sequence_numbers() -> Iterator[int]:
     return itertools.count(time.time_ns() // 1000)
 
 
-def may_be(role: str, sender: str) -> str | None:
+def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
     """Why the holder of this key may not have this role, as a sentence; None where it may.
 
     Args:
         role: as Hello says.
         sender: name of the key, from Envelope.sender; empty where the run has no keys, and then nothing is known.
+        nodes: other keys that this role is for.
     """
-    if not sender or sender == LEARNER or role not in ONLY_LEARNER:
+    if not sender or sender == LEARNER or sender in nodes or role not in ONLY_LEARNER:
         return None
-    return (
+    problem = (
         f"the key {sender!r} may not be a {role}: that takes the key {LEARNER!r}, which is on the learner's node"
         " (network.keys)"
     )
+    if nodes:
+        problem += (
+            f", or for ranks above 0 one of {sorted(nodes)}; a learner node has a key of its own name: python -m"
+            " scripts.make_keys --out keys --add NODE, and --export-node NODE --to DIR writes its folder"
+        )
+    return problem
 
 
 class Window:

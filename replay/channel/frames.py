@@ -21,7 +21,8 @@ import numpy as np
 
 from replay.channel.fields import Field, fields_of, shown
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+"""3: Group has `policies`."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
 MAX_ITEMS = 1 << 20
@@ -101,18 +102,21 @@ def checksum(body: bytes | memoryview, arrays: Sequence[bytes | memoryview]) -> 
     return value.to_bytes(CRC_BYTES, "little")
 
 
-def decode(frames: Sequence[bytes | memoryview], accepted: Registry, sender: str = "") -> Envelope:
+def decode(
+    frames: Sequence[bytes | memoryview], accepted: Registry, sender: str = "", *, oldest_schema: int = SCHEMA_VERSION
+) -> Envelope:
     """Check and rebuild one message. Its arrays are read-only views of the frames.
 
     Args:
         frames: as they came.
         accepted: the kinds that this side takes.
         sender: for the envelope.
+        oldest_schema: what a journal may hold beside the present one; peers must speak that.
 
     Raises:
         WireError: anything about the frames is not as the schema says.
     """
-    header = _header(frames)
+    header = _header(frames, oldest_schema)
     kind = accepted.get(header["kind"])
     if kind is None:
         raise WireError(f"message kind {header['kind'][:40]!r} is not accepted here")
@@ -134,7 +138,7 @@ def decode(frames: Sequence[bytes | memoryview], accepted: Registry, sender: str
     return Envelope(header["run"], header["seq"], kind(**values), sender, frames)
 
 
-def _header(frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
+def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[str, Any]:
     if not 1 <= len(frames) <= MAX_ARRAYS + 1:
         raise WireError(f"{len(frames)} frames, expected 1 to {MAX_ARRAYS + 1}")
     if len(frames[0]) > MAX_HEADER_BYTES:
@@ -142,8 +146,9 @@ def _header(frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
     header = _unpack(frames[0])
     if not isinstance(header, dict):
         raise WireError(f"header is a {type(header).__name__}, not a map")
-    if header.get("schema") != SCHEMA_VERSION:
-        said = shown(header.get("schema"))
+    schema = header.get("schema")
+    if type(schema) is not int or not oldest_schema <= schema <= SCHEMA_VERSION:
+        said = shown(schema)
         raise WireError(f"schema version {said}, this side speaks {SCHEMA_VERSION}; update the older side")
     if header.keys() != HEADER.keys():
         raise WireError(f"header does not have the keys {', '.join(HEADER)}")

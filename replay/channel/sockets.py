@@ -25,6 +25,9 @@ CURVE_BYTES = 64
 """At most what encryption adds to a frame."""
 HANDSHAKE_MS = 5000
 """A connection that has not proven its key by then is closed."""
+PING_MS, PONG_MS = 5000, 30000
+"""How often a connection is probed, and how long it may stay without an answer: a half-open one must end on both sides.
+An answer waits behind the message that its sender is writing, so the bound allows for large ones on slow links."""
 LOOK_S = 0.25
 """A wait that hears nothing looks this often whether the server has refused the connection."""
 
@@ -47,11 +50,15 @@ def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = Non
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PONG_MS)
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        # a peer that reconnects while its old connection is half open would not be heard, not even after that one ends
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     if keys is not None:
         keys.apply(socket)
 

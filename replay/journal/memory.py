@@ -3,7 +3,7 @@
 from typing import Any
 
 from replay.channel.frames import decode
-from replay.journal.format import Frames, Location, Record
+from replay.journal.format import OLDEST_SCHEMA, Frames, Location, Record
 from replay.messages import TO_REPLAY, EvaluationResult, Group
 
 
@@ -32,7 +32,9 @@ class MemoryJournal:
     def read(self, location: Location) -> Group | EvaluationResult:
         """See `Journal.read`."""
         assert location.segment >= self.released, "a released file is read"
-        message = decode(self._frames[location.segment, location.offset], TO_REPLAY).message
+        message = decode(
+            self._frames[location.segment, location.offset], TO_REPLAY, oldest_schema=OLDEST_SCHEMA
+        ).message
         assert isinstance(message, (Group, EvaluationResult))
         return message
 

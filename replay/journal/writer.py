@@ -108,6 +108,7 @@ class JournalWriter:
         self._first_needed = 0
         self._want_sync = False
         self._dirty, self._closed = threading.Event(), threading.Event()
+        self._syncing = threading.Lock()
         self._switch = threading.Lock()
         """Held while the present file changes."""
         self._reader = JournalReader(folder)
@@ -299,11 +300,12 @@ class JournalWriter:
         self._synced = self._written
 
     def _sync_up_to(self, written: int, file: int) -> None:
-        again, self._sync_failed = self._sync_failed, True
-        if again:
-            _write_again(file, self._synced, written)
-        os.fdatasync(file)
-        self._sync_failed = False
+        with self._syncing:  # one at a time: a file reports a failed sync once, and to one caller only
+            if self._sync_failed:
+                _write_again(file, self._synced, written)
+            self._sync_failed = True
+            os.fdatasync(file)
+            self._sync_failed = False
 
     def _sync_now_and_then(self) -> None:
         while not self._closed.is_set():

@@ -113,6 +113,9 @@ class Group(Message):
     versions: Int32
     """Policy version that sampled the token."""
     rewards: Float32
+    policies: list[list[int]] = field(default_factory=list)
+    """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
+    incarnation that its sender serves now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

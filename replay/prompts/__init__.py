@@ -1,6 +1,7 @@
 """Prompts: the rows of a dataset, whatever its columns, and their order, pass by pass."""
 
+from replay.prompts.files import Rows, load_rows, read_rows
 from replay.prompts.rows import DataError, Row
-from replay.prompts.source import PromptSource, load_rows
+from replay.prompts.source import PromptSource
 
-__all__ = ["DataError", "PromptSource", "Row", "load_rows"]
+__all__ = ["DataError", "PromptSource", "Row", "Rows", "load_rows", "read_rows"]

@@ -15,6 +15,13 @@ class InputError(ValueError):
     """The quick start's input could not be made; the message holds the last words of the script."""
 
 
+def is_missing(config: Config, source: str) -> bool:
+    """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
+    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
+    is_other = find(source) != find(QUICKSTART) or Path(config.data.train).parent != Path(config.model.path).parent
+    return not is_other and not all(path.exists() for path in wanted)
+
+
 def make_if_missing(config: Config, source: str) -> bool:
     """Run scripts/make_sort6.py when `source` is the quick start's preset and its input is not there.
 
@@ -26,11 +33,9 @@ def make_if_missing(config: Config, source: str) -> bool:
     Raises:
         InputError: the script failed.
     """
-    folder = Path(config.model.path).parent
-    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
-    is_other = find(source) != find(QUICKSTART) or Path(config.data.train).parent != folder
-    if is_other or all(path.exists() for path in wanted):
+    if not is_missing(config, source):
         return False
+    folder = Path(config.model.path).parent
     sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
     command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,102 +1,18 @@
-"""Datasets in, prompts out: reads JSONL or parquet, and walks the rows pass by pass in an order that can be resumed."""
+"""Walks the rows of a dataset pass by pass, in an order that can be resumed."""
 
 import hashlib
-import json
-import logging
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.prompts.rows import DataError, Place, Row, detect, normalize, shorten
+from replay.prompts.files import Rows
+from replay.prompts.rows import DataError, Row
 
-__all__ = ["DataError", "PromptSource", "Row", "load_rows"]
-
-logger = logging.getLogger(__name__)
-PARQUET_MAGIC = b"PAR1"
 STATE_SCHEMA = 1
-
-
-def load_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Read a JSONL or parquet file (told apart by its first bytes) into normalised rows.
-
-    The column convention is detected from the first row, see replay/prompts/rows.py, and logged with that row.
-
-    Raises:
-        DataError: the file cannot be read or a row cannot be used; names file, row (JSONL: line), column and value.
-    """
-    source, file = str(path), Path(path)
-    if not file.is_file():
-        kind = "is a folder; name one file in it" if file.is_dir() else "no such file"
-        raise DataError(f"{source}: {kind} (data.train and data.eval take a JSONL or parquet file)")
-    try:
-        with file.open("rb") as stream:
-            is_parquet = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
-    except OSError as error:
-        raise DataError(f"{source}: not readable: {error.strerror}") from error
-    if file.suffix == ".parquet" and not is_parquet:
-        raise DataError(f"{source}: is not a parquet file; give JSONL files the ending .jsonl, or write it again")
-    numbered = _parquet_rows(source) if is_parquet else _jsonl_rows(source)
-    rows: list[Row] = []
-    convention = None
-    for number, raw in numbered:
-        if convention is None:
-            convention = detect(raw, source)
-        rows.append(normalize(raw, convention, Place(source=source, row=number)))
-    if convention is None:
-        raise DataError(f"{source}: has no rows; give a file with one prompt a row")
-    logger.info(
-        "%s: %d rows, read as %s; the first one: prompt %s, ground truth %s",
-        *(source, len(rows), convention.name, shorten(rows[0]["prompt"], 300), shorten(rows[0]["ground_truth"])),
-    )
-    return rows
-
-
-def _jsonl_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open(source, "rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                raw = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{source}: row {number}: not readable as JSON: {error} (value {shorten(line)}); put one JSON"
-                    " object on each line"
-                ) from error
-            if not isinstance(raw, dict):
-                raise DataError(
-                    f"{source}: row {number}: expected a JSON object, found a {type(raw).__name__} (value"
-                    f" {shorten(line)}); put one JSON object on each line"
-                )
-            yield number, raw
-
-
-def _parquet_rows(source: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(
-            f"{source}: parquet files need pyarrow; install the extra: pip install 'slipstream-rl[parquet]', or"
-            " convert the file to JSONL"
-        ) from error
-    number = 0
-    try:
-        with parquet.ParquetFile(source) as file:
-            for batch in file.iter_batches():
-                for raw in batch.to_pylist():
-                    number += 1
-                    yield number, raw
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"{source}: row {number + 1}: not readable as parquet: {error}; write the file again"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +27,7 @@ class PromptSource:
     """Hands out the rows, pass after pass; each pass covers every row exactly once.
 
     The order of pass p depends on (seed, p) alone, so the whole future is given by the position, and `state` is
-    small. Not thread-safe; no I/O.
+    small. Not thread-safe; it reads no more than `rows` does.
     """
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
@@ -120,7 +36,7 @@ class PromptSource:
         self.rows = rows
         self.shuffle = shuffle
         self.seed = seed
-        self.fingerprint = _fingerprint(rows)
+        self.fingerprint = rows.fingerprint if isinstance(rows, Rows) else _fingerprint(rows)
         self._position = _Position(0, 0)
         self._order = self._order_of(0)
 

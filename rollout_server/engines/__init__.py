@@ -85,10 +85,17 @@ def staging_in(config: Config, engine: Engine) -> StagesItself | None:
     """The engine's receiver where updates are staged in it (weight_bus.stage_in: engine); None where not.
 
     Raises:
-        EngineError: this engine cannot.
+        EngineError: this engine cannot, or would be taken for dead before a broadcast that hangs is given up.
     """
     if config.weight_bus.stage_in == "server":
         return None
+    broadcast_s, engine_s = config.weight_bus.collective_timeout_s, config.rollout.engine_deadline_s
+    if broadcast_s >= engine_s:
+        raise EngineError(
+            f"weight_bus.stage_in: 'engine' with weight_bus.collective_timeout_s {broadcast_s:g}, which is not below"
+            f" rollout.engine_deadline_s {engine_s:g}: a broadcast that hangs may hold the engine up for as long, and"
+            " it would be taken for dead; lower the one or raise the other"
+        )
     from rollout_server.engines.sglang.engine import SGLangEngine
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 

@@ -9,7 +9,7 @@ class RewardError(ValueError):
 
 
 class Sample(TypedDict):
-    """One answer as a reward function sees it.
+    """One answer as a reward function sees it: a dict with these keys.
 
     Example: {"prompt": "312=", "completion": "123", "ground_truth": "123", "data_source": "train",
     "extra_info": {}, "columns": {}, "num_tokens": 4, "finish_reason": "stop"}

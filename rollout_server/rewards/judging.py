@@ -13,6 +13,7 @@ from rollout_server.rewards.loading import RewardFunction, describe
 
 Verdict = tuple[int, float | None, dict[str, float], str | None, float]
 """(index in the request, score or None, metrics, error or None, seconds): one entry of a worker's reply."""
+NOT_APPLICABLE = "not_applicable"
 FLUSH_S = 0.02
 """Verdicts younger than this are sent together; a pool that kills the worker judges them anew."""
 
@@ -103,13 +104,19 @@ def sendable(text: str) -> str:
 
 
 def together(result: tuple[Any, str | None], num: int, seconds: float) -> list[Verdict]:
-    """The verdicts of one call on `num` samples (TRL)."""
+    """The verdicts of one call on `num` samples (TRL).
+
+    None says that the function does not apply to a sample. TRL then has the reward 0 where no other function applies,
+    and there is one function here; NOT_APPLICABLE is the share of such samples.
+    """
     values, error = result
     if error is None:
         values = values.tolist() if hasattr(values, "tolist") else values
         if not isinstance(values, (list, tuple)) or len(values) != num:
             found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
             error = f"the reward function must return a list of {num} numbers, found {found}"
+    if error is None and any(value is None for value in values):
+        values = [{"score": 0.0 if v is None else v, NOT_APPLICABLE: float(v is None)} for v in values]
     return [verdict(index, None if error else values[index], error, seconds / num) for index in range(num)]
 
 

@@ -245,7 +245,7 @@ class Receiver:
 
     async def run(self, address: str) -> None:
         """Until the publisher says goodbye."""
-        self.follower.follow(address, RUN, 1)
+        self.follower.follow(address, RUN)
         async with asyncio.TaskGroup() as tasks:
             work = [tasks.create_task(self._answer(number)) for number in range(self.requests)]
             work.append(tasks.create_task(self._look()))

@@ -16,7 +16,7 @@ from replay.channel import Message, WireError
 from weight_bus import intake, messages, subscriber
 from weight_bus.control import Dealer
 from weight_bus.manifest import Manifest
-from weight_bus.staging import Staging
+from weight_bus.staging import HOST, Staging
 from weight_bus.transports import Formation, Transport, make_transport
 from weight_bus.transports.meeting import HERE
 
@@ -114,9 +114,9 @@ def install(gate: Gate) -> None:
     class GatedStaging(Staging):
         """The staging buffers."""
 
-        def prepare(self, manifest: Manifest) -> None:
+        def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
             """See `Staging.prepare`."""
-            super().prepare(manifest)
+            super().prepare(manifest, device)
             pieces[0] = len(self.buckets)
 
         def corrupt(self) -> list[str]:

@@ -27,13 +27,18 @@ WORK = "/work"
 MAX_NAME = 40
 """Pod names add role and numbers, and a label of DNS has 63 characters."""
 ROLLOUT_RETRIES = 100
-"""A rollout pod that fails is started again; above this the job fails, and the run with it."""
+"""A rollout pod that fails is started again; above this the job fails, and all pods are made again."""
+RESTARTS = 10
+"""How often all pods are made again when a learner pod was lost (preempted, its node gone): the run resumes."""
+REFUSED = 2
+"""Exit code of a learner pod that another start would refuse as well."""
 
 HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by scripts/launch/kubernetes.py.
 #
 #   kubectl apply -f {folder}
 #
 # Pods work in {work}, on the volume claim {claim}: model.path, data.train and run.dir are looked up from there.
+# A pod that is made again resumes run folder {run_dir}; to begin another run, write these files again.
 # The image {image} needs slipstream-rl{extra} installed. For RDMA add its device resource and, where the
 # network needs it, hostNetwork; interfaces and NCCL's settings come from network.env.
 """
@@ -107,6 +112,7 @@ def manifests(
     keys: Mapping[NodeRole, Mapping[str, str]],
     replay: str | None,
     folder: Path | None,
+    run_name: str,
 ) -> Manifests:
     """The manifests of a whole run (`learner`), or of rollout servers for a run elsewhere (`rollout`).
 
@@ -118,14 +124,16 @@ def manifests(
         keys: key files of each role, by path inside network.keys.
         replay: address of replay, where it is not the first learner pod of this run.
         folder: where the files are to lie; none takes the run folder.
+        run_name: of the run that the pods begin, or resume when its folder is there: no other manifest has it.
     """
     name = jobset_name(config) + ("-more" if role == "rollout" else "")
     roles: tuple[NodeRole, ...] = ("learner", "rollout") if role == "learner" else ("rollout",)
     folder = folder or Path(config.run_dir) / "launch" / ("kubernetes" if role == "learner" else "kubernetes-rollout")
-    pods = _Pods(config, name, image, claim, keys, replay)
+    pods = _Pods(config, name, image, claim, keys, replay, run_name)
+    refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec: dict[str, Any] = {
         "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": 0},
+        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [refused]} if role == "learner" else {"maxRestarts": 0},
         "replicatedJobs": [pods.job(group) for each in roles for group in groups(config, each)],
     }
     if role == "learner":
@@ -135,7 +143,10 @@ def manifests(
     files = {"config.yaml": dump(config), "hosts": host_file(config)}
     config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": files}
     extra = "[sglang]" if config.rollout.engine == "sglang" else ""
-    head = HEAD.format(name=config.run.name, folder=folder, work=WORK, claim=claim, image=image, extra=extra)
+    run_dir = f"{config.run.dir}/{run_name}"
+    head = HEAD.format(
+        name=config.run.name, run_dir=run_dir, folder=folder, work=WORK, claim=claim, image=image, extra=extra
+    )
     secrets = {
         f"keys-{each}.yaml": _yaml(_secret(f"{name}-keys-{each}", keys[each])) for each in roles if keys.get(each)
     }
@@ -150,22 +161,21 @@ class _Pods:
     claim: str
     keys: Mapping[NodeRole, Mapping[str, str]]
     replay: str | None
+    run_name: str
 
     def job(self, group: Group) -> dict[str, Any]:
         count, is_learner = len(group.nodes), group.role == "learner"
-        return {
-            "name": group.name,
-            "replicas": 1,
-            "template": {
-                "spec": {
-                    "completionMode": "Indexed",
-                    "completions": count,
-                    "parallelism": count,
-                    "backoffLimit": 0 if is_learner else ROLLOUT_RETRIES,
-                    "template": {"spec": self._pod(group)},
-                }
-            },
+        spec: dict[str, Any] = {
+            "completionMode": "Indexed",
+            "completions": count,
+            "parallelism": count,
+            "backoffLimit": 0 if is_learner else ROLLOUT_RETRIES,
+            "template": {"spec": self._pod(group)},
         }
+        if is_learner:
+            codes = {"containerName": group.role, "operator": "In", "values": [REFUSED]}
+            spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+        return {"name": group.name, "replicas": 1, "template": {"spec": spec}}
 
     def _pod(self, group: Group) -> dict[str, Any]:
         files = {"name": "files", "configMap": {"name": f"{self.jobset}-files"}}
@@ -193,9 +203,10 @@ class _Pods:
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
         order = ["--role", group.role, "--node", ",".join(group.nodes)]
         order += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
+        order += ["--set", f"run.name={self.run_name}"]
         order += ["--replay", self.replay] if self.replay is not None else []
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
-        own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)"]
+        own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
         probe = f"python -m scripts.launch.ready {shlex.join(order)} {own_in_shell}"
         container: dict[str, Any] = {

@@ -8,11 +8,12 @@ import logging
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, dump, from_arguments, load, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, load, overrides_of
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
@@ -61,7 +62,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.main", description=__doc__)
+    parser = Parser(prog="python -m scripts.launch.main", description=__doc__)
     parser.add_argument("role", choices=["learner", "rollout"], help="which nodes to start")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
@@ -186,6 +187,7 @@ def _in_kubernetes(wanted: Wanted) -> int:
         keys=keys,
         replay=wanted.replay,
         folder=wanted.args.out,
+        run_name=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}" if wanted.role == "learner" else config.run.name,
     )
     if wanted.args.dry_run:
         _show(table(plan, EVERYTHING if wanted.role == "learner" else SHOWN["rollout"]))

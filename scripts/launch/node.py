@@ -28,6 +28,7 @@ from scripts.launch.following import Following
 from scripts.launch.hosts import HostsError
 from scripts.launch.keys import write_keys
 from scripts.launch.order import Assignment, OrderError, add_order_arguments, order_of_files, read_order, understand
+from scripts.launch.requeue import decide, read_start, write_start
 
 POLL_S = 0.1
 ORDER_S = 60.0
@@ -47,6 +48,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.launch.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
     add_order_arguments(parser)
+    parser.add_argument(
+        "--resume-if-begun", action="store_true", help="run.name is this job's own: where its folder is, resume it"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -55,7 +59,7 @@ def main() -> int:
         order = read_order(first_line()) if args.stdin else order_of_files(args)
         assignment = understand(order, host=args.host, renumber=args.renumber)
         write_keys(assignment.config.network.keys, order.keys)
-        node = Node(assignment, lifeline=args.stdin)
+        node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if order.role == "learner" else node.run_servers()
     except REFUSALS as error:
         return _say(f"refused: {error}", 2)
@@ -68,11 +72,12 @@ def main() -> int:
 class Node:
     """The processes of one role on this machine."""
 
-    def __init__(self, assignment: Assignment, *, lifeline: bool) -> None:
+    def __init__(self, assignment: Assignment, *, lifeline: bool, resume_if_begun: bool = False) -> None:
         check_available(assignment.config, runs_servers=assignment.order.role == "rollout")
         self.assignment = assignment
         self.config = assignment.config
         self._lifeline = lifeline
+        self._resume_if_begun = resume_if_begun
         self._following = Following()
         self._parent = ("--parent", str(os.getpid()))
 
@@ -114,12 +119,16 @@ class Node:
 
     def _launcher(self) -> Child:
         order, folder = self.assignment.order, Path(self.config.run_dir) / "launch"
+        resume = order.resume
+        if resume is None and self._resume_if_begun and decide(folder.parent, say_line):
+            resume = str(folder.parent)
+        write_start(folder.parent, resumes=resume is not None)
         settings = [
             f"network.host={self.config.network.host}",
             f"network.replay_port={self.config.network.replay_port}",
         ]
-        source = ["--resume", order.resume] if order.resume else ["--config", str(self.assignment.config_file)]
-        overrides = [*(order.overrides if order.resume else []), *settings, "placement.local_rollouts=false"]
+        source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
+        overrides = [*(order.overrides if resume else []), *settings, "placement.local_rollouts=false"]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
         for override in overrides:
             command += ["--set", override]
@@ -136,6 +145,8 @@ class Node:
             )
         log = Path(self.config.run.dir) / run_name / "logs" / f"learner-{node}.log"
         command = [*process.command, "--set", f"run.name={run_name}"]
+        if self.assignment.order.resume is None and read_start(Path(self.config.run_dir)):
+            command += ["--resume"]
         environment = {**process.environment, PARENT: str(os.getpid())}
         return self._child(f"learner-{node}", command, log, environment)
 

@@ -23,6 +23,8 @@ HEAD = """#!/usr/bin/env bash
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --exclusive
 #SBATCH --output={folder}/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
 # Add what your cluster asks for: --partition, --account, --time.
 set -euo pipefail
 cd {root}
@@ -50,11 +52,12 @@ done >"$hosts"
 {others}declare -A machine_of
 for i in "${{!nodes[@]}}"; do machine_of[${{nodes[i]}}]=${{machines[i]}}; done
 
-# A name that no other job has, so that all nodes agree on the run folder.
+# A name that no other job has: all nodes agree on the run folder, and a requeued job finds it and resumes the run.
 run_name={name}-$SLURM_JOB_ID
+echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name"
 step() {{ # ROLE NODE [ARGUMENT ...]
   on "${{machine_of[$2]}}" {python} -m scripts.launch.node --role "$1" --node "$2" --hosts "$hosts" \\
-    --config {config} --set "run.name=$run_name" "${{@:3}}" &
+    --config {config} --set "run.name=$run_name" --resume-if-begun "${{@:3}}" &
   pids+=($!)
 }}
 pids=()
@@ -122,6 +125,7 @@ def sbatch(
     text = HEAD.format(
         what="The whole" if role == "learner" else "More rollout servers",
         name=config.run.name,
+        runs=config.run.dir,
         file=target,
         nodes=len(names),
         gpus=f"#SBATCH --gpus-per-node={count}\n" if on_gpus else "",

@@ -31,6 +31,8 @@ class Running:
     lease: m.Lease
     versions: list[int] = field(default_factory=list)
     policies: list[int] = field(default_factory=list)
+    sampled: set[tuple[int, int]] = field(default_factory=set)
+    """(incarnation, version) of its policies."""
     told: int = 0
     """Tokens of each answer that replay has been told (replay.partial_rollouts)."""
 
@@ -117,7 +119,8 @@ class SimulatedServer:
         length = int(lease.prefix_lengths[0])
         self.books.counts["prefixes"] += 1
         versions, policies = lease.prefix_versions[:length].tolist(), lease.prefix_token_ids[:length].tolist()
-        return Running(lease, versions, policies, length)
+        incarnation = self.policy.incarnation if self.policy is not None else 0
+        return Running(lease, versions, policies, {(incarnation, version) for version in versions}, length)
 
     def _renewal(self) -> m.Renew:
         leases = [[*key, len(running.versions)] for key, running in self.running.items()]
@@ -167,6 +170,7 @@ class SimulatedServer:
             if len(running.versions) < 6:
                 running.versions.append(self.policy.version)
                 running.policies.append(self.books.policy(self.policy.digest))
+                running.sampled.add((self.policy.incarnation, self.policy.version))
 
     def _finish(self, key: Key) -> None:
         running = self.running[key]
@@ -193,6 +197,7 @@ class SimulatedServer:
             logprobs=np.full(self.n * length, -self.rng.random(), dtype=np.float32),
             versions=np.array([running.versions[i] for i in ordered] * self.n, dtype=np.int32),
             rewards=np.array([0.0 if flat else 1.0] + [0.0] * (self.n - 1), dtype=np.float32),
+            policies=[list(policy) for policy in sorted(running.sampled)],
         )
         self._say(self.unacked[key])
 

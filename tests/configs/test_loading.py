@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from configs import Config, ConfigError, load
-from configs.loading import FLAGS, PRESETS, add_arguments, apply_override, dump, from_arguments, leaf_keys
+from configs.loading import FLAGS, PRESETS, Parser, add_arguments, apply_override, dump, from_arguments, leaf_keys
 from configs.placement import node_devices
 from configs.schema import is_loopback
 from scripts import make_config_docs
@@ -107,6 +107,7 @@ def test_an_unknown_key_is_named_with_a_suggestion(override: str, key: str, sugg
             ["rollout.groups_per_step=1", "rollout.group_size=1"],
             ["rollout.groups_per_step", "fewer than 2 learner ranks"],
         ),
+        (["rollout.group_size=1"], ["rollout.group_size", "1 with algorithm.advantage 'grpo'", "take 2 or more"]),
         (["placement.split=0:2"], ["placement.split", "'0:2'", "at least 1"]),
         (["placement.split=2:0"], ["placement.split", "'2:0'", "at least 1"]),
         (["placement.split=two"], ["placement.split", "'two'", "'6:2'"]),
@@ -154,6 +155,43 @@ def test_what_can_work_is_accepted(overrides: list[str]) -> None:
 def test_every_problem_is_said_at_once() -> None:
     said = refused("rollout.group_size=0", "learner.lr=0", "nonsense.key=1").splitlines()
     assert len(said) == 3 and all("quickstart.yaml: " in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        (["learner.lr=-1", "run.seed=1"], "--set learner.lr=-1 over "),
+        (["nonsense.key=1", "run.seed=1"], "--set nonsense.key=1 over "),
+        (["rollout.top_p=0.9", "run.seed=1"], "--set rollout.top_p=0.9 over "),
+        (["placement.split=0:2", "run.seed=1"], "--set placement.split=0:2 over "),
+        (
+            ["replay.async_lag=4", "algorithm.loss=policy_gradient", "rollout.top_k=-1"],
+            "--set replay.async_lag=4 --set algorithm.loss=policy_gradient over ",
+        ),
+    ],
+)
+def test_an_override_is_blamed_for_what_it_does(overrides: list[str], blamed: str) -> None:
+    assert refused(*overrides).startswith(f"{blamed}{PRESETS / 'quickstart.yaml'}: ")
+
+
+def test_the_file_is_blamed_for_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: x.jsonl}\nlearner: {lr: 0}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["run.seed=1", "learner.total_steps=2"])
+    assert str(caught.value).startswith(f"{path}: learner.lr")
+
+
+def test_a_bare_override_is_answered_with_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="main")
+    add_arguments(parser)
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--async-lag", "1", "learner.lr=1e-5", "run.seed=1"])
+    assert ended.value.code == 2
+    assert "; write --set learner.lr=1e-5 --set run.seed=1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no-such-option=1"])
+    assert "write --set" not in capsys.readouterr().err
 
 
 def test_a_missing_required_key_is_named(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -289,6 +290,52 @@ def test_a_learner_over_two_hosts(tmp_path, sort6, switch):
     assert "rank 1 starts at version 0" in run.log("learner-1")
     assert len(list((run.folder / "checkpoints" / "step_4" / "dcp").glob("__*_0.distcp"))) == 2
     assert re.search(r"^\[node2\] .*learner-1 INFO", run.text(), re.MULTILINE)
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.slow  # tests/e2e/test_learner_restart.py is the cheaper witness
+def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, sort6, switch):
+    """Its node names, ports and keys; two CPU devices a node and a tiny model."""
+    settings = [
+        *sort6.settings,
+        f"run.dir={tmp_path}",
+        f"network.keys={tmp_path}/keys",
+        "placement.device=cpu",
+        "placement.learner='node0:0-1'",
+        "placement.rollout='node1:0-1'",
+        "data.max_prompt_tokens=16",
+        "reward.function=exact",
+        "rollout.engine=torch",
+        "rollout.dtype=float32",
+        "rollout.group_size=8",
+        "rollout.groups_per_step=8",
+        "rollout.max_new_tokens=10",
+        "rollout.max_running=32",
+        "learner.compute_dtype=float32",
+        "learner.total_steps=10000",
+        "weight_bus.backend=gloo",
+        "evaluation.every_steps=0",
+        "checkpoint.every_steps=5",
+        "tracking.live=plain",
+        "tracking.plot=false",
+    ]
+    arguments = ["--config", "qwen3-8b-2nodes", *(word for value in settings for word in ("--set", value))]
+    make_keys(tmp_path)
+    environment, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
+    said, rollouts_said = tmp_path / "learner.out", tmp_path / "rollouts.out"
+    with (
+        terminal(rollouts_said, *rollout_script, environment=environment),
+        terminal(said, *learner_script, environment=environment) as learner,
+    ):
+        run = Run(learner, tmp_path / "qwen3-8b-2nodes", said)
+        run.wait_for_step(7, 150)
+        (rank,) = (
+            pid for pid in run.pids("learner.train") if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+        os.kill(rank, signal.SIGKILL)
+        before = run.steps()[-1]["training/global_step"]
+        run.wait_for_step(before + 3, 60)
+        assert "incarnation 2 starts at version" in run.log("replay")
     assert left_over(tmp_path) == []
 
 

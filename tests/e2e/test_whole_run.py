@@ -104,12 +104,12 @@ def test_resume_goes_on_from_the_newest_complete_checkpoint(launch):
     run.process.terminate()
     assert run.wait(30) == 130
     before = [line for line in run.ledger() if line["step"] <= 2]
-    again = launch("learner.total_steps=5", name="resumed", steps=5, arguments=("--resume", str(run.folder)))
+    again = launch(name="resumed", steps=20, arguments=("--resume", str(run.folder)))
     assert again.wait() == 0, again.text()[-3000:]
     steps = [row["training/global_step"] for row in again.steps()]
-    assert steps == sorted(set(steps)) and steps[-1] == 5
+    assert steps == sorted(set(steps)) and steps[-1] == 20
     kept = [line for line in again.ledger() if line["incarnation"] == 2]
     trained = [tuple(g) for line in [*before, *kept] for g in line["groups"]]
     first = kept[0]["step"]
-    assert first >= 3 and len({tuple(g) for line in kept for g in line["groups"]}) == 16 * (5 - first + 1)
+    assert first >= 3 and len({tuple(g) for line in kept for g in line["groups"]}) == 16 * (20 - first + 1)
     assert len(trained) == len(set(trained)) if first == 3 else True

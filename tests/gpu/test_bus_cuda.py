@@ -107,7 +107,7 @@ def test_indices_beyond_32_bits() -> None:
 
 
 def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> None:
-    packer, staging = Packer(300_000, GPU), Staging(GPU)
+    packer, staging = Packer(300_000, GPU), Staging()
     held: list[list[int]] = []
     for version in range(6):
         named = {name: tensor.to(GPU) for name, tensor in weights(version).items()}
@@ -122,7 +122,7 @@ def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> Non
         assert layout == plan(specs, 300_000) and all(bucket.device == GPU for bucket in buckets)
         assert all(torch.equal(view_of(buckets, entry), named[entry.name]) for entry in layout.entries)
         held.append([bucket.data_ptr() for bucket in buckets])
-        staging.prepare(layout.with_digests(digests(weights(version))))
+        staging.prepare(layout.with_digests(digests(weights(version))), GPU)
         for target, source in zip(staging.buckets, buckets, strict=True):
             target.copy_(source)
         assert staging.corrupt() == []

@@ -84,7 +84,7 @@ async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_paralle
             Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1, transport_factory=factory) as bus,
         ):
             follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
-            follower.follow(bus.address, RUN, 1)
+            follower.follow(bus.address, RUN)
             await until(bus.members, "it joins")
             for version in range(1, UPDATES + 2):
                 request = engine.generate([2, 3, 4], Sampling(max_new_tokens=200), 8, request_id=f"r{version}")  # type: ignore[attr-defined]

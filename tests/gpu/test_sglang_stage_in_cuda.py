@@ -1,8 +1,10 @@
 """Updates over NCCL that are received in SGLang's scheduler beside decoding (weight_bus.stage_in: engine)."""
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,9 @@ pytestmark = [
 ]
 RUN = "stage-in-cuda"
 UPDATES = 6
+TIMEOUT_S = 15.0
+AT_ONCE_S = 5.0
+"""For 16 tokens, which take milliseconds: less than a broadcast that hangs takes, by far."""
 CORRUPT, CUT = 3, 5
 """Versions whose first bucket is damaged once, or is not sent at first."""
 
@@ -55,7 +60,7 @@ def stage_in_engine(folder: Path, tensor_parallel: int, *, delta: bool) -> Confi
         "backend": "nccl",
         "stage_in": "engine",
         "bucket_bytes": 1 << 20,
-        "collective_timeout_s": 15.0,
+        "collective_timeout_s": TIMEOUT_S,
         "deadline_s": 90.0,
         "delta": delta,
     }
@@ -74,6 +79,25 @@ def changed(tensors: dict[str, torch.Tensor], *, sparse: bool) -> dict[str, torc
     if not sparse:
         return {n: (t.float() + 0.01 * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
     return {n: t.where(torch.rand(t.shape) > 0.01, t + 0.25) for n, t in tensors.items()}
+
+
+@asynccontextmanager
+async def decoding(engine: object) -> AsyncIterator[list[float]]:
+    """Short requests one after the other, and how long each took."""
+    seconds: list[float] = []
+
+    async def decode() -> None:
+        for number in itertools.count():
+            started = time.monotonic()
+            await engine.generate([5, 6], Sampling(max_new_tokens=16), 4, request_id=f"short-{number}")  # type: ignore[attr-defined]
+            seconds.append(time.monotonic() - started)
+
+    task = asyncio.create_task(decode())
+    try:
+        yield seconds
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int, *, delta: bool) -> None:
@@ -99,7 +123,7 @@ async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_paralle
             Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1, transport_factory=factory) as bus,
         ):
             follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
-            follower.follow(bus.address, RUN, 1)
+            follower.follow(bus.address, RUN)
             await until(lambda: bus.members() or follower.failure, "it joins")
             assert follower.failure is None, follower.failure
             for version in range(1, UPDATES + 1):
@@ -109,7 +133,15 @@ async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_paralle
                 tensors = changed(tensors, sparse=delta)
                 want = {name: slice_digest(tensor) for name, tensor in tensors.items()}
                 ends[0].fault = {CORRUPT: "flip", CUT: "cut"}.get(version, "")
-                report = await asyncio.to_thread(bus.publish, version, tensors.items(), want)
+                async with decoding(engine) as seconds:
+                    began = time.monotonic()
+                    report = await asyncio.to_thread(bus.publish, version, tensors.items(), want)
+                    await until(lambda now=version: now in live, f"v{version} is live")  # type: ignore[misc]
+                    took = time.monotonic() - began
+                if version == CUT:
+                    assert took > TIMEOUT_S and len(seconds) > TIMEOUT_S and max(seconds) < AT_ONCE_S, (
+                        f"while a broadcast hung for {took:.1f} s, a request took up to {max(seconds):.1f} s"
+                    )
                 print(f"tp {tensor_parallel} v{version}: {report.seconds}, paused {follower.gauges['pause_s']:.3f} s")
                 await until(lambda now=version: now in live, f"v{version} is live")  # type: ignore[misc]
                 assert await engine.digest() == want  # type: ignore[attr-defined]

@@ -115,6 +115,36 @@ def test_a_crash_before_the_mark_leaves_the_older_one(config: Config, monkeypatc
     assert find_latest(Path(config.run_dir)) == older
 
 
+def flip_a_byte(file: Path, position: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 0xFF
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "words"),
+    [
+        ("__0_0.distcp", 0.5, "dcp/__0_0.distcp is damaged at "),  # inside a tensor: the digest tells
+        ("__0_0.distcp", 0.0, "dcp/__0_0.distcp is damaged at model.model.embed_tokens.weight"),  # unreadable
+        (".metadata", 0.5, "dcp/.metadata is damaged"),
+    ],
+)
+def test_flipped_bytes_are_named_by_file_with_a_remedy(config: Config, name: str, share: float, words: str) -> None:
+    keeper = Checkpointer(config, *trained(config))
+    keeper.save(1, replay={})
+    newest = keeper.save(2, replay={})
+    damaged = newest / "dcp" / name
+    flip_a_byte(damaged, int(share * damaged.stat().st_size))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpointer(config, *built(config, None)).resume()
+    said = str(caught.value)
+    assert str(newest) in said and words in said and "\n" not in said, said
+    assert "move step_2 away: then --resume goes on from step_1" in said
+    newest.rename(newest.with_name("away"))
+    state = Checkpointer(config, *built(config, None)).resume()
+    assert state is not None and state["step"] == 1, "the remedy helps"
+
+
 def test_another_architecture_is_refused_by_name(config: Config, tmp_path: Path) -> None:
     folder = Checkpointer(config, *trained(config)).save(1, replay={})
     wider = make_config(save_model(tmp_path / "wider", intermediate_size=96), run={"dir": str(tmp_path), "name": "run"})

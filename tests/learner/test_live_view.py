@@ -135,6 +135,35 @@ def test_who_waits_for_whom_at_the_edges_of_a_run() -> None:
     assert live_text.waiting_text({**STATUS, "ended": "all steps are done"}) == "the run has ended: all steps are done"
 
 
+def test_while_a_batch_cannot_be_formed_one_line_says_why() -> None:
+    waits = [{"who": "learner", "for": "batch 5", "since_s": 24.0}]
+    waiting = {
+        "dropped": {"prompt_too_long": 3, "prompt_not_rendered": 1203},
+        "last_drop": "prompt_not_rendered: the tokenizer has no chat template",
+        "idle_servers": [{"name": "rollout-0", "version": 4, "incarnation": 1}],
+    }
+    said = live_text.waiting_text({"version": 4, "incarnation": 2, "waits": waits, "waiting": waiting})
+    assert said == (
+        "learner waits 24s for batch 5"
+        "; dropped: 1203 prompt_not_rendered, 3 prompt_too_long"
+        " (last: prompt_not_rendered: the tokenizer has no chat template)"
+        "; without leases: rollout-0 (version 4 of incarnation 1); the learner holds version 4 of incarnation 2"
+    )
+    assert live_text.waiting_text({"waits": waits, "waiting": None}) == "learner waits 24s for batch 5"
+
+
+def test_a_pause_in_which_a_process_was_started_again_does_not_count_for_the_eta() -> None:
+    progress = Progress(total_steps=100, async_lag=1)
+    for step in range(1, 11):
+        progress.add(step_row(step, time=1000.0 + 2 * step + (3600 if step > 7 else 0)))
+    assert progress.eta_s() == 2.0 * 90
+
+
+def test_what_every_good_run_counts_is_no_trouble() -> None:
+    counters = {"checkpoints": 2, "groups_trained": 7, "partials_used": 1, "dropped/poison": 1}
+    assert live_text.trouble_text({"counters": counters}) == "dropped/poison 1"
+
+
 def test_several_data_sources_keep_their_names() -> None:
     scores = live_text.evaluation_scores({"version": 3, "val-core/a/greedy": 0.5, "val-core/b/greedy": 0.25})
     assert scores == {"a/greedy": 0.5, "b/greedy": 0.25}

@@ -1,7 +1,11 @@
 """Restarts in place: at once, later and later when a process dies again and again, never more than allowed."""
 
+from types import SimpleNamespace
+
+from configs.algorithm import Rollout
 from learner.launch import restarts as module
-from learner.launch.restarts import LONGEST_WAIT_S, SOON_S, Restarts
+from learner.launch import servers
+from learner.launch.restarts import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, Restarts
 
 
 class Clock:
@@ -42,3 +46,37 @@ def test_each_death_right_after_a_start_doubles_the_wait_up_to_a_bound(monkeypat
     assert waits == [0, 0.5, 1, 2, 4, LONGEST_WAIT_S, LONGEST_WAIT_S, LONGEST_WAIT_S]
     clock.now += SOON_S + 1
     assert restarts.plan() == "restart 9 of 9", "one that lived for long starts at once again"
+
+
+def test_a_good_run_gives_the_restarts_back(monkeypatch):
+    restarts, clock = made(monkeypatch, 2)
+    for _ in range(2):
+        restarts.plan()
+        clock.now += LONGEST_WAIT_S
+        assert restarts.is_due()
+    clock.now += GOOD_RUN_S - 1
+    assert restarts.are_used_up
+    clock.now += 1
+    assert not restarts.are_used_up
+    assert restarts.plan() == "restart 1 of 2" and restarts.is_due(), "at once, as after a first death"
+
+
+def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
+    clock, said = Clock(), []
+    monkeypatch.setattr(servers, "time", clock)
+
+    def child(_name):
+        return SimpleNamespace(pid=1, exit_code=lambda: -9, how_it_ended=lambda: "killed by SIGKILL")
+
+    local = servers.LocalServers(Rollout(restarts=1, restart_backoff_s=2.0), child, said.append)
+    local.add("rollout-0")
+    for lived in (1.0, GOOD_RUN_S, 1.0):
+        clock.now += lived
+        local.watch(run_is_over=False)  # it has died
+        clock.now += 2.0
+        local.watch(run_is_over=False)  # its backoff is over
+    assert [line.partition("; ")[2][:16] for line in said] == [
+        "restart 1 of 1 i",
+        "restart 1 of 1 i",
+        "no restart left ",
+    ]

@@ -1,5 +1,7 @@
 """What a batch holds, against a slow reference; and which logprobs count when a group is checked."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulated_run import config
@@ -95,3 +97,12 @@ def test_only_sampled_tokens_need_a_logprob(value: float) -> None:
     assert problem_with(one, slot, checked, bounds) is None
     one.loss_mask[:] = 0
     assert problem_with(one, slot, checked, bounds) is None
+
+
+def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() -> None:
+    groups = [replace(group(i, np.random.default_rng(i), all_in_loss=True), generate_s=0.5 + i) for i in range(3)]
+    (part,) = build(STEP, groups, assign(total_lengths(groups), 1, 40), num_ranks=1, stats={})
+    lengths = np.concatenate([g.lengths for g in groups])
+    assert (part.stats["response_length/min"], part.stats["response_length/max"]) == (lengths.min(), lengths.max())
+    assert part.stats["prompt_length/max"] == max(g.prompt_ids.size for g in groups)
+    assert part.stats["timing_s/gen"] == 2.5

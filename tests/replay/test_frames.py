@@ -186,6 +186,17 @@ def altered(message: Message, **changes: Any) -> list[bytes]:
     return sealed(header | changes | checksum_last, frames[1:])
 
 
+def test_an_older_schema_is_for_journals_alone() -> None:
+    fields = msgpack.unpackb(wire(RESULT)[0])["fields"]
+    older = altered(RESULT, schema=2, fields=fields)
+    with pytest.raises(WireError, match="schema version 2, this side speaks 3"):
+        decode(older, m.TO_REPLAY)
+    assert isinstance(decode(older, m.TO_REPLAY, oldest_schema=2).message, m.EvaluationResult)
+    for schema in (1, 4, True, "2"):
+        with pytest.raises(WireError, match="this side speaks 3"):
+            decode(altered(RESULT, schema=schema), m.TO_REPLAY, oldest_schema=2)
+
+
 def altered_arrays(described: list[Any]) -> list[bytes]:
     """RESULT with another description, and as many frames of four bytes."""
     header = msgpack.unpackb(wire(RESULT)[0]) | {"arrays": described}
@@ -201,7 +212,7 @@ RESULT_FIELDS = msgpack.unpackb(wire(RESULT)[0])["fields"]
     [
         ([], "0 frames"),
         ([wire(ACK)[0]] + [b""] * (MAX_ARRAYS + 1), "66 frames"),
-        (altered(ACK, schema=1), "schema version 1, this side speaks 2; update the older side"),
+        (altered(ACK, schema=1), "schema version 1, this side speaks 3; update the older side"),
         (altered(ACK, seq=-1), "header.seq -1 is not within 0 to 2^62"),
         (altered(ACK, seq=2**62 + 1), "is not within 0 to 2^62"),
         (altered(ACK, kind="Exec"), "kind 'Exec' is not accepted"),

@@ -434,3 +434,30 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     on.close()
     again = JournalReader(after)
     assert list(again.records(again.newest_snapshot()))[-1].kind == "take"
+
+
+def test_a_sync_that_is_under_way_is_not_taken_for_one_that_failed(tmp_path, monkeypatch):
+    """The syncing thread waits for the disk while a checkpoint wants a sync: nothing is written a second time."""
+    entered, release, rewritten = threading.Event(), threading.Event(), []
+    real_sync, real_write = os.fdatasync, os.pwrite
+
+    def slow_sync(file):
+        if threading.current_thread().name == "journal-sync":
+            entered.set()
+            assert release.wait(30)
+        real_sync(file)
+
+    monkeypatch.setattr(os, "fdatasync", slow_sync)
+    monkeypatch.setattr(os, "pwrite", lambda *given: (rewritten.append(given), real_write(*given))[1])
+    writer = JournalWriter(tmp_path, "run", fsync="interval")
+    writer.append("lease", {"group": [0, 0]})
+    writer.flush()
+    assert entered.wait(30)
+    writer.want_sync()
+    checkpoint = threading.Thread(target=writer.flush)
+    checkpoint.start()
+    checkpoint.join(0.2)  # a sync that was taken for failed would have been written again by itself
+    release.set()
+    checkpoint.join(30)
+    writer.close()
+    assert not checkpoint.is_alive() and rewritten == []

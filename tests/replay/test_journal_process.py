@@ -93,7 +93,7 @@ def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_sil
         learner = BatchReader(config, router.address, rank=0, fingerprint={})
         asked = asyncio.create_task(asyncio.to_thread(learner.connect))
         try:
-            assert await keep_company(router, lambda: time.sleep(1.5) or "read") == "read"
+            assert await keep_company(router, lambda: time.sleep(1.5) or "read", lambda: "reading") == "read"
             assert not asked.done(), "it is not told anything yet, and does not give up"
             while not asked.done():
                 await router.wait(0.1)

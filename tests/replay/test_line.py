@@ -1,5 +1,7 @@
 """The line of policies: what a resumed learner takes again, and where the line ends when its weights are others."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from simulated_run import group_message, learner, lease, make_step, sent, service
@@ -92,6 +94,24 @@ def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
     made.handle("l2", m.Take(step=2, rank=0), 0.0)
     made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
     assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
+
+
+def test_a_finished_group_is_judged_by_the_incarnations_that_sampled_it():
+    """Version 2 of the first learner was lost with its commit; the server has got version 2 of the second one since."""
+    made = service()
+    make_step(made, 1, versions=[0])
+    of_the_lost, of_the_line, *_ = lease(made, version=1, capacity=9)
+    made.handle("l", m.Take(step=2, rank=0), 0.0)  # from here on version 2 is possible; its commit never comes
+    resumed_at(made, 1)
+    made.handle("l2", m.Take(step=2, rank=0), 1.0)
+    made.handle("l2", m.Committed(step=2, digest="d2"), 1.0)
+    lease(made, version=2, incarnation=2, capacity=0)
+    for given, policies in ((of_the_lost, [[1, 1], [1, 2]]), (of_the_line, [[1, 1], [2, 2]])):
+        group = dataclasses.replace(group_message(given, [1, 2]), policies=policies)
+        made.handle("a", group, 2.0)
+    assert [ack.status for ack in sent(made, "a", m.Ack)[-2:]] == ["superseded", "accepted"]
+    slot = made.buffer.slots[of_the_lost.pass_, of_the_lost.index]
+    assert slot.group is None and slot.voided == 1
 
 
 def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_gone():

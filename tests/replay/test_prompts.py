@@ -5,6 +5,7 @@ import json
 import logging
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from replay.prompts import DataError, PromptSource, load_rows
+from replay.prompts import DataError, PromptSource, files, load_rows, read_rows
 from replay.prompts.rows import DataError as RowsDataError
 from replay.prompts.rows import Place, plain
 
@@ -145,6 +146,60 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     latin.write_bytes('{"prompt": "é", "answer": "b"}\n'.encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.jsonl: row 1: not readable"):
         load_rows(latin)
+
+
+def many(folder: Path, count: int, size: int) -> Path:
+    return jsonl(folder, *({"prompt": f"{i}" + "x" * size, "answer": str(i)} for i in range(count)))
+
+
+def test_a_file_is_read_once_and_its_rows_are_not_kept(tmp_path: Path) -> None:
+    path = many(tmp_path, 10_000, 2_000)
+    tracemalloc.start()
+    rows = load_rows(path)
+    source = PromptSource(rows, shuffle=False, seed=0)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1_000_000, "20 MB of rows"
+    assert [source.row(i)["ground_truth"] for i in (9_999, 0, 5_000)] == ["9999", "0", "5000"]
+    assert [row["ground_truth"] for row in rows[9_998:]] == ["9998", "9999"]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_rows_by_number_are_the_rows_of_the_file_and_hash_alike(tmp_path: Path, form: str) -> None:
+    raw = [{"prompt": f"é{i}", "answer": i, "extra_info": {"n": [i, None]}} for i in range(5)]
+    path = tmp_path / f"sums.{form}"
+    if form == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(raw), path)
+    else:
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n  \n".join(json.dumps(row) for row in raw).encode())
+    rows = load_rows(path)
+    assert list(rows) == [rows[i] for i in range(5)] == list(read_rows(path)) and rows[-1] == rows[4]
+    hashed = [PromptSource(given, shuffle=True, seed=0).fingerprint for given in (rows, list(rows))]
+    assert hashed[0] == hashed[1]
+    with pytest.raises(IndexError):
+        rows[5]
+
+
+def test_a_file_that_is_changed_is_named_and_one_in_its_place_does_not_matter(tmp_path: Path) -> None:
+    path = many(tmp_path, 3, 1)
+    rows = load_rows(path)
+    many(tmp_path, 3, 2).replace(tmp_path / "other.jsonl")
+    path.with_name("other.jsonl").replace(path)
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        rows[0]  # it was written over before it was moved away
+    rows = load_rows(path)
+    path.rename(tmp_path / "away.jsonl")
+    many(tmp_path, 1, 9)
+    assert rows[2]["prompt"] == "2xx"
+
+
+def test_a_long_read_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(files, "ROWS_PER_LOOK", 2)
+    said: list[str] = []
+    path = many(tmp_path, 4, 10)
+    load_rows(path, said.append)
+    assert said == [f"reading {path}: 2 rows, 25%", f"reading {path}: 4 rows, 75%"]
 
 
 def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

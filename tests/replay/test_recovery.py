@@ -56,6 +56,23 @@ def test_a_restart_gives_back_the_whole_state():
     assert made.journal.newest_snapshot() > 0 and same(made, restarted(made))
 
 
+def test_failures_and_interruptions_of_a_prompt_are_counted_on_after_a_restart():
+    made = busy()
+    interrupted, failed = lease(made, version=2, capacity=9)[:2]
+    for given, reason in ((interrupted, "aborted"), (failed, "reward_error")):
+        cancel = m.Cancel(pass_=0, index=given.index, attempt=given.attempt, reason=reason)
+        made.handle("a", cancel, 1.0)
+    for checkpoint in (False, True):
+        if checkpoint:
+            made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
+            made.handle("l", m.Checkpointed(step=3, kept=[3]), 1.0)
+        slots = restarted(made).buffer.slots
+        assert slots[0, interrupted.index].interruptions == 1 and slots[0, failed.index].failures >= 1
+        assert [(s.failures, s.interruptions) for s in slots.values()] == [
+            (s.failures, s.interruptions) for s in made.buffer.slots.values()
+        ]
+
+
 def test_every_prefix_of_the_journal_is_a_state_that_goes_on():
     made = busy()
     for count in range(len(made.journal.records)):

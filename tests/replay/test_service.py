@@ -55,6 +55,8 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
         ({"token_ids": np.array([-1, 0], dtype=np.int32)}, "negative token"),
         ({"lengths": np.array([2], dtype=np.int32)}, "a group has 2"),
         ({"attempt": 9}, "never leased"),
+        ({"policies": [[1, 0], [1, 3]]}, "newest token is of version 0"),
+        ({"policies": [[1]]}, "not [incarnation, version]"),
     ],
 )
 def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
@@ -132,6 +134,7 @@ def test_reward_errors_past_their_limit_end_the_run():
         if made.ended:
             break
     assert made.failed and "KeyError: 'answer'" in made.ended
+    assert "failed for 7 of the last 7 groups" in made.ended and "0.2 allows 6 of 32" in made.ended
 
 
 def test_peers_that_disagree_are_refused_by_name():
@@ -156,9 +159,12 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     (cursor,) = sent(made, "l", m.Cursor)
 
     resumed = bare_service(config(placement__split="1:1"))
+    resumed.counters.update(groups_accepted=3, groups_trained=2)  # of a journal that ends before the checkpoint
     learner(resumed, "l", version=1, cursor=cursor.state)
     assert (resumed.incarnation, resumed.buffer.version) == (2, 1)
     assert resumed.counters["resume_without_journal"] == 4
+    restored = {name: count for name, count in resumed.counters.items() if name != "resume_without_journal"}
+    assert restored == cursor.state["counters"], "restored, and not added to what was counted before"
     resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
     resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
     again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
@@ -343,6 +349,30 @@ def test_a_prompt_is_poison_once_its_attempts_are_used_up():
         made.handle("a", m.Cancel(pass_=0, index=0, attempt=attempt, reason="engine_error"), 1.0)
     assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
     assert made.counters["leases_released/engine_error"] == 2
+
+
+def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
+    made = service(replay__max_attempts=2)
+    for end in range(19):
+        given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
+        assert given.attempt == end + 1
+        if end % 2:
+            made.desk.expire(100.0 * end + 50.0)
+        else:
+            made.lost("b", "closed", 100.0 * end)
+            made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
+    assert not [name for name in made.counters if name.startswith("dropped/")]
+    lease(made, "b", now=5000.0)
+    made.desk.expire(6000.0)
+    assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
+
+
+def test_a_prompt_is_poison_by_its_failures_however_often_it_was_interrupted():
+    made = service(replay__max_attempts=2)
+    for reason in ("aborted", "reward_error", "aborted", "engine_error"):
+        given = next(x for x in lease(made) if x.index == 0)
+        made.handle("a", m.Cancel(pass_=0, index=0, attempt=given.attempt, reason=reason), 1.0)
+    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
 
 
 def test_only_who_holds_a_lease_renews_it():

@@ -106,7 +106,9 @@ class Pair:
 class Sender(threading.Thread):
     """Rank 0: sends one version in a group of its own, up to a bucket before which it is lost."""
 
-    def __init__(self, version: int, lost_before: int = 1000, base: str = "", flipped: str = "") -> None:
+    def __init__(
+        self, version: int, lost_before: int = 1000, base: str = "", flipped: str = "", run: str = RUN
+    ) -> None:
         super().__init__(daemon=True)
         named = weights(version)
         manifest, self._buckets = Packer(CONFIG.bucket_bytes).pack(named.items(), 0)
@@ -118,7 +120,7 @@ class Sender(threading.Thread):
         if base:
             self._buckets = [torch.zeros(100, dtype=torch.uint8)]
             change = {"base": base, "wire_bytes": 100, "change_bytes": 100}
-        self._lost_before = lost_before
+        self._lost_before, self._run = lost_before, run
         self._transport = Collective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
         self.begin = begin_of(manifest, version, self._epoch, self._transport.serve(), **change)
@@ -127,7 +129,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         """Form, broadcast, leave. What goes wrong is what the other end is tested for."""
-        prefix = group_prefix(RUN, 0, self._epoch)
+        prefix = group_prefix(self._run, 0, self._epoch)
         formation = Formation(epoch=self._epoch, rank=0, size=2, endpoint=self.begin.endpoint, prefix=prefix)
         with suppress(TransportError):
             self._transport.form(formation)
@@ -186,6 +188,15 @@ def test_versions_are_staged_in_the_receiver_in_the_same_buffers(folder: Path) -
         assert pair.receiver.bucket(0, 3) is first, "another subscriber of the run"
         with pytest.raises(ValueError, match="update 1 is not staged in this scheduler, which is at 3"):
             pair.receiver.bucket(0, 1)
+
+
+def test_the_buffers_stay_for_a_subscriber_of_another_run(folder: Path) -> None:
+    with Pair(folder) as pair:
+        check_next(pair, pair.intake, 1)
+        first = pair.receiver.bucket(0, 1)
+        pair.intake.close()
+        assert pair.another("other").take(Sender(2, run="other").begin) == []
+        assert pair.receiver.bucket(0, 2) is first, "the engine's other ranks have it mapped"
 
 
 def test_what_is_wrong_with_a_version_is_the_same_error_here_and_the_next_one_arrives(folder: Path) -> None:

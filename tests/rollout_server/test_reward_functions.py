@@ -185,7 +185,6 @@ def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ([1.0, None], "returned None"),
         ([1.0], "list of 2 numbers, found 1 of them"),
         (7, "found a int"),
         ([1.0, float("nan")], "returned nan"),
@@ -194,6 +193,15 @@ def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
 def test_trl_results_are_checked(values: Any, error: str) -> None:
     verdicts = judged(lambda completions: values, [sample(), sample()])
     assert error in str(verdicts[1][3]) and verdicts[1][1] is None
+
+
+def test_trl_none_does_not_apply_and_is_counted() -> None:
+    verdicts = judged(lambda completions: [1.0, None, 0.5], [sample(), sample(), sample()])
+    assert [v[1:4] for v in verdicts] == [
+        (1.0, {"not_applicable": 0.0}, None),
+        (0.0, {"not_applicable": 1.0}, None),
+        (0.5, {"not_applicable": 0.0}, None),
+    ]
 
 
 def test_trl_arrays_are_fine() -> None:

@@ -75,7 +75,7 @@ class Follower:
             on_live=self._went_live,
             on_quarantine=self._went_dark,
         )
-        self._follower.follow(publisher.address, publisher.run_id, 1)
+        self._follower.follow(publisher.address, publisher.run_id)
 
     async def _went_live(self, version: int, incarnation: int) -> None:
         self.live.append(version)

@@ -128,6 +128,30 @@ async def half_updated(served: Served) -> None:
     check_logprobs(model, PROMPT, answer)
 
 
+@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
+def test_a_pause_that_fails_lets_requests_go_on(mode: str, sglang: Host) -> None:
+    sglang(failed_pause, mode)
+
+
+async def failed_pause(served: Served, mode: str) -> None:
+    async def refuse() -> None:
+        raise EngineError("no pause")
+
+    kept = served.start_sample(PROMPT, max_new_tokens=90)
+    await served.under_way(kept)
+    pause = served.engine.sglang.pause
+    served.engine.sglang.pause = refuse
+    try:
+        await refused(served.engine.pause(mode), "no pause")
+    finally:
+        served.engine.sglang.pause = pause
+    async with asyncio.timeout(20):
+        (new,) = await served.sample(PROMPT)
+        (old,) = await kept
+    assert new.finish_reason != "abort" and old.finish_reason != "abort"
+    check_logprobs(served.model, PROMPT, old)
+
+
 def test_without_recorded_versions_no_token_is_called_newer_than_it_is(sglang: Host) -> None:
     sglang(no_spans)
 

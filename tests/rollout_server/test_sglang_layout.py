@@ -1,12 +1,16 @@
 """Which part of a live tensor holds a tensor of the model's folder, on models as SGLang fuses, slices and pads them."""
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from rollout_server.engines.sglang import loader
 from rollout_server.engines.sglang.layout import live_slices
 from rollout_server.engines.sglang.live import LiveWeights, _covered
+from rollout_server.engines.sglang.staging import FOLDER as FOLDER_VARIABLE
+from rollout_server.engines.sglang.staging import StagingFolder
 from weight_bus.digest import Part, add, slice_digest, slice_digests
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 4
@@ -109,12 +113,46 @@ def test_what_an_update_does_not_name_is_not_covered() -> None:
     assert not _covered(model, live_slices(model, FOLDER.items()))
 
 
-def test_a_parameter_that_moved_is_noticed() -> None:
-    """Else digests would be those of memory that the next forward does not read."""
+def test_slices_are_of_one_model_and_its_tensors() -> None:
     whole, (model,) = filled(1)
     live = LiveWeights(model, FOLDER.items())
     assert live.digests() == [slice_digest(whole[name]) for name in FOLDER]
     assert live.are_of(model, FOLDER.items())
-    model.norm.weight = torch.nn.Parameter(torch.ones(HIDDEN))
-    assert not live.are_of(model, FOLDER.items())
-    assert not LiveWeights(model, FOLDER.items()).are_of(filled(1)[1][0], FOLDER.items())
+    assert not live.are_of(filled(1)[1][0], FOLDER.items())
+    assert not live.are_of(model, list(FOLDER.items())[1:])
+
+
+class Mover(Model):
+    """Loads by making parameters anew, as models do that pack their weights after loading."""
+
+    moves = True
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        whole = dict(tensors)
+        for piece in live_slices(self, FOLDER.items()):
+            piece.view.copy_(whole[piece.name])
+        if self.moves:
+            self.norm.weight = torch.nn.Parameter(self.norm.weight.detach().clone())
+
+
+def test_a_parameter_that_moved_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest would be that of memory which captured graphs do not read."""
+    staging = StagingFolder()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(staging.path))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    whole, model = filled(1)[0], Mover(0, 1)
+
+    def update(version: int) -> str:
+        staging.write_update(whole.items(), version)
+        loader.apply(model, [])
+        return staging.replies(1)[0].error
+
+    try:
+        model.moves = False
+        assert update(1) == ""
+        model.moves = True
+        assert "parameters of the model have moved, first 'norm.weight'" in update(2)
+        model.moves = False
+        assert "have moved" in update(3), "its graphs read the old memory for ever"
+    finally:
+        staging.close()

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loading import load
+from rollout_server.engines import staging_in
 from rollout_server.engines.base import EngineError, Sampling
-from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.arguments import LOADER, memory_share, server_arguments
 from rollout_server.engines.sglang.requests import (
     Answer,
     Part,
@@ -227,3 +228,32 @@ def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.M
     finally:
         folder.close()
     assert not folder.path.exists()
+
+
+GB = 10**9
+
+
+def test_the_share_of_a_gpu_leaves_room_for_a_staged_update() -> None:
+    alone, beside = (memory_share(80 * GB, 16 * GB, tensor_parallel=1, staged=staged) for staged in (False, True))
+    assert alone - beside == pytest.approx(16 / 80, abs=2e-3)
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 8, 64])
+def test_what_more_tensor_parallelism_cannot_mend_is_refused_with_the_reason(tensor_parallel: int) -> None:
+    with pytest.raises(EngineError) as refused:
+        memory_share(80 * GB, 141 * GB, tensor_parallel=tensor_parallel, staged=True)
+    text = str(refused.value)
+    assert "Staging is not divided over tensor parallelism" in text and "weight_bus.apply: direct" in text
+    assert "take more" not in text
+
+
+def test_an_engine_whose_own_weights_do_not_fit_is_told_to_divide_them() -> None:
+    with pytest.raises(EngineError, match=r"take more placement\.tensor_parallel"):
+        memory_share(80 * GB, 141 * GB, tensor_parallel=1, staged=False)
+    assert memory_share(80 * GB, 141 * GB, tensor_parallel=4, staged=False) > 0.8
+
+
+def test_a_broadcast_that_hangs_longer_than_an_engine_may_be_silent_is_refused() -> None:
+    bus = ("weight_bus.stage_in=engine", "weight_bus.collective_timeout_s=60", "rollout.engine_deadline_s=60")
+    with pytest.raises(EngineError, match="collective_timeout_s 60, which is not below rollout"):
+        staging_in(load("quickstart", ["rollout.engine=sglang", *bus]), None)  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ class Follower(WeightFollower):
 
     async def join(self, learner: Learner) -> None:
         """Follow this one from now on."""
-        self.follow(learner.address, learner.run_id, learner.incarnation)
+        self.follow(learner.address, learner.run_id)
         await until(lambda: learner.members() or self.failure, "it joins")
         assert self.failure is None, self.failure
 
@@ -301,7 +301,7 @@ def test_a_receiver_that_cannot_receive_ends_the_follower_by_name(sglang: Host) 
 async def without_nccl(served: Served) -> None:
     with Learner(served) as learner:
         follower = Follower(served, "weight_bus.backend=nccl")
-        follower.follow(learner.address, learner.run_id, 1)
+        follower.follow(learner.address, learner.run_id)
         await until(lambda: follower.failure, "it ends")
         assert isinstance(follower.failure, NotAvailable), "which the launcher does not start again"
         assert "nothing can be staged in the engine" in str(follower.failure)

@@ -113,7 +113,7 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
         "#!/bin/bash\n"
         'for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done\n'
         'if [[ "$*" == *scripts.launch.node* ]]; then\n'
-        f'  echo "$machine: ${{*: -13}}" >>{tmp_path}/steps; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0\n'
+        f'  echo "$machine: ${{*: -14}}" >>{tmp_path}/steps; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0\n'
         "fi\n"
         'echo "10.1.0.${machine#m}"\n'
     )
@@ -133,6 +133,8 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     steps = sorted((tmp_path / "steps").read_text().splitlines())
     assert [step.split(":")[0] for step in steps] == ["m1", "m2", "m3", "m4"]
     assert "--role rollout --node node3" in steps[3] and "--set run.name=qwen3-14b-4nodes-42" in steps[3]
+    assert all(step.endswith("--resume-if-begun") for step in steps)
+    assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
 def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
@@ -149,6 +151,7 @@ def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
 
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
     assert jobset["spec"]["network"]["subdomain"] == FOUR
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == kubernetes.RESTARTS
     jobs = {job["name"]: job["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]}
     assert {name: (job["completions"], job["completionMode"]) for name, job in jobs.items()} == {
         "learner": (2, "Indexed"),
@@ -159,6 +162,8 @@ def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
         (container,) = pod["containers"]
         assert container["image"] == "registry/slip:1" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
         words = container["command"]
+        assert words[-1] == "--resume-if-begun"
+        assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", words[words.index("--set") + 1])
         assert (
             words[words.index("--role") + 1] == role and words[words.index("--index") + 1] == "$(JOB_COMPLETION_INDEX)"
         )

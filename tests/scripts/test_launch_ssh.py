@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
+from scripts.launch import node, requeue
 from scripts.launch.following import Followed
 from scripts.launch.keys import write_keys
 from scripts.launch.order import Order, OrderError, read_order, renumbered, understand
@@ -211,6 +212,53 @@ def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
     with log.open("ab") as file:
         file.write(b"ee\n")
     assert followed.new_lines() == ["three"]
+
+
+# ---- a job that is started again ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "resumes"),
+    [
+        ([], False),
+        (["config.yaml"], False),
+        (["config.yaml", "checkpoints/step_4/state.json"], False),
+        (["journal/0.seg"], False),
+        (["config.yaml", "journal/0.seg"], True),
+        (["config.yaml", "checkpoints/step_4/COMPLETE"], True),
+    ],
+)
+def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
+    tmp_path: Path, files: list[str], resumes: bool
+) -> None:
+    said: list[str] = []
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert requeue.decide(tmp_path, said.append) is resumes
+    assert len(said) == 1 and str(tmp_path) in said[0] and ("resumes it" in said[0]) is resumes
+    assert (tmp_path / "config.yaml").exists() is resumes, "a run that begins takes its own name"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
+    order = Order(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
+    commands: list[Sequence[str]] = []
+
+    def start_child(name: str, command: Sequence[str], log: Path, _: Mapping[str, str]) -> children.Child:
+        commands.append(command)
+        return children.start(name, ["true"], log, {})
+
+    monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
+    monkeypatch.setattr(node.Node, "_child", lambda _, *words: start_child(*words))
+    requeue.write_start(tmp_path / "job-42", resumes=resumes)
+    (tmp_path / "job-42" / "config.yaml").write_text("")
+    node.Node(understand(order), lifeline=False, resume_if_begun=True).run_learner()
+    assert ("--resume" in commands[0]) is resumes
 
 
 # ---- what the machine has -------------------------------------------------------------------------------

@@ -23,14 +23,14 @@ RUN = "attacked-run"
 PATIENT_S = 10.0
 
 
-def config() -> Config:
+def config(**placement: str) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "rollout": {"group_size": 2, "groups_per_step": 4, "max_new_tokens": 8},
             "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3},
-            "placement": {"device": "cpu", "split": "1:1"},
+            "placement": {"device": "cpu"} | (placement or {"split": "1:1"}),
         }
     )
 
@@ -42,8 +42,8 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def service() -> Service:
-    return Service(config(), PromptSource(rows(40), shuffle=False, seed=0), [], time.monotonic())
+def service(**placement: str) -> Service:
+    return Service(config(**placement), PromptSource(rows(40), shuffle=False, seed=0), [], time.monotonic())
 
 
 class Lines(logging.Handler):
@@ -70,11 +70,11 @@ class Lines(logging.Handler):
 class Replay:
     """A replay that serves in a thread of its own."""
 
-    def __init__(self, keys: Keys | None, limits: Limits | None) -> None:
+    def __init__(self, keys: Keys | None, limits: Limits | None, placement: dict[str, str]) -> None:
         self.address = ""
         self.log = Lines()
         self.failure: BaseException | None = None
-        self._keys, self._limits = keys, limits
+        self._keys, self._limits, self._placement = keys, limits, placement
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="served-replay")
         self._thread.start()
@@ -96,7 +96,7 @@ class Replay:
         try:
             self.address = router.address
             self._ready.set()
-            await serve(router, service(), 0.2, self._stop.is_set)
+            await serve(router, service(**self._placement), 0.2, self._stop.is_set)
         finally:
             router.close()
 
@@ -109,11 +109,11 @@ class Replay:
 
 
 @contextmanager
-def served(keys: Keys | None = None, limits: Limits | None = None) -> Iterator[Replay]:
+def served(keys: Keys | None = None, limits: Limits | None = None, **placement: str) -> Iterator[Replay]:
     """A replay; it must have survived what was done to it."""
     logger = logging.getLogger("replay")
     level = logger.level
-    replay = Replay(keys, limits)
+    replay = Replay(keys, limits, placement)
     logger.addHandler(replay.log)
     logger.setLevel(logging.INFO)
     try:

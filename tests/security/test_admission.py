@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar
@@ -11,8 +12,20 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served_replay import greeting, read_until_closed, ready
 
-from replay.channel import AsyncRouter, Dealer, DuplicateMessage, Envelope, Keys, WireError, load_keys, may_be, registry
+from replay.channel import (
+    AsyncRouter,
+    Dealer,
+    DuplicateMessage,
+    Envelope,
+    Keys,
+    WireError,
+    load_keys,
+    may_be,
+    registry,
+    sockets,
+)
 from replay.channel import admission as rules
 from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
 from replay.channel.frames import Message, encode
@@ -117,6 +130,12 @@ def test_only_the_learners_key_may_be_the_learner(role: str) -> None:
     assert problem is not None and f"the key 'node1' may not be a {role}" in problem and "'learner'" in problem
 
 
+def test_ranks_above_0_may_have_the_key_of_their_own_node() -> None:
+    assert may_be("learner", "node1", {"node1"}) is may_be("learner", "learner", {"node1"}) is None
+    problem = may_be("learner", "node2", {"node1"})
+    assert problem is not None and "'node2'" in problem and "['node1']" in problem
+
+
 def test_any_key_may_be_a_rollout_server() -> None:
     assert may_be("rollout_server", "node1") is may_be("rollout_server", "learner") is None
 
@@ -205,6 +224,46 @@ def test_a_peer_that_comes_back_under_its_identity_is_heard() -> None:
                 for _ in range(3):
                     dealer.send(Note())
                 assert all(isinstance(envelope, Envelope) for _, envelope in await arrivals(router, 3))
+
+    with_router(body)
+
+
+def half_open(router: AsyncRouter, identity: bytes) -> socket.socket:
+    """A connection that has finished its handshake as `identity` and is never closed by its peer."""
+    connection = socket.create_connection(("127.0.0.1", int(router.address.rpartition(":")[2])), timeout=PATIENT_S)
+    connection.sendall(greeting(b"NULL"))
+    said = b""
+    while len(said) < len(greeting(b"NULL")):
+        said += connection.recv(4096)
+    connection.sendall(ready(identity) + b"\x00\x00")
+    return connection
+
+
+def test_a_peer_is_heard_while_its_old_connection_is_half_open_and_after_that_ends() -> None:
+    async def body(router: AsyncRouter) -> None:
+        with half_open(router, b"r0") as old:
+            await arrivals(router, 1)  # its empty message is refused: the router has admitted the identity
+            with Dealer(router.address, "r0", KINDS) as dealer:
+                dealer.send(Note(text="during"))
+                during = await arrivals(router, 1)
+                old.close()
+                dealer.send(Note(text="after"))
+                after = await arrivals(router, 1)
+        heard = [found.message for _, found in during + after if isinstance(found, Envelope)]
+        assert [note.text for note in heard if isinstance(note, Note)] == ["during", "after"]
+
+    with_router(body)
+
+
+def test_a_half_open_connection_is_closed_by_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sockets, "PING_MS", 50)
+    monkeypatch.setattr(sockets, "PONG_MS", 50)
+
+    async def body(router: AsyncRouter) -> None:
+        with half_open(router, b"r0") as old:
+            await arrivals(router, 1)
+            said = await asyncio.to_thread(read_until_closed, old)  # fails when the router keeps the connection
+            assert b"\x04PING" in said
 
     with_router(body)
 

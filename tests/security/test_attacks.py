@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import UnionType
 
 import pytest
 from served_replay import (
@@ -64,14 +65,14 @@ def hello(role: str, name: str) -> m.Hello:
     return m.Hello(role=role, name=name, pid=1, host="h")  # type: ignore[arg-type]
 
 
-def answer(dealer: Dealer, kind: type[Message]) -> Message:
+def answer(dealer: Dealer, kind: type[Message] | UnionType) -> Message:
     """The first message of a kind that replay sends."""
     deadline = time.monotonic() + PATIENT_S
     while time.monotonic() < deadline:
         envelope = dealer.poll(0.2)
         if envelope is not None and isinstance(envelope.message, kind):
             return envelope.message
-    raise AssertionError(f"no {kind.__name__} came")
+    raise AssertionError(f"no {kind} came")
 
 
 def still_serves(replay: Replay, keys: Keys | None) -> None:
@@ -239,3 +240,39 @@ def test_a_rollout_key_that_says_it_is_the_learner(folder: Path) -> None:
         still_serves(replay, keys_of(folder))
     assert isinstance(message, m.Refused) and "the key 'node1' may not be a learner" in message.reason
     TABLE.append(("a rollout node's key that says it is the learner", f"Refused: {message.reason}", line))
+
+
+NODES = {"rollout": "node2:0", "learner": "node0:0; node1:0"}
+
+
+def says_hello(replay: Replay, identity: str, keys: Keys, rank: int) -> str:
+    """The reason for which replay refuses a learner's Hello; "" for Welcome."""
+    with Dealer(replay.address, identity, m.FROM_REPLAY, keys=keys) as dealer:
+        dealer.send(dataclasses.replace(hello("learner", f"learner-{rank}"), rank=rank))
+        message = answer(dealer, m.Welcome | m.Refused)
+        return message.reason if isinstance(message, m.Refused) else ""
+
+
+def test_a_rollout_key_that_says_it_is_a_rank_of_another_learner_node(tmp_path: Path) -> None:
+    make_keys.make(tmp_path / "keys", ["node1", "node2", "nodes"], force=False)
+    keys = {"learner": keys_of(tmp_path)}
+    for name in ("node1", "node2", "nodes"):
+        make_keys.export(tmp_path / "keys", name, tmp_path / name)
+        keys[name] = keys_of(tmp_path, name)
+    with served(keys["learner"], **NODES) as replay:
+        assert says_hello(replay, "learner-0.0a", keys["learner"], 0) == ""
+        assert says_hello(replay, "learner-1.1a", keys["node1"], 1) == ""
+        reason = says_hello(replay, "learner-1.2a", keys["node2"], 1)
+        line = replay.log.wait_for("may not be a learner")
+        assert "'node2'" in reason and "['node1']" in reason and "--add NODE" in reason
+        assert "'nodes'" in says_hello(replay, "learner-1.3a", keys["nodes"], 1), "shared with a node for rollouts"
+        assert "'node1'" in says_hello(replay, "learner-0.4a", keys["node1"], 0)
+        still_serves(replay, keys["learner"])
+    TABLE.append(("a rollout node's key that says it is a rank of another learner node", f"Refused: {reason}", line))
+
+
+def test_a_shared_key_of_learner_nodes_alone_stays_valid(folder: Path) -> None:
+    make_keys.make(folder / "shared", ["nodes"], force=False)
+    make_keys.export(folder / "shared", "nodes", folder / "nodes")
+    with served(keys_of(folder, "shared"), rollout="node0:1", learner="node0:0; node1:0") as replay:
+        assert says_hello(replay, "learner-1.1a", keys_of(folder, "nodes"), 1) == ""

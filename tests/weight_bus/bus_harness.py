@@ -9,6 +9,7 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
+from weight_bus.staging import Staging
 from weight_bus.transports import Formation, Transport, make_transport
 from weight_bus.transports.base import ignore
 
@@ -123,13 +124,14 @@ class Rollout(threading.Thread):
         factory: Callable[[WeightBus, str], Transport] | None = None,
         config: WeightBus = CONFIG,
         run_id: str = RUN,
+        staging: Staging | None = None,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.engine = engine or Engine()
         self.ended: BaseException | None = None
         address = publisher if isinstance(publisher, str) else publisher.address
         self.subscriber = Subscriber(
-            address, name=name, config=config, host=HOST, run_id=run_id, transport_factory=factory
+            address, name=name, config=config, host=HOST, run_id=run_id, transport_factory=factory, staging=staging
         )
         self.start()
 

@@ -47,6 +47,22 @@ def test_versions_are_model_folders_and_the_two_newest_are_kept(tmp_path: Path) 
     assert held.keys() == named.keys() and all(torch.equal(held[name], named[name]) for name in named)
 
 
+def test_folders_of_earlier_incarnations_are_removed_and_those_of_other_runs_stay(tmp_path: Path) -> None:
+    others = [f"{RUN}-4", f"{RUN}-1-2", f"{RUN}-two-1", f"{RUN}x-1", "1", RUN, "model"]
+    for name in [f"{RUN}-1", f"{RUN}-2", *others]:
+        (tmp_path / name / "v000007").mkdir(parents=True)
+        (tmp_path / name / "v000007" / "bucket-00001.safetensors").write_bytes(b"weights")
+    config = disk(tmp_path)
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=3) as publisher:
+        server = Rollout(publisher, "a", config=config)
+        until(lambda: publisher.members(), "joined")
+        named = of_one_dtype(0)
+        assert publisher.publish(0, named.items(), digests(named)).served == ["a"]
+        server.halt()
+    assert {path.name for path in tmp_path.iterdir()} == {f"{RUN}-3", *others}
+    assert all((tmp_path / name / "v000007" / "bucket-00001.safetensors").is_file() for name in others)
+
+
 def test_a_file_that_was_damaged_is_found_by_the_digests_or_the_publisher_and_written_again(tmp_path: Path) -> None:
     config = disk(tmp_path)
     with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:

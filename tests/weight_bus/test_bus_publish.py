@@ -12,6 +12,7 @@ from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, fa
 from configs.infrastructure import WeightBus
 from weight_bus import BusClosed, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.jobs import Event
+from weight_bus.staging import Staging
 
 
 @pytest.fixture
@@ -300,6 +301,43 @@ def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog: pytest.Log
         until(lambda: rollout.engine.activated == [7, 3], "the next incarnation is joined and may be older")
         rollout.halt()
     assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
+
+
+def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> None:
+    first = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1)
+    config = CONFIG.model_copy(update={"port": int(first.address.rpartition(":")[2])})
+    policies: list[tuple[int, int]] = []
+
+    class Named(Engine):
+        def activate(self, version: int, evaluate: bool) -> None:
+            policies.append((rollout.subscriber.incarnation, version))
+
+    rollout = Rollout(first, "one", Named())
+    joined(first, 1)
+    publish(first, 5)
+    first._bus._say_goodbye = lambda reason: None  # type: ignore[method-assign]  # a learner that is killed
+    first.close()
+    with Publisher(config, host=HOST, run_id=RUN, incarnation=2) as second:
+        publish(second, 5)
+        until(lambda: len(policies) == 2, "the policy of the next incarnation is activated")
+        assert second.members() == {"one": ("live", 5)} and second.stats()["rounds"] == 1
+        publish(second, 6)
+        rollout.halt()
+    assert policies == [(1, 5), (2, 5), (2, 6)]
+
+
+def test_a_later_subscriber_receives_into_the_buckets_of_the_one_before() -> None:
+    staging = Staging()
+    buckets: list[list[int]] = []
+    for incarnation in (1, 2):
+        with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=incarnation) as publisher:
+            rollout = Rollout(publisher, "one", staging=staging)
+            joined(publisher, 1)
+            assert publish(publisher, incarnation).served == ["one"]
+            assert digests(rollout.engine.live) == digests(weights(incarnation))
+            buckets.append([bucket.data_ptr() for bucket in staging.buckets])
+            rollout.halt()
+    assert buckets[0] == buckets[1] != [], "an engine has them mapped, so a second set would lie beside them"
 
 
 def test_a_backend_that_is_not_here_is_refused_by_name() -> None:

@@ -186,7 +186,7 @@ def test_a_begin_that_does_not_fit_together_is_refused(change: dict[str, object]
 
 
 def test_a_manifest_that_no_memory_holds_is_refused_by_size() -> None:
-    staging = Staging(torch.device("cpu"))
+    staging = Staging()
     with pytest.raises(WireError, match="a manifest of 1152921504606846976 bytes does not fit into the memory here"):
         staging.prepare(Manifest((), (2**60,)))
     staging.prepare(Manifest((), (64,)))

@@ -12,10 +12,12 @@ safetensors can open:
         v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta.py
 
 The control plane says who reads what, as with every transport; only the bytes go this way. The two newest versions are
-kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest.
+kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What earlier
+incarnations of the run have left is removed when the first reader of the next one joins.
 """
 
 import json
+import logging
 import os
 import shutil
 import socket
@@ -29,6 +31,8 @@ from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.manifest import Entry
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
+
+log = logging.getLogger(__name__)
 
 KEPT = 2
 LOOK_S = 0.005
@@ -75,6 +79,7 @@ class Disk:
         self._folder, self._rank = self._root / f"{run}-{incarnation}", formation.rank
         owner = self._folder / OWNER
         if formation.rank == 0:
+            _remove_earlier(self._root, run, int(incarnation))
             _write(owner, [json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
         else:
             self._wait_for(owner, "is weight_bus.folder the same shared folder as the learner's?")
@@ -128,6 +133,15 @@ def _make_room(folder: Path, version: int) -> None:
         number = old.name[1:].removesuffix(".change")
         if number.isdigit() and int(number) <= version - KEPT:
             shutil.rmtree(old, ignore_errors=True)  # a reader on a network file system may hold a file of it open
+
+
+def _remove_earlier(root: Path, run: str, incarnation: int) -> None:
+    """Remove the folders of earlier incarnations of this run: their publisher is gone, and with it all readers."""
+    for folder in root.iterdir():
+        name, _, number = folder.name.rpartition("-")
+        if name == run and number.isdecimal() and int(number) < incarnation:
+            log.info("weight bus: removes %s, of an earlier incarnation", folder)
+            shutil.rmtree(folder, ignore_errors=True)  # as in _make_room; the next incarnation tries again
 
 
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:

@@ -130,14 +130,41 @@ def _on_cpu(config: Config) -> dict[str, Any]:
 
 def _on_cuda(config: Config) -> dict[str, Any]:
     """Leave room beside the engine for the buckets of the weight bus, which are received while it decodes."""
+    defaults: dict[str, Any] = {"cuda_graph_max_bs_decode": config.rollout.max_running}
+    if "mem_fraction_static" in config.rollout.sglang:
+        return defaults
     staged = config.weight_bus.backend != "gloo" and config.weight_bus.apply == "staged"
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, _, shape in folder_tensors(Path(config.model.path)))
-    beside = RESERVED_BYTES + (count * ITEM_SIZES[config.rollout.dtype] if staged else 0)
+    model_bytes = count * ITEM_SIZES[config.rollout.dtype]
+    share = memory_share(total, model_bytes, tensor_parallel=config.placement.tensor_parallel, staged=staged)
+    return {"mem_fraction_static": share, **defaults}
+
+
+def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: bool) -> float:
+    """Share of a GPU that SGLang may take for its weights and its KV cache.
+
+    Args:
+        total: bytes of the GPU.
+        model_bytes: of one version, whole.
+        tensor_parallel: GPUs that the engine is divided over.
+        staged: whether a version is received into GPU memory before it is loaded.
+
+    Raises:
+        EngineError: the engine's part of the weights does not fit beside the rest.
+    """
+    beside = RESERVED_BYTES + (model_bytes if staged else 0)
     share = SAFE_SHARE - beside / total
-    if share < 0.1:
-        raise EngineError(
-            f"the GPU has {total / 1e9:.0f} GB, and the engine beside a staged update of {beside / 1e9:.0f} GB"
-            " does not fit; take more placement.tensor_parallel, or weight_bus.apply: direct"
+    own = model_bytes / tensor_parallel
+    if share * total > own:
+        return round(share, 3)
+    parts = f"{own / 1e9:.1f} GB of weights (placement.tensor_parallel {tensor_parallel})"
+    if not staged:
+        advice = f"{parts} do not fit in a GPU of {total / 1e9:.0f} GB; take more placement.tensor_parallel"
+    else:
+        advice = (
+            f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB do not fit in a GPU of {total / 1e9:.0f} GB."
+            " Staging is not divided over tensor parallelism: each GPU reserves room for the whole model, so more"
+            " placement.tensor_parallel does not shrink it; take weight_bus.apply: direct"
         )
-    return {"mem_fraction_static": round(share, 3), "cuda_graph_max_bs_decode": config.rollout.max_running}
+    raise EngineError(advice)

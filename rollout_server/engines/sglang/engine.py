@@ -51,7 +51,7 @@ class SGLangEngine:
         except BaseException:
             self._staging.close()
             raise
-        self._version = 0
+        self._version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
         self._answers: dict[Answer, None] = {}
         """In progress, the oldest first."""
@@ -60,8 +60,6 @@ class SGLangEngine:
         """Set while parts may start."""
         self._open.set()
         self._waits = Waits(self._sglang.check_alive)
-        self._paused = False
-        self._half_updated = ""
         self._digests: Mapping[str, int] | None = None
         """Of the last load, until somebody asks."""
         self._pins: dict[int, int] = {}
@@ -224,17 +222,22 @@ class SGLangEngine:
         for version in list(self._pins):  # nobody has begun to evaluate them, or nobody has ended it
             await self.unpin(version)
         self._open.clear()
-        if mode == "drain":
-            what = "running requests (replay.lease_s)"
-            await self._waits.until(lambda: not self._running(), self._drain_limit_s, what)
-        else:
-            await self._interrupt(everything=mode == "recompute_kv")
-        await self._sglang.pause()
+        try:
+            await self._stop_parts(mode)
+            await self._sglang.pause()
+        except BaseException:
+            self._open.set()  # nothing was touched: requests go on with the version that they have
+            raise
         self._paused = True
 
-    async def _interrupt(self, *, everything: bool) -> None:
-        """End parts, which go on as new ones after the update: all of them, or those without a token."""
-        chosen = [a.part for a in self._running() if a.part is not None and (everything or a.part.seen == 0)]
+    async def _stop_parts(self, mode: PauseMode) -> None:
+        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
+        if mode == "drain":
+            left = "running requests (replay.lease_s)"
+            await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
+            return
+        parts = [answer.part for answer in self._running() if answer.part is not None]
+        chosen = [part for part in parts if mode == "recompute_kv" or part.seen == 0]
         for part in chosen:
             part.interrupted = True
             self._sglang.abort(part.rid)

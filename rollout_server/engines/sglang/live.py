@@ -40,7 +40,6 @@ class LiveWeights:
     def __init__(self, model: Any, shapes: Shapes) -> None:
         self._model = model
         self._shapes = list(shapes)
-        self._memory = _memory(model)
         self.slices = list(live_slices(model, self._shapes))
         self._groups = [
             Group(some, Digester(Part(piece.view, piece.full_shape, piece.start) for piece in some))
@@ -53,8 +52,8 @@ class LiveWeights:
         self._side: torch.cuda.Stream | None = None
 
     def are_of(self, model: Any, shapes: Shapes) -> bool:
-        """Whether this is still what the next forward reads: parameters may have moved."""
-        return model is self._model and list(shapes) == self._shapes and _memory(model) == self._memory
+        """Whether these are the slices of this model and these tensors."""
+        return model is self._model and list(shapes) == self._shapes
 
     def takes_copies(self, staged: Staged) -> bool:
         """Whether copies are all that loading this update is.
@@ -68,7 +67,7 @@ class LiveWeights:
         return self._loaded and bool(self._copies[1])
 
     def load(self, staged: Staged) -> None:
-        """Have the model load an update; its parameters may lie elsewhere afterwards."""
+        """Have the model load an update."""
         with torch.no_grad():
             self._model.load_weights(staged)
         self._loaded = True
@@ -141,10 +140,6 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
             small[1].append(source)
     if small[0]:
         torch._foreach_copy_(*small)
-
-
-def _memory(model: Any) -> list[int]:
-    return [parameter.data_ptr() for parameter in model.parameters()]
 
 
 def _cut(whole: torch.Tensor, piece: LiveSlice) -> torch.Tensor:

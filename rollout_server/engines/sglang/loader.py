@@ -23,6 +23,8 @@ _mapped: dict[str, tuple[Any, torch.Tensor]] = {}
 """Memory of other processes that this one has mapped, by what names it, with its key."""
 
 _live: LiveWeights | None = None
+_addresses: tuple[Any, dict[str, int]] = (None, {})
+"""A model, and where its parameters lay when captured graphs were made to read them."""
 _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
 """The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
@@ -65,7 +67,7 @@ def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank:
             live.load(tensors)
             _synchronize()
             load_s = time.monotonic() - waited
-            live = _live_weights(model, shapes)  # the model may have moved what it has loaded
+            check_addresses(model)
         digests = live.digests()
     reply["slices"] = [
         [piece.name, list(piece.start), piece.view.numel(), digest]
@@ -77,9 +79,29 @@ def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank:
 def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
     """The same as the last time while it holds."""
     global _live
+    check_addresses(model)
     if _live is None or not _live.are_of(model, shapes):
         _live = LiveWeights(model, shapes)
     return _live
+
+
+def check_addresses(model: Any) -> None:
+    """Graphs that were captured before the first update read its memory for ever, so it must not move.
+
+    Raises:
+        RuntimeError: it has. Digests of where it lies now would prove nothing about what is decoded with.
+    """
+    global _addresses
+    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    if _addresses[0] is not model:
+        _addresses = (model, found)
+    moved = sorted(name for name, address in _addresses[1].items() if found.get(name) != address)
+    if moved:
+        raise RuntimeError(
+            f"{len(moved)} parameters of the model have moved, first {moved[0]!r}: captured graphs go on reading the"
+            f" old memory. {type(model).__name__} cannot be updated in place; take a model without quantisation whose"
+            " load_weights copies into its parameters"
+        )
 
 
 def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:

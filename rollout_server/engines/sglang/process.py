@@ -9,7 +9,9 @@ import dataclasses
 import logging
 import multiprocessing
 import os
+import re
 import signal
+import stat
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -27,6 +29,9 @@ T = TypeVar("T")
 CLOSE_DEADLINE_S = 75.0
 """More than SGLang's own 60 s."""
 DEATH_LOOK_S = 1.0
+LOG_TAIL_BYTES = 1 << 20
+ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
+"""The last line of a traceback."""
 
 
 def _ignore_sigquit(_number: int, _frame: object) -> None:
@@ -36,6 +41,39 @@ def _ignore_sigquit(_number: int, _frame: object) -> None:
 def on_cuda(config: Config) -> bool:
     """Whether the engine of this configuration runs on GPUs."""
     return config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
+
+
+class ChildrenLog:
+    """What is written from now on to the stderr of this process, where SGLang's children log too.
+
+    Readable where it is a file, as under the launcher.
+    """
+
+    def __init__(self, descriptor: int = 2) -> None:
+        self._path = f"/proc/self/fd/{descriptor}"
+        status = os.fstat(descriptor)
+        self._begin = status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def last_error(self) -> str:
+        """The last line of a traceback; empty where there is none or it cannot be read."""
+        if self._begin is None:
+            return ""
+        with open(self._path, "rb") as file:
+            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if ERROR_LINE.match(line)), "")
+
+
+def start_failure(said: str, last_error: str) -> str:
+    """Why SGLang did not start: the last error of its children before what it says itself.
+
+    Args:
+        said: by SGLang; its guess at the OOM killer is kept for a child that SIGKILL ended.
+        last_error: of its children's log, empty where that is not known.
+    """
+    if "exit code: -9" not in said:
+        said = said.partition(" If exit code is -9")[0]
+    return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
 
 
 class SGLangProcess:
@@ -75,12 +113,13 @@ class SGLangProcess:
         self._failure = ""
         self._loads = 0
         before = {child.pid for child in multiprocessing.active_children()}
-        root = logging.getLogger()
+        root, children_log = logging.getLogger(), ChildrenLog()
         handlers, level = root.handlers[:], root.level
         try:
             self._engine = sglang.Engine(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
-            raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {error}") from error
+            reason = start_failure(str(error), children_log.last_error())
+            raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
         except (ValueError, TypeError, AssertionError) as error:
             raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
         finally:

@@ -25,6 +25,7 @@ from weight_bus.local_line import Line
 from weight_bus.manifest import alignment_of
 from weight_bus.messages import Begin
 from weight_bus.remote import ORDERS, SEND_S, Close, Done, Forget, Hosting, NotTaken, Over, Taken
+from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Receiver(threading.Thread):
         self._before = before
         self._factory = transport_factory
         self._intake: Intake | None = None
+        self._staging = Staging()
         self._run_id = ""
         self._takes = 0
         """Versions that have begun to arrive; the last of them is what the buckets hold."""
@@ -124,10 +126,10 @@ class Receiver(threading.Thread):
             line.send(answer, limit_s=SEND_S)
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
-        """The one of a run: a subscriber that follows another one of the run finds the buffers in place."""
+        """The one of a run. The buffers stay, also for another run: other ranks may have them mapped."""
         if self._intake is None or run_id != self._run_id:
             self._drop()
-            self._intake = Intake(transport, run_id, alignment_of(self._config))
+            self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)
             self._run_id = run_id
         return self._intake
 

@@ -1,0 +1,109 @@
+"""A rank's end of the replay channel: a part that cannot be trained on is refused before any rank begins."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded import batch_of, random_step
+from tiny_models import make_config
+
+from learner import train as loop
+from learner.learner import Learner
+from learner.packing import PackingError
+from replay import messages as m
+from replay.channel import AsyncRouter
+
+STEP = 3
+PART = batch_of(random_step(STEP), STEP, rank=1, world_size=2)
+
+
+class Entered(PackingError):
+    """The rank began with the update."""
+
+
+class Rank(Learner):
+    """The learner's look at a batch, without a model."""
+
+    def __init__(self, config: Any, ranks: Any, batches: Any) -> None:
+        self.config = config
+        self.policy = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=64)))  # type: ignore
+
+    def start(self, *, resume: bool) -> int:
+        return STEP - 1
+
+    def publish(self, version: int) -> None:
+        pass
+
+    def span(self, name: str) -> Any:
+        return nullcontext()
+
+    def update(self, batch: m.Batch) -> Any:
+        raise Entered(f"step {batch.step}")
+
+
+@contextmanager
+def second_rank(config: Any) -> Iterator[Any]:
+    yield SimpleNamespace(rank=1)
+
+
+async def serve(router: AsyncRouter, part: m.Batch) -> list[m.Message]:
+    """Answer Take as replay does, up to this rank's Goodbye; everything it said."""
+    said: list[m.Message] = []
+    while not said or not isinstance(said[-1], m.Goodbye):
+        assert await router.wait(10), f"only {said}"
+        while (arrived := await router.receive()) is not None:
+            identity, envelope = arrived
+            said.append(envelope.message)  # type: ignore[union-attr]
+            if isinstance(said[-1], m.Take):
+                await router.send(identity, m.Proceed(step=STEP) if said[-1].have else part)
+    return said
+
+
+def trained_on(part: m.Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Exception, list[m.Message]]:
+    """What the loop of rank 1 raises with this part, and what replay hears."""
+    monkeypatch.setattr(loop, "join_ranks", second_rank)
+    monkeypatch.setattr(loop, "run_fingerprint", lambda config: {})
+    config = make_config(tmp_path, replay={"async_lag": 2})
+
+    async def both() -> tuple[Exception, list[m.Message]]:
+        router = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY)
+        run = asyncio.to_thread(loop.train, config, router.address, resume=False, make_learner=Rank)
+        try:
+            error, said = await asyncio.wait_for(asyncio.gather(run, serve(router, part), return_exceptions=True), 30)
+        finally:
+            router.close()
+        assert isinstance(error, Exception) and isinstance(said, list), (error, said)
+        return error, said
+
+    return asyncio.run(both())
+
+
+def test_a_good_part_is_reported_as_held_and_trained_on(tmp_path, monkeypatch) -> None:
+    error, said = trained_on(PART, tmp_path, monkeypatch)
+    assert isinstance(error, Entered)
+    assert [take.have for take in said if isinstance(take, m.Take)][:2] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("versions", PART.versions - 4),
+        ("logprobs", np.full_like(PART.logprobs, np.nan)),
+        ("lengths", PART.lengths + 1),
+        ("all_loss_tokens", PART.all_loss_tokens + 1),
+        ("token_ids", PART.token_ids + 64),
+    ],
+)
+def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_held(
+    tmp_path, monkeypatch, field, value
+) -> None:
+    error, said = trained_on(dataclasses.replace(PART, **{field: value}), tmp_path, monkeypatch)
+    assert isinstance(error, PackingError) and not isinstance(error, Entered), error
+    assert not any(take.have for take in said if isinstance(take, m.Take)), "the other ranks begin when all hold it"
+    assert isinstance(said[-1], m.Goodbye) and said[-1].failed and "rank 1" in said[-1].reason

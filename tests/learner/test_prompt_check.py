@@ -1,0 +1,126 @@
+"""Preflight of prompts: the first rows are rendered and tokenised as the rollout servers will do it."""
+
+import itertools
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from configs import Config, load
+from learner.launch import prompt_check
+from learner.launch.prompt_check import PromptsError, check_prompts
+from rollout_server.tasks import Task
+
+ROOT = Path(__file__).parents[2]
+SYMBOLS = ["<unk>", "<eos>", *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
+CHAT = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant={% endif %}"
+)
+SAID = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with a tokenizer of one token a character, and without a chat template."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(.|\n)"), "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
+        )
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(SYMBOLS)}))
+    return folder
+
+
+def config_of(model: Path, *settings: str) -> Config:
+    return load("quickstart", [f"model.path={model}", *settings])
+
+
+def file_of(tmp_path: Path, *prompts: Any) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def refused(config: Config, path: str) -> str:
+    with pytest.raises(PromptsError) as caught:
+        check_prompts(config, path)
+    return str(caught.value)
+
+
+def test_messages_without_a_chat_template_are_refused(model: Path, tmp_path: Path) -> None:
+    path = file_of(tmp_path, SAID, SAID)
+    said = refused(config_of(model), path)
+    assert f"{path}: none of the first 2 rows" in said and "no chat template; set model.chat_template" in said
+    settings = f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64"
+    assert check_prompts(config_of(model, *settings), path) == 2
+
+
+def test_a_template_that_refuses_every_row_is_refused(model: Path, tmp_path: Path) -> None:
+    template = "{{ raise_exception('system messages only') }}"
+    said = refused(config_of(model, f"model.chat_template={json.dumps(template)}"), file_of(tmp_path, SAID))
+    assert "row 1: system messages only" in said
+
+
+def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model: Path, tmp_path: Path) -> None:
+    path = file_of(tmp_path, "1" * 40, "2" * 30)
+    said = refused(config_of(model), path)
+    assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
+    assert "30 to 40 tokens; raise it to 40" in said
+    assert check_prompts(config_of(model, "data.max_prompt_tokens=30"), path) == 2
+
+
+def test_one_usable_row_among_the_first_is_enough(model: Path, tmp_path: Path) -> None:
+    assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1=")) == 3
+
+
+@pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
+def test_lengths_are_those_of_the_rollout_servers(model: Path, prompt: Any) -> None:
+    config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
+    row = {"prompt": prompt, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
+    assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
+
+
+def test_a_broken_tokenizer_is_refused_by_file(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    said = refused(config_of(model), file_of(tmp_path, "1+1="))
+    assert "model.path" in said and f"{model}/tokenizer.json cannot be loaded" in said
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_a_dry_run_refuses_what_no_server_could_render(model: Path, tmp_path: Path, key: str) -> None:
+    header = b'{"__metadata__": {}}'
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    files = {"data.train": file_of(tmp_path, "1+1="), "data.eval": file_of(tmp_path, "1+1=")}
+    files[key] = str(tmp_path / "chat.jsonl")
+    Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
+    command = [sys.executable, "-m", "learner.main", "--dry-run", "--model", str(model)]
+    for setting in (f"run.dir={tmp_path}", *map("=".join, files.items())):
+        command += ["--set", setting]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and f"refused: {files[key]}: none of the first 1 rows" in done.stderr, done.stderr
+    assert "no chat template" in done.stderr
+
+
+def test_a_large_file_is_not_read_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = itertools.count()
+
+    def endless(path: str) -> Iterator[dict[str, Any]]:
+        while next(taken) < 10 * prompt_check.CHECKED_ROWS:
+            yield {"prompt": "1+1="}
+
+    monkeypatch.setattr(prompt_check, "read_rows", endless)
+    assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
+    assert next(taken) <= prompt_check.CHECKED_ROWS + 1

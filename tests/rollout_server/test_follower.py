@@ -1,0 +1,230 @@
+"""The weight follower with a real engine and real publishers over gloo: which learner's version is live."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch_oracle import DEADLINE_S, hf_tensors
+
+from configs import Config
+from replay import messages as m
+from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.generate import Generator
+from rollout_server.server import RolloutServer
+from weight_bus import Publisher
+from weight_bus.digest import slice_digest
+
+RUN = "follower-test"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {name: slice_digest(tensor) for name, tensor in tensors.items()}
+
+
+def welcome(config: Config, incarnation: int) -> m.Welcome:
+    """What replay tells a server while this incarnation of the learner is there."""
+    return m.Welcome(incarnation=incarnation, version=0, bus_address=f"tcp://127.0.0.1:{config.weight_bus.port}")
+
+
+class Learner(Publisher):
+    """An incarnation of the learner at a fixed port."""
+
+    def __init__(self, config: Config, incarnation: int) -> None:
+        super().__init__(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=incarnation)
+
+    async def send(self, version: int, model: Any) -> None:
+        """Publish a model; it must be served."""
+        tensors = hf_tensors(model)
+        report = await asyncio.to_thread(self.publish, version, tensors.items(), digests_of(tensors))
+        assert (report.served, report.failed) == (["server"], {}), report
+
+
+class Wire:
+    """Takes the dealer's place; keeps what the server asks for."""
+
+    run_id = RUN
+
+    def __init__(self) -> None:
+        self.policies: list[tuple[int, int]] = []
+        """(incarnation, version) of each lease request, repetitions left out."""
+
+    async def send(self, message: Any) -> None:
+        if isinstance(message, m.LeaseRequest) and message.capacity:
+            policy = (message.incarnation, message.version)
+            if self.policies[-1:] != [policy]:
+                self.policies.append(policy)
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{what} did not come")
+
+
+@asynccontextmanager
+async def serving(config: Config) -> AsyncIterator[tuple[RolloutServer, Wire]]:
+    wire = Wire()
+    engine = TorchEngine.from_folder(config.model.path, max_context=64, max_running=8)
+    generator = Generator(config, engine, None, None)  # type: ignore[arg-type]  # nothing is sampled here
+    server = RolloutServer(config, generator, wire, name="server", fingerprint={})  # type: ignore[arg-type]
+    try:
+        yield server, wire
+    finally:
+        await asyncio.to_thread(server.follower.stop)
+        await engine.close()
+
+
+@pytest.fixture
+def config(models: tuple[Path, Any, Any]) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": str(models[0])},
+            "data": {"train": "none.jsonl"},
+            "weight_bus": {"port": free_port(), "heartbeat_s": 0.1, "collective_timeout_s": 10, "deadline_s": 20},
+        }
+    )
+
+
+async def handle(server: RolloutServer, message: m.Welcome) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        await server.handle(message, tasks)
+
+
+def run(main: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def learner_process(config: Config, model: Any) -> "contextlib.AbstractContextManager[BaseProcess]":
+    """Incarnation 1 in a process of its own, which publishes version 1; SIGTERM ends it in good order."""
+
+    def serve() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        with Learner(config, 1) as learner:
+            tensors = hf_tensors(model)
+            learner.publish(1, tensors.items(), digests_of(tensors))
+            signal.pause()
+
+    @contextlib.contextmanager
+    def started() -> Iterator[BaseProcess]:
+        process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
+        process.start()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.join()
+
+    return started()
+
+
+@pytest.mark.parametrize("end", [BaseProcess.kill, BaseProcess.terminate])
+def test_the_next_learner_at_the_same_port_is_announced_as_the_next_incarnation(
+    models: tuple[Path, Any, Any], config: Config, end: Callable[[BaseProcess], None]
+) -> None:
+    async def main() -> None:
+        async with serving(config) as (server, wire):
+            await handle(server, welcome(config, 1))
+            await until(lambda: wire.policies, "the first version")
+            end(process)
+            process.join()
+            with Learner(config, 2) as second:
+                while not second.members():  # replay says it with each heartbeat of a server that is behind
+                    await handle(server, welcome(config, 2))
+                    await asyncio.sleep(0.01)
+                await second.send(1, models[2])
+            assert wire.policies == [(1, 1), (2, 1)]
+
+    with learner_process(config, models[1]) as process:
+        run(main)
+
+
+def test_an_update_that_overtakes_the_welcome_is_announced_under_its_own_incarnation(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    async def main() -> None:
+        async with serving(config) as (server, wire):
+            await handle(server, welcome(config, 1))
+            await until(lambda: wire.policies, "the first version")
+            process.kill()
+            process.join()
+            with Learner(config, 2) as second:
+                await until(second.members, "the subscriber")
+                await second.send(2, models[2])
+            assert wire.policies == [(1, 1), (2, 2)]
+
+    with learner_process(config, models[1]) as process:
+        run(main)
+
+
+def test_an_update_in_work_is_announced_under_its_own_incarnation_after_the_next_welcome(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    async def main() -> None:
+        async with serving(config) as (server, wire):
+            go_on, reached = asyncio.Event(), threading.Event()
+            resume = server.engine.resume
+
+            async def held_up() -> None:
+                reached.set()
+                await go_on.wait()
+                await resume()
+
+            server.engine.resume = held_up  # type: ignore[method-assign]
+            with Learner(config, 1) as first:
+                await handle(server, welcome(config, 1))
+                await until(first.members, "the subscriber")
+                sending = asyncio.create_task(first.send(1, models[1]))
+                await until(reached.is_set, "the end of the load")
+                await handle(server, welcome(config, 2))
+                go_on.set()
+                await sending
+            assert wire.policies == [(1, 1)]
+
+    run(main)
+
+
+def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    """On a GPU a second set beside them would not fit."""
+    at_any_port = config.model_copy(update={"weight_bus": config.weight_bus.model_copy(update={"port": 0})})
+    mapped: list[set[int]] = []
+    kept: list[Any] = []
+
+    async def main() -> None:
+        async with serving(at_any_port) as (server, _):
+            load = server.engine.load
+
+            async def mapping(named_tensors: Any, version: int) -> None:
+                tensors = list(named_tensors)
+                kept.extend(tensors)  # as schedulers keep what they have mapped
+                mapped.append({tensor.untyped_storage().data_ptr() for _, tensor in tensors})
+                await load(tensors, version)
+
+            server.engine.load = mapping  # type: ignore[method-assign]
+            for incarnation in (1, 2):
+                with Learner(at_any_port, incarnation) as learner:
+                    await handle(server, m.Welcome(incarnation=incarnation, version=0, bus_address=learner.address))
+                    await until(learner.members, "the subscriber")
+                    await learner.send(incarnation, models[incarnation])
+            assert len(mapped) == 2 and mapped[0] == mapped[1]
+
+    run(main)

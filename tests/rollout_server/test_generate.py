@@ -1,0 +1,94 @@
+"""Turning leases into groups: what may not happen on the event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import Config
+from replay import messages as m
+from rollout_server.engines import Completion
+from rollout_server.generate import Generator
+from rollout_server.rewards import RewardOutcome, Sample
+
+PROMPT = {"prompt": "3+4=", "ground_truth": "7", "data_source": "toy", "extra_info": {}, "columns": {}}
+LIMIT_S = 5.0
+
+
+class Engine:
+    """Answers at once."""
+
+    async def generate(self, token_ids: list[int], sampling: Any, n: int, **_: Any) -> list[Completion]:
+        return [
+            Completion(
+                token_ids=np.array([7, 0], np.int32),
+                logprobs=np.zeros(2, np.float32),
+                versions=np.zeros(2, np.int32),
+                finish_reason="stop",
+            )
+        ] * n
+
+
+class Rewards:
+    """One point for each."""
+
+    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
+        return [RewardOutcome(score=1.0, seconds=0.0) for _ in samples]
+
+
+class Task:
+    """A tokenizer, one call of which takes until `go_on` is set."""
+
+    stop_token_ids = (0,)
+
+    def __init__(self, slow: str) -> None:
+        self.slow, self.reached, self.go_on = slow, threading.Event(), threading.Event()
+        self.waited_in_vain = False
+
+    def _maybe_wait(self, call: str) -> None:
+        if call == self.slow:
+            self.reached.set()
+            self.waited_in_vain |= not self.go_on.wait(LIMIT_S)
+
+    def encode(self, row: dict[str, Any]) -> list[int]:
+        self._maybe_wait("encode")
+        return [3, 4]
+
+    def decode(self, token_ids: list[int]) -> str:
+        self._maybe_wait("decode")
+        return "7"
+
+    def sample(self, row: dict[str, Any], text: str, **facts: Any) -> dict[str, Any]:
+        return {**row, "completion": text, **facts}
+
+
+def lease() -> m.Lease:
+    return m.Lease(pass_=0, index=0, attempt=1, min_version=0, lease_s=60.0, seed=1, prompt=PROMPT)
+
+
+def evaluation() -> m.EvaluationLease:
+    return m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
+
+
+@pytest.mark.parametrize("slow", ["encode", "decode"])
+@pytest.mark.parametrize("work", [lambda g: g.group(lease(), "0/0/1"), lambda g: g.evaluation(evaluation())])
+def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(slow: str, work: Callable[[Generator], Any]) -> None:
+    """It also runs SGLang's frontend and the updates of its weights."""
+
+    async def main() -> None:
+        task = Task(slow)
+        generator = Generator(Config.model_validate(CONFIG), Engine(), task, Rewards())  # type: ignore[arg-type]
+        working = asyncio.create_task(work(generator))
+        assert await asyncio.to_thread(task.reached.wait, LIMIT_S)
+        task.go_on.set()
+        done = await working
+        assert not task.waited_in_vain, "the call kept the loop from setting the event"
+        assert done.texts == ["7"] * len(done.texts) and set(done.rewards) == {1.0}
+
+    asyncio.run(asyncio.wait_for(main(), 3 * LIMIT_S))
+
+
+CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
