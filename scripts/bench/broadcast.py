@@ -5,7 +5,6 @@ message around it, one bucket right after the other. A time is that of the slowe
 end of its last bucket with the device synchronised. Each rank is `torchrun -m scripts.bench.broadcast`.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -25,8 +24,8 @@ from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
 from scripts.bench.core import CaseFailed, last_line, tail
 
-WARM_UP = 3
-LIMIT_S = 90.0
+WARM_UP, REPEAT = 3, 12
+TIMEOUT_S, LIMIT_S = 60.0, 90.0
 
 
 def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
@@ -40,8 +39,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
     command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
     command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
-    command += ["--bytes", str(num_bytes), "--bucket", str(config.weight_bus.bucket_bytes)]
-    command += ["--backend", config.weight_bus.backend, "--host", config.network.host]
+    command += [str(num_bytes), str(config.weight_bus.bucket_bytes), config.weight_bus.backend, config.network.host]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     except subprocess.TimeoutExpired as expired:
@@ -65,12 +63,12 @@ def slowest(seconds: float, device: torch.device) -> float:
     return float(value.item())
 
 
-def measure(num_bytes: int, bucket: int, repeat: int, device: torch.device) -> list[float]:
-    """Seconds of `repeat` broadcasts of all buckets."""
+def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
+    """Seconds of REPEAT broadcasts of all buckets."""
     sizes = [bucket] * (num_bytes // bucket) + ([num_bytes % bucket] if num_bytes % bucket else [])
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
     seconds = []
-    for _ in range(WARM_UP + repeat):
+    for _ in range(WARM_UP + REPEAT):
         synchronize(device)
         slowest(0.0, device)
         started = time.perf_counter()
@@ -82,23 +80,16 @@ def measure(num_bytes: int, bucket: int, repeat: int, device: torch.device) -> l
 
 
 def main() -> int:
-    """Entry point of one rank; rank 0 prints one line of JSON."""
-    parser = argparse.ArgumentParser(prog="torchrun -m scripts.bench.broadcast", description=__doc__)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--bucket", type=int, required=True, help="bytes of one broadcast")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], required=True)
-    parser.add_argument("--host", default="127.0.0.1", help="address of the interface to use")
-    parser.add_argument("--repeat", type=int, default=12)
-    parser.add_argument("--timeout-s", type=float, default=60.0)
-    args = parser.parse_args()
+    """Entry point of one rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
+    num_bytes, bucket, backend, host = sys.argv[1:]
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
     device = torch.device("cpu")
-    if args.backend == "nccl":
+    if backend == "nccl":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    bind_collectives(os.environ, args.host)
-    dist.init_process_group(args.backend, timeout=timedelta(seconds=args.timeout_s))
-    seconds = measure(args.bytes, args.bucket, args.repeat, device)
+    bind_collectives(os.environ, host)
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+    seconds = measure(int(num_bytes), int(bucket), device)
     if dist.get_rank() == 0:
         result = {"raw_s": statistics.median(seconds), "raw_min_s": min(seconds), "raw_max_s": max(seconds)}
         last_line(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)})

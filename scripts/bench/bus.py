@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from configs.loading import ConfigError, add_arguments, apply_override, dump, from_arguments, validate
+from configs.loading import ConfigError, apply_override, dump, load, validate
 from configs.schema import Config
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
@@ -220,9 +220,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def start_receiver(args: argparse.Namespace, receivers: Processes, address: str, number: int) -> None:
     """One process, on a GPU of its own after the publisher's."""
     folder = receivers.folder
-    words = [sys.executable, "-m", "scripts.bench.bus", "--config", str(folder / "config.yaml"), "--address", address]
-    words += ["--server", f"engine-{number}", "--out", str(folder / "pauses.jsonl")]
-    words += ["--requests", str(args.requests), "--parent", str(os.getpid())]
+    job = {"address": address, "name": f"engine-{number}", "requests": args.requests, "parent": os.getpid()}
+    words = [sys.executable, "-m", "scripts.bench.bus", str(folder), json.dumps(job)]
     devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if args.device == "cuda" else {}
     receivers.start(f"engine-{number}", words, OMP_NUM_THREADS="1", **devices)
 
@@ -299,21 +298,14 @@ class Receiver:
 
 
 def main() -> int:
-    """Entry point of one receiver."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.bus", description=Receiver.__doc__)
-    add_arguments(parser)
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--server", dest="name", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--requests", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    args = parser.parse_args()
-    die_with_parent(args.parent)
-    config = from_arguments(args)
-    set_up_logging(args.name, None)
+    """Entry point of one receiver: `python -m scripts.bench.bus FOLDER JOB`."""
+    folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
+    die_with_parent(job["parent"])
+    config = load(folder / "config.yaml")
+    set_up_logging(job["name"], None)
 
     async def serve() -> None:  # the engine's loop is this one
-        await Receiver(config, args.name, args.out, args.requests).run(args.address)
+        await Receiver(config, job["name"], folder / "pauses.jsonl", job["requests"]).run(job["address"])
 
     asyncio.run(serve())
     return 0

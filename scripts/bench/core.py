@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import statistics
-import string
 import subprocess
 import sys
 import time
@@ -62,35 +61,23 @@ def tail(text: str) -> str:
     return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
 
 
-class Cells(string.Formatter):
-    """Fills templates of table cells; `-` where a value is missing."""
-
-    def get_value(self, key: int | str, args: Sequence[Any], row: Mapping[str, Any]) -> Any:
-        """The row's value, or None."""
-        return row.get(str(key))
-
-    def format_field(self, value: Any, spec: str) -> str:
-        """Specifications beyond Python's: time (s), ms, short, phases, list."""
-        if value is None or value == {}:
-            return "-"
-        match spec:
-            case "time":
-                return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
-            case "short":
-                return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            case "phases":
-                shown = ((name.removesuffix("_s"), self.format_field(found, "time")) for name, found in value.items())
-                return ", ".join(" ".join(pair) for pair in shown)
-            case "list":
-                return ", ".join(f"{found:.0f}" for found in value)
-        return str(super().format_field(value, spec))
+def table(results: Sequence[Row], title: str) -> str:
+    """Markdown: the numbers of all cases beside each other, a line for each that has none."""
+    good = [result for result in results if "error" not in result]
+    keys = dict.fromkeys(key for result in good for key in result if key != title)
+    lines = [[title, *(str(result[title]) for result in good)], ["---"] * (1 + len(good))]
+    lines += [[key, *(shown(result.get(key)) for result in good)] for key in keys]
+    failed = [f"{result[title]}: no result: {result['error']}" for result in results if "error" in result]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines if good), "", *failed])
 
 
-def markdown(columns: Mapping[str, str], rows: Iterable[Row]) -> str:
-    """A table with one row a result; `columns` are the templates of their cells."""
-    cells = [list(columns), ["---"] * len(columns)]
-    cells += [[Cells().vformat(template, (), row) for template in columns.values()] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+def shown(value: Any) -> str:
+    """A cell: floats with four digits."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {shown(part)}" for key, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`python -m scripts.bench.load producers|learner`: what the replay benchmark puts around the real replay process.
+"""What the replay benchmark puts around the real replay process: `python -m scripts.bench.load ROLE FOLDER JOB`.
 
 Producers are many simulated rollout servers in one process: each has a DEALER and an identity of its own, and keeps to
 the protocol (Hello, LeaseRequest, a Group for every Lease, Heartbeats). Their groups are made before the measurement:
@@ -6,7 +6,6 @@ random, all different, of lognormal lengths. The learner takes, commits and publ
 that no group comes twice and no token is too old.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -283,23 +282,15 @@ class Learner:
 
 def main() -> int:
     """Entry point of either."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.load", description=__doc__)
-    parser.add_argument("role", choices=["producers", "learner"])
-    parser.add_argument("--config", type=Path, required=True, help="the case's; board and load.json are beside it")
-    parser.add_argument("--address", required=True)
-    parser.add_argument("--count", type=int, default=1, help="producers")
-    parser.add_argument("--checkpoint-every", type=int, required=True, help="steps")
-    parser.add_argument("--parent", type=int, required=True)
-    args = parser.parse_args()
-    die_with_parent(args.parent)
-    config, board = load_config(args.config), Board(args.config.with_name("board"))
-    if args.role == "producers":
-        pool = prepare(Load(**json.loads(args.config.with_name("load.json").read_text())))
-        producers = Producers(config, args.address, board, pool, args.count)
+    role, folder, job = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    die_with_parent(job["parent"])
+    config, board = load_config(folder / "config.yaml"), Board(folder / "board")
+    if role == "producers":
+        producers = Producers(config, job["address"], board, prepare(Load(**job["load"])), job["count"])
         producers.run()
         producers.close()
         return 0
-    learner = Learner(config, args.address, board, args.checkpoint_every)
+    learner = Learner(config, job["address"], board, job["checkpoint_every"])
     try:
         learner.run()
     except Stopped:

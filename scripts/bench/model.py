@@ -1,58 +1,38 @@
 """`python -m scripts.bench.model --shape 8B --out DIR`: a Qwen3 folder of random weights; prompts and versions of it.
 
 Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
-The weights are drawn and written in bfloat16, shard by shard: 16 GB in well under a minute on a machine with a GPU.
 """
 
 import argparse
 import json
-import math
 import os
 import shutil
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-SHARD_BYTES = 2_000_000_000
-STD = 0.02
+SHARD = "2GB"
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD, EOS, UNK = range(3)
-WRITERS = 4
-
-
-def _shape(hidden: int, layers: int, intermediate: int, heads: tuple[int, int, int], vocab: int, tied: bool) -> Any:
-    query, key_value, size = heads
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "intermediate_size": intermediate,
-        "num_attention_heads": query,
-        "num_key_value_heads": key_value,
-        "head_dim": size,
-        "tie_word_embeddings": tied,
-    }
-
-
+COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+COLUMNS += ("head_dim", "vocab_size", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": _shape(64, 2, 192, (4, 2, 16), 512, True),
-    "10M": _shape(320, 7, 960, (5, 5, 64), 4096, True),
-    "85M": _shape(640, 12, 2560, (10, 5, 64), 16_384, True),
-    "0.6B": _shape(1024, 28, 3072, (16, 8, 128), 151_936, True),
-    "1.7B": _shape(2048, 28, 6144, (16, 8, 128), 151_936, True),
-    "8B": _shape(4096, 36, 12_288, (32, 8, 128), 151_936, False),
+    name: dict(zip(COLUMNS, sizes, strict=True))
+    for name, *sizes in (
+        ("tiny", 64, 2, 192, 4, 2, 16, 512, True),
+        ("10M", 320, 7, 960, 5, 5, 64, 4096, True),
+        ("85M", 640, 12, 2560, 10, 5, 64, 16_384, True),
+        ("0.6B", 1024, 28, 3072, 16, 8, 128, 151_936, True),
+        ("1.7B", 2048, 28, 6144, 16, 8, 128, 151_936, True),
+        ("8B", 4096, 36, 12_288, 32, 8, 128, 151_936, False),
+    )
 }
 """Sizes of Qwen3 decoders, in the words of transformers."""
-
-Layout = dict[str, tuple[int, ...]]
-"""Shape of each tensor by its name in the file."""
 Version = dict[str, torch.Tensor]
 
 
@@ -71,59 +51,16 @@ def config(name: str) -> Any:
     )
 
 
-def layout(name: str) -> Layout:
-    """Every tensor of the model, in the order of the model."""
-    from transformers import Qwen3ForCausalLM
-
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config(name))
-    return {tensor: tuple(parameter.shape) for tensor, parameter in model.named_parameters()}
-
-
-def num_bytes(size: tuple[int, ...]) -> int:
-    """Of a tensor in bfloat16."""
-    return 2 * math.prod(size)
-
-
-def shards(tensors: Layout) -> Iterator[Layout]:
-    """Cut into files of at most SHARD_BYTES (a larger tensor has one for itself)."""
-    shard: Layout = {}
-    size = 0
-    for name, dimensions in tensors.items():
-        if shard and size + num_bytes(dimensions) > SHARD_BYTES:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = dimensions
-        size += num_bytes(dimensions)
-    yield shard
-
-
-def draw(name: str, size: tuple[int, ...], device: torch.device, seed: int) -> torch.Tensor:
-    """One tensor in bfloat16 in host memory: ones for norms, else normal of deviation 0.02."""
-    if name.endswith("norm.weight"):
-        return torch.ones(size, dtype=torch.bfloat16)
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0.0, STD, generator=generator).cpu()
-
-
 def write_weights(folder: Path, shape: str, seed: int) -> None:
-    """All files and their index."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = list(shards(layout(shape)))
-    names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
+    """config.json and all weights in bfloat16, as transformers draws them: normal of deviation 0.02, norms of one."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
-    def write(number: int) -> None:
-        first = seed + 100_000 * number
-        drawn = {name: draw(name, size, device, first + i) for i, (name, size) in enumerate(parts[number].items())}
-        save_file(drawn, folder / names[number], {"format": "pt"})
-
-    with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(write, range(len(parts))))
-    index = {
-        "metadata": {"total_size": sum(num_bytes(size) for part in parts for size in part.values())},
-        "weight_map": {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        built = AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+    built.save_pretrained(folder, max_shard_size=SHARD)
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:
@@ -162,7 +99,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     try:
         write_weights(beside, name, seed)
         write_tokenizer(beside, SHAPES[name]["vocab_size"])
-        config(name).save_pretrained(beside)
         try:
             beside.rename(out)
         except OSError:  # another process was faster; its folder is as good

@@ -1,4 +1,4 @@
-"""From a finished pipeline run to its numbers, and from numbers to markdown tables."""
+"""From a finished pipeline run to its numbers."""
 
 import importlib.metadata
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from learner.launch.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
-from scripts.bench.core import Row, ask_gpus, markdown, median, p90
+from scripts.bench.core import Row, ask_gpus, median, p90
 from scripts.bench.train import Finished, Phase
 
 WARM_UPDATES = 2
@@ -221,45 +221,3 @@ def installed(name: str) -> str | None:
         return version(name)
     except importlib.metadata.PackageNotFoundError:
         return sys.modules[name].__version__ if name in sys.modules else None
-
-
-# ---- tables ---------------------------------------------------------------------------------------------
-
-COLUMNS = {
-    "config": "{config}",
-    "eta": "{eta:.3f}",
-    "T_roll / p90": "{t_rollout:time} / {t_rollout_p90:time}",
-    "T_train / p90": "{t_train:time} / {t_train_p90:time}",
-    "T_step / p90": "{t_step:time} / {t_step_p90:time}",
-    "roll/train": "{roll_over_train:.2f}",
-    "stream/roll": "{stream_over_roll:short}",
-    "tokens/s": "{tokens_per_s:short}",
-    "trained tokens/s/GPU": "{trained_tokens_per_s_per_learner_gpu:short}",
-    "mean length": "{mean_length:.0f} ({mean_length_idle:.0f} in T_roll)",
-    "idle rollout, learner": "{rollout_idle:short}, {learner_idle:short}",
-    "max lag": "{max_lag}",
-}
-BUS_COLUMNS = {
-    "config": "{config}",
-    "bytes": "{bus_bytes:,}",
-    "raw": "{raw_s:time}",
-    "wire/raw": "{bus_over_raw:short}",
-    "gather to verified": "{sync_s:time}",
-    "update to verified": "{update_to_verified_s:time}",
-    "sync/raw": "{sync_over_raw:short}",
-    "phases": "{bus_phases:phases}",
-    "in the server": "{engine_phases:phases}",
-    "pause p50, p99": "{pause_ms_p50:.1f} ms, {pause_ms_p99:.1f} ms",
-    "digests equal": "{digests_equal} ({syncs})",
-    "memory in GB": "{memory}",
-}
-
-
-def tables(results: Sequence[Row]) -> str:
-    """Two tables of the cases that have a result, and a line for each that has none."""
-    good = [result for result in results if "error" not in result]
-    parts = [markdown(columns, good) for columns in (COLUMNS, BUS_COLUMNS) if good]
-    if good:
-        parts.append(f"Pauses by {'; '.join(sorted({str(result['pause_source']) for result in good}))}.")
-    lines = [f"{r['config']}: no result: {r['error']}" for r in results if "error" in r]
-    return "\n\n".join([*parts, *lines])

@@ -35,9 +35,9 @@ from learner.launch.servers import RunFailed
 from learner.report.metrics import MetricsError
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, ask_gpus, last_line, say, tail, write_json
+from scripts.bench.core import CaseFailed, ask_gpus, last_line, say, table, tail, write_json
 from scripts.bench.model import SHAPES, write_prompts
-from scripts.bench.numbers import result_of, tables, with_raw, with_stream
+from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import RESULT, Finished, Plan
 
 STREAM_LAG = 8
@@ -362,6 +362,6 @@ def command(argv: Sequence[str]) -> int:
         for key in ("error", "raw_error", "stream_error"):
             if key in result:
                 say(f"{case}: {key}: {result[key]}")
-    sys.stdout.write(tables(results) + "\n\n")
+    sys.stdout.write(table(results, "config") + "\n\n")
     last_line(results[0] if len(results) == 1 else {"results": results})
     return 1 if any("error" in result for result in results) else 0

@@ -37,13 +37,13 @@ from configs.loading import ConfigError, dump
 from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, write_files
 from scripts.bench.core import (
     CaseFailed,
-    Cells,
     Cost,
     Processes,
     cost_of,
     last_line,
     resident_bytes,
     say,
+    table,
     write_json,
     written_bytes,
 )
@@ -85,15 +85,16 @@ class Running(Processes):
         self.start("replay", [python, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
         self.wait("replay to be ready", lambda: READY in self.log("replay"))
         address = self.log("replay").partition(READY)[2].split()[0]
-        there = [*family, "--address", address, "--checkpoint-every", str(options.checkpoint_every)]
         count = self.case.producers
+        job = {"parent": os.getpid(), "address": address, "count": count, "load": asdict(options.load)}
+        job["checkpoint_every"] = options.checkpoint_every
         load = [python, "-m", "scripts.bench.load"]
-        self.start("producers", [*load, "producers", *there, "--count", str(count)])
+        self.start("producers", [*load, "producers", str(folder), json.dumps(job)])
         self.wait(f"{count} producers to join", lambda: self.board["joined"] == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
             self.board["resting_bytes"] = resident_bytes(self.pid("replay"))
-        self.start("learner", [*load, "learner", *there])
+        self.start("learner", [*load, "learner", str(folder), json.dumps(job)])
 
     def wait(self, what: str, done: Any) -> None:
         """See `wait_until`; within --limit-s."""
@@ -114,7 +115,6 @@ def started(options: argparse.Namespace, case: Case) -> Iterator[Running]:
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump(config_of(options, case)), encoding="utf-8")
-    (folder / "load.json").write_text(json.dumps(asdict(options.load)), encoding="utf-8")
     try:
         with Running(options, case) as running:
             running.start_all()
@@ -236,35 +236,6 @@ def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> d
 # ---- the report -----------------------------------------------------------------------------------------
 
 
-HEAD = (
-    "| case | M tokens / CPU-s | groups / CPU-s | main, ZeroMQ, other: µs of CPU / 1,000 tokens | B / token in, out,"
-    " written | RSS MiB by quarter |"
-)
-FLOW = "| {case} | {millions:.2f} | {groups_per_cpu_second:.0f} | {shares:list} | {sizes} | {rss_mib_by_quarter:list} |"
-HELD = (
-    "{groups} groups of {queued_mib} MiB in the buffer: resident memory {rss_mib_empty} → {rss_mib_full} MiB,"
-    " {memory_over_queued:.2f} × the bytes that came; then {producers} idle producers cost"
-    " {idle_cpu_ms_per_second:.0f} ms of CPU a second"
-)
-
-
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """A row a case; the case that holds its buffer stands below, in a line of its own."""
-    lines = [HEAD, "|---|---|---|---|---|---|"]
-    for result in results:
-        if "error" in result:
-            lines.append(f"| {result['case']} | {result['error']} | | | | |")
-        elif "tokens" in result:
-            parts = [1e9 * result[f"cpu_seconds_{name}"] / result["tokens"] for name in ("main", "zmq_io", "other")]
-            sizes = ", ".join(f"{result[f'bytes_per_token_{name}']:.1f}" for name in ("in", "out", "written"))
-            derived = {"millions": result["tokens_per_cpu_second"] / 1e6, "shares": parts, "sizes": sizes}
-            lines.append(Cells().vformat(FLOW, (), {**result, **derived}))
-    for result in results:
-        if "memory_over_queued" in result:
-            lines += ["", Cells().vformat(HELD, (), result)]
-    return "\n".join(lines)
-
-
 def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
@@ -343,12 +314,11 @@ def command(argv: Sequence[str]) -> int:
     results: list[dict[str, Any]] = []
     for case in cases:
         results.append(measure(options, case))
-        say(table(results[-1:]).splitlines()[-1])
         if options.out is not None:
             write_json(options.out, report(results, options.profile))
     if options.profile and "error" not in results[0]:
         stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(PROFILE_LINES)
-    sys.stdout.write(table(results) + "\n\n")
+    sys.stdout.write(table(results, "case") + "\n\n")
     last_line(report(results, options.profile))
     return 1 if any("error" in result for result in results) else 0

@@ -1,16 +1,11 @@
 """The last line of every benchmark has the keys and types that it had at a694bf1 (tests/frozen/bench_lines.json).
 
-The default run checks the lines that the record builders make; the whole commands run under the marker `slow`.
+Here are the lines that the record builders make; the whole commands run under the marker `slow`, in the other files.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from scripts.bench import bus, link, numbers, pipeline, replay
 from scripts.bench.cases import Case
@@ -49,19 +44,6 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
 
 def check(name: str, line: dict[str, Any]) -> None:
     assert differences(FROZEN[name]["line"], shape_of(line)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FROZEN))
-def test_the_commands_end_with_the_lines_of_old(name: str, tmp_path: Path) -> None:
-    old = FROZEN[name]["command"].split()[2:]
-    new = {"scripts.bus_changes": "link"}.get(old[0], old[0].removeprefix("scripts.bench_"))
-    words = [sys.executable, "-m", "scripts.bench", new, *old[1:]]
-    words += ["--work", str(tmp_path)] if new in ("pipeline", "replay") else []
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == ("failed" in name), done.stderr[-3000:]
-    check(name, json.loads(done.stdout.splitlines()[-1]))
 
 
 # ---- the record builders --------------------------------------------------------------------------------

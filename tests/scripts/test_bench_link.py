@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_bench_lines import check
 
 from scripts.bench.core import CaseFailed
 from scripts.bench.link import NoLink, cable, summary
@@ -32,16 +33,19 @@ def namespaces_of(pid: int) -> list[str]:
     return [line for line in listed.splitlines() if line.startswith(f"slip{pid}-")]
 
 
+@pytest.mark.slow
 def test_a_tiny_model_over_a_link(link: None) -> None:
-    words = [*COMMAND, "--link-mb-s", "100", "--model", "tiny", "--at-most", "inf"]
+    words = [*COMMAND, "--link-mb-s", "100", "--model", "tiny", "--at-most", "inf", "--zstd"]
     done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["digests_equal"] is True and found["measured"] == [6, 6]
     assert 0 < found["delta_bytes"] < found["full_bytes"] / 10 and 0 < found["density"] < 0.1
-    assert {"wire_s", "verify_s", "apply_s", "total_s"} <= found["delta_phases"].keys() and found["zstd"] is None
+    assert {"wire_s", "verify_s", "apply_s", "total_s"} <= found["delta_phases"].keys()
+    check("link", found)
 
 
+@pytest.mark.slow
 def test_ended_from_outside_it_leaves_no_namespace(link: None) -> None:
     words = [*COMMAND, "--link-mb-s", "100", "--versions", "500", "--model", "tiny"]
     process = subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -2,7 +2,12 @@
 
 import pytest
 
-from scripts.bench.server import TokenGaps
+from learner.learner import Learner
+from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.generate import Generator
+from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
+from scripts.bench.train import BenchLearner
 
 
 def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
@@ -29,3 +34,18 @@ def test_an_update_between_two_probes_is_no_gap() -> None:
     gaps.token(5.0)
     gaps.token(5.01)
     assert gaps.detail()["pause_samples"] == 0 and gaps.detail()["token_gap_ms_p50"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize(
+    ("variant", "names"),
+    [
+        (BenchLearner, {"update", "commit", "checkpoint_if_due", "finish", "wait_for_broadcast", "span"}),
+        (ForcedLengths, {"sample", "abort", "running_tokens", "progress", "sampling"}),
+        (ProbedProcess, {"sampling_parameters", "generate", "resume"}),
+        (ProbedEngine, {"health"}),
+    ],
+)
+def test_the_product_has_what_the_variants_replace_and_call(variant: type, names: set[str]) -> None:
+    (base,) = variant.__bases__
+    assert base in (Learner, Generator, SGLangProcess, SGLangEngine)
+    assert names <= vars(base).keys(), "or the variant measures something else"
