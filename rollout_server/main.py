@@ -19,13 +19,13 @@ from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_ke
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
-from replay.prompts.quickstart_input import InputError, make_if_missing
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
+from weight_bus import Subscriber
 from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rollout server is made of; benchmarks take variants."""
+    """What a rollout server is made of; benchmarks and fault campaigns take variants."""
 
     engine: Callable[[Config], Engine] = build_engine
     generator: Callable[[Config, Engine, Task, RewardPool], Generator] = Generator
+    dealer: type[AsyncDealer] = AsyncDealer
+    subscriber: type[Subscriber] = Subscriber
 
 
 STANDARD = Parts()
@@ -47,11 +49,13 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = parts.engine(config)
-    dealer = AsyncDealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
+    dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with RewardPool(config.reward) as rewards:
             generator = parts.generator(config, engine, Task(config), rewards)
-            server = RolloutServer(config, generator, dealer, name=name, fingerprint=fingerprint)
+            server = RolloutServer(
+                config, generator, dealer, name=name, fingerprint=fingerprint, subscriber=parts.subscriber
+            )
             # The imported libraries are hundreds of thousands of objects that never die: without this, every full
             # collection walks over them and decoding stands still meanwhile.
             gc.collect()
@@ -88,10 +92,9 @@ def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
-        make_if_missing(config, args.config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name, parts))
-    except (ConfigError, InputError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
+    except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
     except (ChannelError, EngineStartFailed) as error:

@@ -30,12 +30,5 @@ def main() -> int:
     return int(chosen.command(sys.argv[2:]))
 
 
-def moved(old: str, new: str) -> int:
-    """Run the command that was `python -m scripts.OLD`, and say its new name."""
-    sys.stderr.write(f"python -m scripts.{old} is now: python -m scripts.bench {new}\n")
-    sys.argv.insert(1, new)
-    return main()
-
-
 if __name__ == "__main__":
     sys.exit(main())

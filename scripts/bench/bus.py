@@ -34,9 +34,8 @@ from scripts.bench import model
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, Processes, Row, last_line, median_of, phases, until, write_json
 from scripts.bench.server import make_engine
-from weight_bus import Publisher
+from weight_bus import Publisher, PublishReport
 from weight_bus.digest import Digester, Part
-from weight_bus.jobs import PublishReport
 from weight_bus.transports import set_nccl_defaults
 
 RUN = "bench-bus"

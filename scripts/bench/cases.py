@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from configs.loading import validate
 from configs.schema import Config
+from replay import keys as make_keys
 from replay import messages as m
-from scripts import make_keys
 
 Fsync = Literal["every", "interval", "never"]
 Int32 = NDArray[np.int32]

@@ -20,9 +20,9 @@ from configs.loading import dump
 from configs.loading import load as load_config
 from replay import messages as m
 from replay.channel import load_keys
-from replay.leases import Slot
+from replay.desks.leases import Slot
+from replay.desks.validation import Bounds, problem_with
 from replay.prompts import load_rows
-from replay.validation import Bounds, problem_with
 from scripts.bench import replay as bench_replay
 from scripts.bench.cases import VOCAB_SIZE, Case, Load, Prepared, config_of, prepare
 from scripts.bench.cases import write_files as prepare_files
