@@ -22,7 +22,8 @@ from configs.schema import Config
 from learner.launch.machine import visible_devices
 from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
-from scripts.bench.core import CaseFailed, last_line, tail
+from scripts.bench.core import CaseFailed, tail
+from scripts.chaos.report import conclude
 
 WARM_UP, REPEAT = 3, 12
 TIMEOUT_S, LIMIT_S = 60.0, 90.0
@@ -92,7 +93,7 @@ def main() -> int:
     seconds = measure(int(num_bytes), int(bucket), device)
     if dist.get_rank() == 0:
         result = {"raw_s": statistics.median(seconds), "raw_min_s": min(seconds), "raw_max_s": max(seconds)}
-        last_line(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)})
+        conclude(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)}, (), in_order=True)
     dist.destroy_process_group()
     return 0
 

@@ -32,8 +32,9 @@ from rollout_server.engines import Sampling
 from rollout_server.weights import WeightFollower
 from scripts.bench import model
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, Processes, Row, last_line, median_of, phases, until, write_json
+from scripts.bench.core import CaseFailed, Processes, Row, median_of, phases, until, write_json
 from scripts.bench.server import make_engine
+from scripts.chaos.report import conclude
 from weight_bus import Publisher, PublishReport
 from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
@@ -353,8 +354,7 @@ def command(argv: Sequence[str]) -> int:
         return 1
     if args.out is not None:
         write_json(args.out, result)
-    last_line(result)
-    return 0
+    return conclude(result, (), in_order=True)
 
 
 if __name__ == "__main__":

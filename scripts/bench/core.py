@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from scripts.chaos.polling import Hung, wait_until
+
 LOG_LINES, LOG_WIDTH = 15, 240
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -40,12 +42,6 @@ def say(text: str) -> None:
     """A line for the reader at the terminal; standard output is for results."""
     sys.stderr.write(f"bench: {text}\n")
     sys.stderr.flush()
-
-
-def last_line(result: Mapping[str, Any]) -> None:
-    """Write the result as one line of JSON, the last on standard output."""
-    sys.stdout.write(json.dumps(result) + "\n")
-    sys.stdout.flush()
 
 
 def write_json(path: Path, value: object) -> None:
@@ -115,11 +111,10 @@ def spread(sample: dict[str, Any]) -> float:
 
 def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> bool:
     """Poll `done` until it holds; False when that takes longer than `limit_s`."""
-    deadline = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(look_s)
+    try:
+        wait_until(done, "it", limit_s, look=lambda: time.sleep(look_s))
+    except Hung:
+        return False
     return True
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,8 @@ from configs.infrastructure import WeightBus
 from replay.lifeline import die_with_parent, set_up_logging
 from scripts.bench import model
 from scripts.bench.bus import STEPS_BEFORE, by_kind, row_of, to_and_fro
-from scripts.bench.core import CaseFailed, Processes, Row, last_line, median_of, phases, until
+from scripts.bench.core import CaseFailed, Processes, Row, median_of, phases, until
+from scripts.chaos.report import conclude, end_on_sigterm
 from weight_bus import BusClosed, Publisher, Subscriber
 from weight_bus.digest import Part, slice_digests
 
@@ -279,15 +279,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def command(argv: Sequence[str]) -> int:
     """Command line."""
     job = parse(argv)
-    # as Ctrl-C: the namespaces go away on the way out
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    end_on_sigterm()  # the namespaces go away on the way out
     try:
         result = measure(job)
     except (NoLink, CaseFailed) as error:
         sys.stderr.write(f"bench link: {error}\n{getattr(error, 'logs', '')}\n")
         return 2
-    last_line(result)
-    return 0 if result["in_order"] else 1
+    return conclude(result, (), in_order=result["in_order"])
 
 
 if __name__ == "__main__":

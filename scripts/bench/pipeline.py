@@ -35,10 +35,11 @@ from learner.launch.servers import RunFailed
 from learner.report.metrics import MetricsError
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, ask_gpus, last_line, say, table, tail, write_json
+from scripts.bench.core import CaseFailed, ask_gpus, say, table, tail, write_json
 from scripts.bench.model import SHAPES, write_prompts
 from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import RESULT, Finished, Plan
+from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
 MODEL_LIMIT_S = 240.0
@@ -363,5 +364,5 @@ def command(argv: Sequence[str]) -> int:
             if key in result:
                 say(f"{case}: {key}: {result[key]}")
     sys.stdout.write(table(results, "config") + "\n\n")
-    last_line(results[0] if len(results) == 1 else {"results": results})
-    return 1 if any("error" in result for result in results) else 0
+    good = not any("error" in result for result in results)
+    return conclude(results[0] if len(results) == 1 else {"results": results}, (), in_order=good)

@@ -40,7 +40,6 @@ from scripts.bench.core import (
     Cost,
     Processes,
     cost_of,
-    last_line,
     resident_bytes,
     say,
     table,
@@ -48,6 +47,7 @@ from scripts.bench.core import (
     written_bytes,
 )
 from scripts.bench.load import ALL_STOP, LEARNER_STOPS, RUN_ID, Board
+from scripts.chaos.report import conclude
 
 READY = "replay ready at "
 LOOK_S = 0.002
@@ -320,5 +320,5 @@ def command(argv: Sequence[str]) -> int:
         stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(PROFILE_LINES)
     sys.stdout.write(table(results, "case") + "\n\n")
-    last_line(report(results, options.profile))
-    return 1 if any("error" in result for result in results) else 0
+    good = not any("error" in result for result in results)
+    return conclude(report(results, options.profile), (), in_order=good)

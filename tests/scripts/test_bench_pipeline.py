@@ -19,6 +19,7 @@ from scripts.bench.model import EOS, make, write_prompts
 from scripts.bench.model import config as model_config
 from scripts.bench.pipeline import Case, append, parse
 from scripts.bench.train import Plan
+from scripts.chaos import processes
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
@@ -155,15 +156,7 @@ def test_a_case_that_fails_is_named_and_the_next_one_is_tried(tmp_path: Path) ->
     assert first["config"] == "tiny@1:1" and "not done within --limit-s 0.5 s" in first["error"]
     assert second["config"] == "tiny@1:999" and "fewer than 999 learner ranks" in second["error"]
     assert "replay ready at" in done.stderr, "the last lines of the logs"
-    left = [path for path in Path("/proc").iterdir() if path.name.isdigit() and work in command_of(path)]
-    assert left == [], "all processes are ended"
-
-
-def command_of(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()
-    except OSError:
-        return ""
+    assert [command for _, _, _, command in processes.table() if work in command] == [], "all processes are ended"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from scripts.bench.cases import write_files as prepare_files
 from scripts.bench.core import cost_of, resident_bytes, table, written_bytes
 from scripts.bench.load import FIELDS, Board, Fault, Learner
 from scripts.bench.replay import MIB, memory, run_case
+from scripts.chaos import processes
 
 ROOT = Path(__file__).parents[2]
 LOAD = Load(pool=12, rows=8)
@@ -206,15 +207,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def left_behind(work: Path) -> list[str]:
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                command = (process / "cmdline").read_text()
-            except OSError:
-                continue
-            found += [command] if str(work) in command else []
-    return found
+    return [command for _, _, _, command in processes.table() if str(work) in command]
 
 
 @pytest.mark.slow
