@@ -2,16 +2,20 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs import aliases, retired
 from configs.schema import Config
+
+log = logging.getLogger(__name__)
 
 PRESETS = Path(__file__).parent
 QUICKSTART = "quickstart"
@@ -67,9 +71,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with 2."""
-        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
-        bare = [word for word in unknown if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
-        super().error(f"{message}; write {' '.join(f'--set {word}' for word in bare)}" if bare else message)
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        notes, settings = [], []
+        for word in words:
+            name, _, value = word.partition("=")
+            key, answer = aliases.target_of(name), aliases.answer(name)
+            if answer is not None:
+                notes.append(f"{name}: {answer}")
+            if key is not None:
+                settings.append(f"--set {key}={value or '...'}")
+            elif answer is None and re.match(r"[a-z_]+(\.[a-z_]+)*=", word):
+                settings.append(f"--set {word}")
+        super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
 
 
 def read_yaml(text: str) -> Any:
@@ -153,32 +166,44 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
+    kept, ignored, texts = retired.split(tree)
+    config = None
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(kept)
     except ValidationError as error:
-        lines = [_explain(dict(problem), source, overrides) for problem in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+        texts += [text for problem in error.errors() for text in _explain(dict(problem))]
+    if texts or config is None:
+        raise ConfigError("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
+    if ignored:
+        log.warning("%s: ignored, they always have this value now: %s", source, ", ".join(ignored))
+    return config
 
 
-def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
+def _explain(problem: dict[str, Any]) -> Iterator[str]:
+    """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
+    key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        text = f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
+        foreign = dict(aliases.answers(key, value))
+        yield from (f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None)
+        if None in foreign.values():
+            yield f"{key}: unknown key (value {value!r}){suggestion(key)}"
     elif problem["type"] == "missing":
-        text = f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
+        yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:
         text = str(problem["msg"]).removeprefix("Value error, ")
-        text = f"{key}: {text} (value {problem['input']!r})" if key else text
-    given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
-    return f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
+        yield f"{key}: {text} (value {value!r})" if key else text
 
 
-def _concerns(name: str, key: str, text: str) -> bool:
-    """Whether the override of key `name` is behind a problem; one that crosses keys names them in its text."""
-    if key:
-        return f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
-    section = text.partition(":")[0]
-    return name.startswith(f"{section}.") or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+def _origin(text: str, overrides: Sequence[str]) -> str:
+    """The overrides that a text speaks of: of its key or section, or named anywhere in it."""
+    key = text.partition(":")[0]
+    given = []
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        is_near = f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
+        if is_near or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text):
+            given.append(f"--set {override}")
+    return f"{' '.join(given)} over " if given else ""
 
 
 def suggestion(key: str) -> str:

@@ -9,10 +9,11 @@ import ipaddress
 from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Replay, Rollout
+from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, Learner, Limits
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
@@ -39,7 +40,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     weight_bus: WeightBus = WeightBus()
@@ -93,7 +94,7 @@ class Config(Section):
         return version % every == 0 or version == self.learner.total_steps
 
     def arithmetic(self) -> str:
-        """The run's arithmetic in two sentences, printed at start."""
+        """The run's arithmetic and what `auto` has become, printed at start."""
         rollout, ranks = self.rollout, self.num_learner_ranks
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         return (
@@ -103,12 +104,19 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}; weights over"
+            f" {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
         )
 
     @property
     def shares(self) -> tuple[Share, ...]:
         """Devices by node, the first learner node first."""
         return shares(self.placement)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_resolved(cls, tree: object) -> object:
+        return resolve(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _placement_is_possible(self) -> "Config":
@@ -166,16 +174,6 @@ class Config(Section):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sampling_is_carried(self) -> "Config":
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            key, value = ("top_p", self.rollout.top_p) if self.rollout.top_p < 1 else ("top_k", self.rollout.top_k)
-            raise ValueError(
-                f"rollout.{key}: {value} truncates the sampling distribution, and the learner would not know the mask;"
-                " take top_p=1.0 and top_k=-1 and shape the distribution by rollout.temperature"
             )
         return self
 

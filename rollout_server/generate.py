@@ -14,7 +14,7 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from replay.lease_desk import stream_seed
+from replay.prompts import stream_seed
 from rollout_server.engines.base import Completion, Engine, EngineError, Partial, Sampling
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, RewardPool, Sample

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from replay.lease_desk import stream_seed
-from replay.prompts import PromptSource, load_rows
+from replay.prompts import PromptSource, load_rows, stream_seed
 from rollout_server.generate import forced_length
 from scripts.compare_corrections import CompareError, run_module
 from scripts.lag_report import ReportError, read_rows, report

@@ -52,6 +52,7 @@ def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
     assert "OOM" in start_failure(DIED.format(-9), "")
 
 
+@pytest.mark.slow  # two starts of SGLang; what the message is made of has the tests above
 def test_a_scheduler_that_cannot_load_its_model_is_named_by_its_error(sglang: Host, tmp_path: Path) -> None:
     sglang(cannot_load, tmp_path)
 

@@ -52,7 +52,7 @@ class SGLangEngine:
         except BaseException:
             self._staging.close()
             raise
-        self._version = 0
+        self._version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
         self._answers: dict[Answer, None] = {}
         """In progress, the oldest first."""
@@ -61,8 +61,6 @@ class SGLangEngine:
         """Set while parts may start."""
         self._open.set()
         self._waits = Waits(self._sglang.check_alive)
-        self._paused = False
-        self._half_updated = ""
         self._digests: Mapping[str, int] | None = None
         """Of the last load, until somebody asks."""
         self._pins: dict[int, int] = {}
@@ -244,15 +242,13 @@ class SGLangEngine:
         self._paused = True
 
     async def _stop_parts(self, mode: PauseMode) -> None:
+        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
         if mode == "drain":
-            what = "running requests (replay.lease_s)"
-            await self._waits.until(lambda: not self._running(), self._drain_limit_s, what)
-        else:
-            await self._interrupt(everything=mode == "recompute_kv")
-
-    async def _interrupt(self, *, everything: bool) -> None:
-        """End parts, which go on as new ones after the update: all of them, or those without a token."""
-        chosen = [a.part for a in self._running() if a.part is not None and (everything or a.part.seen == 0)]
+            left = "running requests (replay.lease_s)"
+            await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
+            return
+        parts = [answer.part for answer in self._running() if answer.part is not None]
+        chosen = [part for part in parts if mode == "recompute_kv" or part.seen == 0]
         for part in chosen:
             part.interrupted = True
             self._sglang.abort(part.rid)
