@@ -9,6 +9,7 @@ each time.
 import json
 import logging
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ class Launcher:
         assert self.learner is not None and self.replay is not None and self.servers is not None
         status: dict[str, Any] | None = None
         keys = load_keys(self.config.network.keys)
-        with Dealer(self.address, f"launcher.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
+        with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
             while (code := self.learner.exit_code()) != 0:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())

@@ -196,23 +196,9 @@ def waiting_text(status: Mapping[str, Any] | None) -> str:
 
 
 def _obstacles(status: Mapping[str, Any]) -> list[str]:
-    """Why a batch that the learner asked for cannot be formed."""
-    waiting = status.get("waiting")
-    if not waiting:
-        return []
-    found = []
-    dropped = sorted((waiting.get("dropped") or {}).items(), key=lambda item: -item[1])
-    if dropped:
-        last = f" (last: {waiting['last_drop']})" if waiting.get("last_drop") else ""
-        found.append(f"dropped: {', '.join(f'{number} {reason}' for reason, number in dropped)}{last}")
-    idle = [
-        f"{server.get('name')} (version {server.get('version')} of incarnation {server.get('incarnation')})"
-        for server in waiting.get("idle_servers") or []
-    ]
-    if idle:
-        now = f"version {status.get('version')} of incarnation {status.get('incarnation')}"
-        found.append(f"without leases: {', '.join(idle)}; the learner holds {now}")
-    return found
+    """Why a batch that the learner asked for cannot be formed, where more is wrong than that it takes time."""
+    waiting = status.get("waiting") or {}
+    return [str(waiting["why"])] if waiting.get("dropped") or waiting.get("idle_servers") else []
 
 
 def _wait(wait: Mapping[str, Any]) -> str:
