@@ -76,7 +76,7 @@ class Checkpoint(Section):
 
 
 class Limits(Section):
-    """Tripwires for runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
+    """Health checks of runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
 
     flat_reward_steps: int = Field(default=50, ge=0)
     """Every group's rewards equal (nothing to learn from)."""

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from configs import Config
 from learner.checkpoint_folders import find_latest, incomplete, numbered, step_of
 from learner.export import sync_file, write_hf_folder, write_json
+from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.policy import Policy
 from learner.sharding import Shard, digests
 from weight_bus.digest import combined
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from learner.policy import Policy
+from learner.model import Policy
 from learner.sharding import DTYPES
 
 FILE_BYTES = 4_000_000_000

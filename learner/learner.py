@@ -12,17 +12,17 @@ from configs.schema import Config
 from learner.advantages import grpo
 from learner.batches import BatchReader
 from learner.checkpoint import Checkpointer, CheckpointError
+from learner.health_checks import HealthChecks
 from learner.losses import build_loss
+from learner.model import build_policy
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
 from learner.packing import check as check_batch
-from learner.policy import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import build_metrics
 from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
-from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
 from replay.messages import Batch
 from weight_bus.jobs import PublishReport
@@ -50,7 +50,7 @@ class Learner:
         self.optimizer = build_optimizer(config.learner, self.policy)
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
-        self.tripwires = Tripwires(config)
+        self.health_checks = HealthChecks(config)
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
@@ -158,7 +158,7 @@ class Learner:
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
-        """Metrics, ledger and evaluations of a step; tripwires look at it on every rank."""
+        """Metrics, ledger and evaluations of a step; health checks look at it on every rank."""
         values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report)}
         now = time.monotonic()
         step_s, self._step_started = now - self._step_started, now
@@ -176,7 +176,7 @@ class Learner:
             self.metrics.log(step, values)
             self.batches.drain()
             self._record_evaluations()
-        self.tripwires.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
+        self.health_checks.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
 
     def checkpoint_if_due(self, batch: Batch) -> None:
         """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""

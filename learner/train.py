@@ -20,12 +20,12 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
+from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
+from learner.model import PolicyError
 from learner.packing import PackingError
-from learner.policy import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
-from learner.tripwires import SilentlyWrong
 from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint

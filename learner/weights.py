@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from configs.schema import Config
-from learner.policy import Policy
+from learner.model import Policy
 from learner.ranks import Ranks
 from learner.sharding import DTYPES, gather_pieces
 from replay.channel import load_keys

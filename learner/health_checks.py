@@ -10,7 +10,7 @@ class SilentlyWrong(RuntimeError):
     """The run would go on and train on nothing, or on the wrong thing; the message says which and what to do."""
 
 
-class Tripwires:
+class HealthChecks:
     """Consecutive counts per symptom. All ranks see the same numbers, so all ranks stop together."""
 
     def __init__(self, config: Config) -> None:
