@@ -2,11 +2,13 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.loading import load
 from configs.schema import Config
+from learner import ledger
 from learner.launch.preflight import PreflightError, free_run_name
 from replay.journal import JournalReader
 
@@ -52,16 +54,15 @@ def last_step(run_dir: Path) -> int:
 
 def report(config: Config, code: int) -> int:
     """Print how many steps have the journal's digest, last as JSON; the exit code is 0 only when all have."""
-    compared = compare(Path(config.run_dir) / "ledger.jsonl")
+    compared = compare(ledger.read(config.run_dir))
     sys.stdout.write(json.dumps(compared) + "\n")
     sys.stdout.flush()
     all_equal = compared["equal"] == compared["steps"] == config.learner.total_steps
     return code if code or all_equal else 1
 
 
-def compare(ledger: Path) -> dict[str, Any]:
+def compare(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Steps of a played run whose weights are those of the journal, and the first that is not."""
-    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
     different = [line["step"] for line in lines if line["digest"] != line.get("expected")]
     return {
         "steps": len(lines),
