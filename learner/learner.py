@@ -54,12 +54,12 @@ class Learner:
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
-        """The version made last does not go out: a resumed learner repeats a step that engines are past already."""
+        """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._step_started = time.monotonic()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
     def start(self, *, resume: bool) -> int:
-        """Load the checkpoint if there is one to resume from, join replay; the version to go on from.
+        """Load the checkpoint of a resumed run, join replay; returns the version.
 
         Without a checkpoint a resumed run goes on from version 0, if its journal has every step since.
         """
@@ -113,7 +113,7 @@ class Learner:
         return self.bus.wait()
 
     def check(self, batch: Batch) -> None:
-        """Raises PackingError for a part that cannot be trained on, before any rank begins with the batch."""
+        """Raises PackingError for a bad part, before any rank starts on the batch."""
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.model.config.vocab_size)
 
     def update(self, batch: Batch) -> Update:
@@ -141,7 +141,7 @@ class Learner:
         return Update(values, result.applied, packed.global_tokens > 0)
 
     def commit(self, batch: Batch) -> str:
-        """Digest the new weights (a collective) and tell replay that the batch's step is in them.
+        """Digest the new weights (a collective) and commit the step at replay.
 
         While a resumed learner repeats journalled steps, their versions stay here, unless the weights are not those
         that the journal has: then all that was sampled since is gone, and engines need the new ones.

@@ -29,7 +29,7 @@ class Ledger:
             self._trained = {(pass_, index) for groups in surviving.values() for pass_, index in groups}
 
     def append(self, step: int, groups: list[list[int]], *, incarnation: int, digest: str, expected: str) -> int:
-        """Note a step; returns how many groups this process has trained more than once (always 0)."""
+        """Append a step; returns how many groups were trained twice so far (always 0)."""
         for pass_, index in groups:
             self._trained_twice += (pass_, index) in self._trained
             self._trained.add((pass_, index))

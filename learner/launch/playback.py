@@ -14,7 +14,7 @@ from replay.journal import JournalReader
 
 
 def configuration(run_dir: Path, overrides: list[str]) -> Config:
-    """The run's configuration, for a run of its own beside it that ends where the journal does.
+    """The configuration of a playback: a run beside the original, as long as its journal.
 
     Raises:
         PreflightError: the folder is no run with a journal.
@@ -53,7 +53,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def report(config: Config, code: int) -> int:
-    """Print how many steps have the journal's digest, last as JSON; the exit code is 0 only when all have."""
+    """Print the comparison as JSON; exit code 0 only if every digest is equal."""
     compared = compare(ledger.read(config.run_dir))
     sys.stdout.write(json.dumps(compared) + "\n")
     sys.stdout.flush()
@@ -62,7 +62,7 @@ def report(config: Config, code: int) -> int:
 
 
 def compare(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Steps of a played run whose weights are those of the journal, and the first that is not."""
+    """Count the steps whose digest equals the journal's; name the first that differs."""
     different = [line["step"] for line in lines if line["digest"] != line.get("expected")]
     return {
         "steps": len(lines),

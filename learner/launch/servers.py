@@ -10,7 +10,7 @@ from learner.launch.restarts import GOOD_RUN_S
 from replay.lifeline import CANNOT_START, RUN_FAILED
 
 GOOD_ORDER_S = 5.0
-"""A server that ends with exit code 0 has heard that the run is over; the launcher hears it within this time."""
+"""Exit code 0 means that the server knows the run is over; the launcher learns it within this time."""
 
 
 class RunFailed(RuntimeError):
@@ -32,7 +32,7 @@ class LocalServer:
 
 @dataclass(slots=True)
 class LocalServers:
-    """All rollout servers of this machine. `start` makes the process of a name, `say` shows a line to people."""
+    """The rollout servers of this machine; `start` launches one by name, `say` prints."""
 
     config: Rollout
     start: Callable[[str], Child]
@@ -113,5 +113,5 @@ class LocalServers:
 
 
 def root_cause(name: str, child: Child) -> str:
-    """Who died, and how, in one line."""
+    """Which process died, and how, in one line."""
     return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"

@@ -15,7 +15,7 @@ from replay.prompts.rows import Row
 
 
 def evaluation_rows(config: Config) -> list[Row]:
-    """The prompts of every evaluation, as replay leases them; none when the run is not evaluated. Raises DataError."""
+    """The evaluation prompts, as replay leases them; empty without evaluations. Raises DataError."""
     if config.data.eval is None or not config.evaluation.every_steps:
         return []
     return list(islice(read_rows(config.data.eval), config.evaluation.num_prompts))

@@ -121,7 +121,7 @@ def test_a_step_made_once_more_replaces_the_old_line_of_the_run() -> None:
             ],
             "replay waits 1m15s for a rollout server; learner waits 10s for batch 1",
         ),
-        ([], "nobody waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
+        ([], "no process waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
     ],
 )
 def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
@@ -130,7 +130,7 @@ def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
 
 def test_who_waits_for_whom_at_the_edges_of_a_run() -> None:
     assert "are starting" in live_text.waiting_text(None)
-    assert live_text.waiting_text({}) == "nobody waits"
+    assert live_text.waiting_text({}) == "no process waits"
     assert live_text.waiting_text({"oldest_missing": {"group": [1, 2], "server": None}}).endswith("1/2, not leased")
     assert live_text.waiting_text({**STATUS, "ended": "all steps are done"}) == "the run has ended: all steps are done"
 
@@ -318,4 +318,4 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode: str) -> None:
     errors = child.stderr.read()
     child.stderr.close()
     assert child.wait(timeout=30) == 7, errors
-    assert "nobody reads the output" in errors and "Traceback" not in errors
+    assert "the output was closed" in errors and "Traceback" not in errors

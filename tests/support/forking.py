@@ -113,7 +113,7 @@ def become(
     stderr: Any = None,
     start_new_session: bool = False,
 ) -> None:
-    """Be the program `python [-u] -m MODULE ARGUMENTS` in a process that was just forked; never returns."""
+    """Run `python [-u] -m MODULE ARGUMENTS` in a process that was just forked; never returns."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):

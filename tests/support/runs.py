@@ -49,7 +49,7 @@ def trained_input(folder: Path) -> Input:
 
 
 def untrained_input(folder: Path) -> Input:
-    """The same without its training, and a reward that is another one for every answer: where learning is no matter."""
+    """The same without training, and a reward that differs for every answer."""
     from scripts.make_sort6 import build_model, rows, save_tokenizer, split_prompts
 
     folder.mkdir(parents=True)
@@ -199,7 +199,7 @@ class Runs:
         first: Sequence[str] = (),
         settings: Sequence[str] = (),
     ) -> Run:
-        """A rollout server started by hand for a running run, with `first` and `settings` around its arguments."""
+        """Start a rollout server by hand; `first` and `settings` surround its arguments."""
         words = ["--config", str(run.folder / "config.yaml"), "--replay", run.replay_address(), "--server-name", name]
         return self.start([program, *first, *words, *settings], run.folder)
 
@@ -229,7 +229,7 @@ def processes() -> list[tuple[int, str]]:
 
 
 def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:
-    """Processes, but for this one, that still have `needle` in their command line after `within` seconds."""
+    """Other processes whose command line still holds `needle` after `within` seconds."""
     deadline = time.monotonic() + within
     while True:
         left = [found for found in processes() if needle in found[1] and found[0] != os.getpid()]
@@ -242,7 +242,7 @@ def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:
 def terminal(
     output: Path, *command: str, environment: Mapping[str, str], patience_s: float = 0
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """A command in a session of its own; at the end it gets SIGTERM and `patience_s`, then its group is killed."""
+    """A command in its own session; ended by SIGTERM, `patience_s`, SIGKILL."""
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
@@ -265,7 +265,7 @@ def free_port() -> int:
 
 
 def patient_reward(folder: Path, go_on: Path, *, pause_s: float) -> str:
-    """A reward that is slow until the file `go_on` is there, so that a run cannot end before a test has seen enough."""
+    """A reward that is slow until the file `go_on` exists, so that the run lasts."""
     file = folder / "patient.py"
     file.write_text(
         "import os, time, zlib\n\n"
