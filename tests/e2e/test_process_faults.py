@@ -172,7 +172,7 @@ def test_planted_faults_on_the_bus_are_named_the_next_version_is_served_and_kill
     for server in servers.values():
         server.process.kill()
         server.process.wait(10)
-    assert len(run.pids()) >= 5, "launcher, replay, torchrun, a rank and a rollout server"
+    assert len(run.pids()) >= 4, "replay, torchrun, a rank and a rollout server"
     run.process.kill()
     assert run.nothing_left()
 
