@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from learner.report.lag import ReportError, read_rows, report
 from replay.prompts import PromptSource, load_rows, stream_seed
 from rollout_server.generate import forced_length
 from scripts.compare_corrections import CompareError, run_module
-from scripts.lag_report import ReportError, read_rows, report
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("wait", "mask", "drop")
@@ -138,7 +138,7 @@ def main() -> int:
     out, data = args.out.resolve(), ROOT / "data" / f"sort6-seed{args.seed}"
     results: dict[str, dict[str, Any]] = {}
     try:
-        run_module(["scripts.make_sort6", "--out", str(data), "--seed", str(args.seed)])
+        run_module(["learner.examples.sort6", "--out", str(data), "--seed", str(args.seed)])
         model = with_room(data / "model", out)
         for policy in POLICIES:
             results[policy] = train(policy, model, data, out, lag=args.lag, seed=args.seed, steps=args.steps)

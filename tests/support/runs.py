@@ -43,14 +43,14 @@ class Input:
 
 def trained_input(folder: Path) -> Input:
     """The quick start's input: half a minute."""
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", "0"]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", "0"]
     subprocess.run(command, cwd=ROOT, check=True, timeout=120)
     return Input(folder)
 
 
 def untrained_input(folder: Path) -> Input:
     """The same without training, and a reward that differs for every answer."""
-    from scripts.make_sort6 import build_model, rows, save_tokenizer, split_prompts
+    from learner.examples.sort6 import build_model, rows, save_tokenizer, split_prompts
 
     folder.mkdir(parents=True)
     for name, numbers in zip(("train.jsonl", "eval.jsonl"), split_prompts(0, 4000, 64), strict=True):

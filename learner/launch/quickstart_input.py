@@ -1,0 +1,44 @@
+"""Makes the quick start's model and prompts where they are missing, for whichever process needs them first."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.loading import QUICKSTART, find
+from configs.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class InputError(ValueError):
+    """The quick start's input could not be made; the message holds the last words of the script."""
+
+
+def is_missing(config: Config, source: str) -> bool:
+    """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
+    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
+    is_other = find(source) != find(QUICKSTART) or Path(config.data.train).parent != Path(config.model.path).parent
+    return not is_other and not all(path.exists() for path in wanted)
+
+
+def make_if_missing(config: Config, source: str) -> bool:
+    """Run learner.examples.sort6 when `source` is the quick start's preset and its input is not there.
+
+    Several processes may come at once: the script moves its result into place whole, and the first one counts.
+
+    Returns:
+        Whether it was made now.
+
+    Raises:
+        InputError: the script failed.
+    """
+    if not is_missing(config, source):
+        return False
+    folder = Path(config.model.path).parent
+    sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise InputError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
+    return True

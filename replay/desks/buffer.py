@@ -1,0 +1,254 @@
+"""The group buffer: admission, order, the lag bound and the batch in training. No socket, no clock.
+
+Admission bound (invariant 1): leased + buffered + taken groups ≤ (async_lag + 1) × groups_per_step. Groups
+keep their order of admission. The group at position n of that order is trained in batch
+`version + n // groups_per_step`, so it may carry tokens of versions ≥ that − async_lag: its `min_version`.
+Groups that are dropped move later ones forward, which only makes them younger at training time. Batches that a
+resumed learner takes again (replay/desks/line.py) come before all of them.
+
+    Example: groups_per_step 2, async_lag 1, version 5: up to 4 slots; positions 0 and 1 train version 5 and
+    need tokens of version ≥ 4, positions 2 and 3 train version 6 and need tokens of version ≥ 5.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.line import Line, LineStep, Taken
+from replay.journal.format import Location
+from replay.messages import Group
+
+OnStale = Literal["wait", "mask", "drop"]
+Load = Callable[[Location], Group]
+
+
+class OutOfStep(RuntimeError):
+    """A message does not fit the state of the buffer; the sender is wrong or late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The batch of one step: its groups, oldest admitted first."""
+
+    step: int
+    groups: list[Group]
+    again: bool
+    """An earlier incarnation has taken it already."""
+
+
+class GroupBuffer:
+    """All admitted groups in order of admission, the line of policies, and the batch in training."""
+
+    def __init__(
+        self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0, *, load: Load | None = None
+    ) -> None:
+        self.groups_per_step = groups_per_step
+        self.async_lag = async_lag
+        self.on_stale = on_stale
+        self.version = version
+        """Last committed policy version."""
+        self.slots: dict[GroupId, Slot] = {}
+        """Admitted and in no batch yet."""
+        self.line = Line()
+        self.formed: Formed | None = None
+        self.counters: Counter[str] = Counter()
+        self.fruitless = 0
+        """Prompts that were dropped since a group was last accepted."""
+        self._load = load
+
+    @property
+    def max_groups(self) -> int:
+        """The admission bound."""
+        return (self.async_lag + 1) * self.groups_per_step
+
+    @property
+    def taken(self) -> int:
+        """Groups in batches that are not committed (again) yet."""
+        return self.line.num_ahead(self.version)
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that count against the admission bound."""
+        return len(self.slots) + self.taken
+
+    @property
+    def room(self) -> int:
+        """Groups that may be admitted now."""
+        return self.max_groups - self.in_flight
+
+    def next_min_version(self) -> int:
+        """`min_version` of the group that would be admitted now."""
+        return self._min_version_at(self.in_flight)
+
+    def needed(self, slot: Slot) -> int:
+        """`min_version` of the place that this slot has now; less than at its admission when others before it went."""
+        return self._min_version_at(self.taken + list(self.slots).index(slot.group_id))
+
+    def admit(self, group_id: GroupId, row: dict[str, Any]) -> Slot:
+        """Admit the next prompt (→ QUEUED)."""
+        assert self.room > 0 and group_id not in self.slots
+        slot = Slot(group_id, row, self.next_min_version())
+        self.slots[group_id] = slot
+        return slot
+
+    def drop(self, slot: Slot, reason: str) -> None:
+        """Remove a group for good, counted under its reason; its place goes to the next prompt."""
+        del self.slots[slot.group_id]
+        self.counters[f"dropped/{reason}"] += 1
+        self.fruitless += 1
+
+    def stale(self) -> list[Slot]:
+        """Groups of the next batch that hold tokens above the lag bound; to be treated before `form`."""
+        return [slot for slot in self._oldest() if self._is_stale(slot)]
+
+    def lease_again(self, slot: Slot) -> None:
+        """A second try starts with the newest weights, at the end of the order (on_stale `drop`)."""
+        slot.recall()
+        slot.stale_retries += 1
+        self.slots.pop(slot.group_id)
+        slot.min_version = self.next_min_version()
+        self.slots[slot.group_id] = slot
+        self.counters["stale_leased_again"] += 1
+
+    def form(self, step: int) -> Formed | None:
+        """The batch of `step`, formed once and then always the same; None while it is incomplete.
+
+        `wait` takes the oldest admitted groups and waits for them; `mask` and `drop` take the oldest that
+        are complete. Every token is checked against the lag bound once more.
+
+        Raises:
+            OutOfStep: `step` is not the step after the last commit.
+        """
+        if self.formed is not None and self.formed.step == step:
+            return self.formed
+        if step != self.version + 1:
+            raise OutOfStep(f"batch {step} was asked for, but version {self.version} is the last committed one")
+        again = step in self.line.steps
+        if again:
+            assert self._load is not None
+            groups = [self._load(taken.location) for taken in self.line.steps[step].groups]
+        else:
+            slots = self._oldest()
+            if len(slots) < self.groups_per_step:
+                return None
+            assert not any(map(self._is_stale, slots)), "a token above the lag bound is never trained"
+            groups = self.take(step, slots)
+        self.formed = Formed(step, [self._masked(group, count=not again) for group in groups], again)
+        return self.formed
+
+    def take(self, step: int, slots: list[Slot]) -> list[Group]:
+        """Move groups from their slots to the line, as the batch of `step`."""
+        taken, groups = [], []
+        for slot in slots:
+            assert slot.location is not None and slot.group is not None
+            taken.append(Taken(slot.group_id, slot.attempt, slot.min_version, slot.location))
+            groups.append(slot.group)
+            del self.slots[slot.group_id]
+        self.line.steps[step] = LineStep(taken)
+        return groups
+
+    def oldest_missing(self) -> Slot | None:
+        """The slot that the next batch waits for, if it waits for one in particular."""
+        for ready, slot in enumerate(self.slots.values(), start=1):
+            if slot.state is not SlotState.BUFFERED:
+                return slot
+            if ready == self.groups_per_step:
+                return None
+        return None
+
+    def commit(self, step: int, digest: str) -> bool:
+        """Step `step` is in the weights: the room of its groups is free. False for a repeated commit.
+
+        Raises:
+            OutOfStep: the batch of `step` was never formed.
+        """
+        if step <= self.version:
+            return False
+        if step != self.version + 1 or step not in self.line.steps:
+            raise OutOfStep(f"commit of step {step}, but its batch was not taken (version {self.version})")
+        made = self.line.steps[step]
+        if not made.digest:
+            self.counters["groups_trained"] += len(made.groups)
+        made.digest = digest
+        self.formed = None
+        self.version = step
+        return True
+
+    def rewind(self, version: int) -> None:
+        """A learner goes on from `version`; the steps of the line after it come again."""
+        assert self.line.reaches(version)
+        self.version, self.formed = version, None
+
+    def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> list[Slot]:
+        """The line ends at `version`: what was taken after it stands first in the order again. Returns those slots.
+
+        Which of their tokens are of policies that are gone is for the caller to see.
+        """
+        assert self._load is not None
+        back = []
+        for step in self.line.ahead(version):
+            for taken in self.line.steps.pop(step).groups:
+                slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
+                slot.group, slot.location = self._load(taken.location), taken.location
+                back.append(slot)
+        self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
+        self.formed = None
+        self.order_anew()
+        return back
+
+    def order_anew(self) -> None:
+        """Give every slot the `min_version` of its place, where that is newer."""
+        for position, slot in enumerate(self.slots.values(), start=self.taken):
+            slot.min_version = max(slot.min_version, self._min_version_at(position))
+
+    def count(self, state: SlotState) -> int:
+        """Number of groups in a state."""
+        if state is SlotState.TAKEN:
+            return self.taken
+        return sum(slot.state is state for slot in self.slots.values())
+
+    def _min_version_at(self, position: int) -> int:
+        return max(0, self.version + position // self.groups_per_step - self.async_lag)
+
+    def _oldest(self) -> list[Slot]:
+        ready: list[Slot] = []
+        for slot in self.slots.values():
+            if slot.state is SlotState.BUFFERED:
+                ready.append(slot)
+            elif self.on_stale == "wait":
+                break
+            if len(ready) == self.groups_per_step:
+                break
+        return ready
+
+    def _is_stale(self, slot: Slot) -> bool:
+        if self.on_stale == "mask":
+            return False  # `form` masks
+        assert slot.group is not None
+        oldest = self.version - self.async_lag
+        if int(slot.group.versions.min()) >= oldest:
+            return False  # the usual case, without a copy
+        sampled = slot.group.versions[slot.group.loss_mask != 0]
+        return bool(sampled.size) and int(sampled.min()) < oldest
+
+    def _masked(self, group: Group, *, count: bool) -> Group:
+        """The group with tokens above the lag bound taken out of the loss (on_stale `mask`)."""
+        if self.on_stale != "mask":
+            return group
+        over_age = (group.versions < self.version - self.async_lag) & (group.loss_mask != 0)
+        num = int(over_age.sum())
+        if not num:
+            return group
+        if count:
+            self.counters["tokens_masked"] += num
+        return replace(group, loss_mask=np.where(over_age, np.uint8(0), group.loss_mask))
+
+
+def drops(counters: Counter[str]) -> dict[str, int]:
+    """Dropped groups by reason, the most frequent one first."""
+    found = {name.partition("/")[2]: count for name, count in counters.items() if name.startswith("dropped/") and count}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,0 +1,274 @@
+"""What running answers have got so far, as their servers tell with each Renew (replay.partial_rollouts).
+
+When a lease comes back because its server died, the next lease of the prompt brings these tokens as prefixes, and the
+next server goes on from them. Nothing here is journalled: after a restart of replay the servers tell everything again.
+No socket, no clock.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.desks.leases import INTERRUPTIONS, GroupId, Slot
+from replay.desks.validation import LOGPROB_SLACK, Bounds
+from replay.messages import Float32, Int32, Renew
+
+MAX_BYTES = 1024**3
+TOKEN_BYTES = 12
+"""Token id, logprob and version."""
+ANSWER_BYTES = 512
+"""The objects that hold an answer."""
+FINISHED = ("", "stop", "length")
+"""By the last number of a Renew.progress entry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What one entry of Renew.progress says: answer `answer` had `start` tokens, and has got these."""
+
+    answer: int
+    start: int
+    token_ids: Int32
+    logprobs: Float32
+    versions: Int32
+    finished: int
+    """0 while it goes on, 1 ended by a stop token, 2 by its length."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    attempt: int = 0
+    """Lease that told last."""
+    floor: int = 0
+    """Version of the last token that this attempt told; a later token is not older."""
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    finished: int = 0
+    broken: bool = False
+    """A piece is missing or was thrown away: nothing is taken until a server tells it from the start."""
+
+    def clear(self, *, broken: bool) -> None:
+        self.token_ids, self.logprobs, self.versions = array("i"), array("f"), array("i")
+        self.finished, self.broken = 0, broken
+
+    def add(self, told: Told) -> None:
+        self.token_ids.frombytes(np.ascontiguousarray(told.token_ids, np.int32).tobytes())
+        self.logprobs.frombytes(np.ascontiguousarray(told.logprobs, np.float32).tobytes())
+        self.versions.frombytes(np.ascontiguousarray(told.versions, np.int32).tobytes())
+        self.finished = told.finished
+        if told.versions.size:
+            self.floor = int(told.versions[-1])
+
+
+class Partials:
+    """The tokens of running answers, of at most `max_bytes`; the groups that began first are thrown away first.
+
+    Example: `take` of a Renew with progress [[0, 1, 7, 2, 0]] adds two tokens to the seven of answer 1 of the group of
+    leases[0]; `prefix` of that group is then what the next `Lease` of it carries.
+    """
+
+    def __init__(self, group_size: int, max_new_tokens: int, max_bytes: int = MAX_BYTES) -> None:
+        self.group_size = group_size
+        self.max_new_tokens = max_new_tokens
+        self.max_bytes = max_bytes
+        self.counters: Counter[str] = Counter()
+        """`partials_refused`: reports of what cannot be; `partials_evicted`: groups thrown away for want of memory;
+        `partials_too_old`: answers with a token older than the next lease allows; `partials_used` and
+        `partial_tokens_used`: answers and tokens that leases were given."""
+        self._groups: dict[GroupId, list[_Answer]] = {}
+        self._bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held, by count of tokens and answers."""
+        return self._bytes
+
+    def take(self, renew: Renew, held: Mapping[int, Slot], bounds: Bounds) -> list[str]:
+        """Take in what a Renew tells.
+
+        Args:
+            renew: the message.
+            held: by position in `renew.leases`, the slots of those leases that the sender does hold. What is told of
+                others is passed over: they were given to somebody else.
+            bounds: what no token can be above.
+
+        Returns:
+            What is wrong with it, a sentence each. Only the answer that it speaks of is forgotten; leases go on.
+        """
+        problem = _shape_problem(renew)
+        if problem is not None:
+            self.counters["partials_refused"] += 1
+            return [problem]
+        problems, start = [], 0
+        for position, answer, before, count, finished in renew.progress:
+            tokens = slice(start, start + count)
+            start += count
+            slot = held.get(position)
+            if slot is None:
+                continue
+            told = Told(
+                answer, before, renew.token_ids[tokens], renew.logprobs[tokens], renew.versions[tokens], finished
+            )
+            problem = self.note(slot.group_id, slot.attempt, told, slot.min_version, bounds)
+            if problem is not None:
+                problems.append(f"group {slot.group_id}, attempt {slot.attempt}: {problem}")
+        return problems
+
+    def note(self, group_id: GroupId, attempt: int, told: Told, min_version: int, bounds: Bounds) -> str | None:
+        """Take in what was told of one answer; what is wrong with it, or None. Then the answer is forgotten.
+
+        `told.start` 0 begins the answer anew; else it is the number of tokens that are here already.
+        """
+        if not 0 <= told.answer < self.group_size:
+            self.counters["partials_refused"] += 1
+            return f"answer {told.answer} of {self.group_size}"
+        answer = (self._groups.get(group_id) or self._begin(group_id))[told.answer]
+        if attempt < answer.attempt:
+            self.counters["partials_refused"] += 1
+            return f"answer {told.answer}: attempt {attempt} tells, and attempt {answer.attempt} has told before"
+        if attempt > answer.attempt:  # another server: it may be of an older version than the one before
+            answer.attempt, answer.floor = attempt, 0
+        if told.start == 0:
+            self._clear(answer, broken=False)
+            answer.floor = 0
+        if answer.broken:
+            return None
+        problem = self._problem(answer, told, min_version, bounds)
+        if problem is not None:
+            self._clear(answer, broken=True)
+            self.counters["partials_refused"] += 1
+            return f"answer {told.answer}: {problem}"
+        answer.add(told)
+        self._bytes += TOKEN_BYTES * told.token_ids.size
+        self._make_room()
+        return None
+
+    def prefix(self, group_id: GroupId, min_version: int) -> dict[str, Any]:
+        """The `prefix_*` fields of a Lease; empty when there is nothing to go on from.
+
+        An answer with a token older than `min_version` is forgotten: it starts anew as a whole.
+        """
+        answers = self._groups.get(group_id, [])
+        for answer in answers:
+            if answer.versions and int(_numpy(answer.versions, np.int32).min()) < min_version:
+                self._clear(answer, broken=True)
+                self.counters["partials_too_old"] += 1
+        used = [answer for answer in answers if answer.token_ids]
+        if not used:
+            return {}
+        self.counters["partials_used"] += len(used)
+        self.counters["partial_tokens_used"] += sum(len(answer.token_ids) for answer in used)
+        return {
+            "prefix_finished": [FINISHED[answer.finished] for answer in answers],
+            "prefix_lengths": np.array([len(answer.token_ids) for answer in answers], np.int32),
+            "prefix_token_ids": np.concatenate([_numpy(answer.token_ids, np.int32) for answer in answers]),
+            "prefix_logprobs": np.concatenate([_numpy(answer.logprobs, np.float32) for answer in answers]),
+            "prefix_versions": np.concatenate([_numpy(answer.versions, np.int32) for answer in answers]),
+        }
+
+    def released(self, group_id: GroupId, reason: str) -> None:
+        """A lease has ended without a group: its answers are kept only when they cannot have been the reason."""
+        if reason not in INTERRUPTIONS:
+            self.forget(group_id)
+
+    def forget(self, group_id: GroupId) -> None:
+        """The group is here, or will never be trained. Unknown ones are ignored."""
+        answers = self._groups.pop(group_id, [])
+        self._bytes -= sum(ANSWER_BYTES + TOKEN_BYTES * len(answer.token_ids) for answer in answers)
+
+    def forget_newer(self, version: int) -> int:
+        """Forget answers with a token newer than `version`; how many.
+
+        For a learner that goes on from `version`: it makes the versions above anew, perhaps not the same.
+        """
+        newer = [
+            answer
+            for answers in self._groups.values()
+            for answer in answers
+            if answer.versions and int(_numpy(answer.versions, np.int32).max()) > version
+        ]
+        for answer in newer:
+            self._clear(answer, broken=True)
+        return len(newer)
+
+    def _begin(self, group_id: GroupId) -> list[_Answer]:
+        answers = self._groups[group_id] = [_Answer() for _ in range(self.group_size)]
+        self._bytes += ANSWER_BYTES * self.group_size
+        return answers
+
+    def _clear(self, answer: _Answer, *, broken: bool) -> None:
+        self._bytes -= TOKEN_BYTES * len(answer.token_ids)
+        answer.clear(broken=broken)
+
+    def _make_room(self) -> None:
+        """Throw away the tokens of the oldest groups; the groups stay known, so that what follows is passed over."""
+        for answers in self._groups.values():
+            if self._bytes <= self.max_bytes:
+                return
+            if any(answer.token_ids for answer in answers):
+                for answer in answers:
+                    self._clear(answer, broken=True)
+                self.counters["partials_evicted"] += 1
+
+    def _problem(self, answer: _Answer, told: Told, min_version: int, bounds: Bounds) -> str | None:
+        held = len(answer.token_ids)
+        if told.start != held:
+            return f"told from token {told.start} on, and {held} are here"
+        if told.finished not in (0, 1, 2):
+            return f"{told.finished} says not how it ended"
+        if told.token_ids.size and answer.finished:
+            return "tokens after its end"
+        total = held + told.token_ids.size
+        if total > self.max_new_tokens:
+            return f"{total} tokens (rollout.max_new_tokens {self.max_new_tokens})"
+        if told.finished and not total:
+            return "it has ended without a token"
+        if not told.token_ids.size:
+            return None
+        return _value_problem(told, bounds.vocab_size) or _version_problem(told, answer.floor, min_version, bounds)
+
+
+def _shape_problem(renew: Renew) -> str | None:
+    if any(len(entry) != 5 or entry[3] < 0 for entry in renew.progress):
+        return "an entry of progress is not [position, answer, tokens before, new tokens, 0 | 1 | 2]"
+    total = sum(entry[3] for entry in renew.progress)
+    for name in ("token_ids", "logprobs", "versions"):
+        size = getattr(renew, name).size
+        if size != total:
+            return f"{name} has {size} entries for {total} tokens of progress"
+    return None
+
+
+def _value_problem(told: Told, vocab_size: int | None) -> str | None:
+    low, high = int(told.token_ids.min()), int(told.token_ids.max())
+    if low < 0:
+        return f"token id {low}"
+    if vocab_size is not None and high >= vocab_size:
+        return f"token id {high} of a vocabulary of {vocab_size}"
+    if not np.isfinite(told.logprobs).all():
+        return "a logprob that is not finite"
+    if float(told.logprobs.max()) > LOGPROB_SLACK:
+        return f"a positive logprob ({float(told.logprobs.max()):.3g})"
+    return None
+
+
+def _version_problem(told: Told, floor: int, min_version: int, bounds: Bounds) -> str | None:
+    oldest, newest = int(told.versions.min()), int(told.versions.max())
+    if oldest < min_version:
+        return f"a token of version {oldest}, this lease needs {min_version} or newer"
+    if newest > bounds.newest_version:
+        return f"a token of version {newest}, the newest is {bounds.newest_version}"
+    if int(told.versions[0]) < floor or (np.diff(told.versions) < 0).any():
+        return "a token of an older version than the one before"
+    return None
+
+
+def _numpy(numbers: "array[Any]", dtype: type[np.generic]) -> NDArray[Any]:
+    """A copy: an array of which there is a view cannot grow."""
+    return np.array(numbers, dtype=dtype)

@@ -1,0 +1,106 @@
+"""Whether a group that arrived is one that may be trained. Pure: every refusal is a sentence."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from configs.schema import Config
+from replay.desks.leases import Slot
+from replay.messages import EvaluationResult, Float32, Group
+
+LOGPROB_SLACK = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What no token can be above."""
+
+    newest_version: int
+    vocab_size: int | None
+    """None where the model's config does not say."""
+
+
+def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> str | None:
+    """What is wrong with the group, or None.
+
+    Args:
+        group: as decoded (types and dtypes are already those of the schema).
+        slot: the slot of its group id.
+        config: group size, lengths and lag policy.
+        bounds: newest version and vocabulary.
+    """
+    n = config.rollout.group_size
+    if group.lengths.size != n or group.rewards.size != n or len(group.finish_reasons) != n:
+        return f"{group.lengths.size} trajectories, {group.rewards.size} rewards; a group has {n}"
+    if group.attempt > slot.attempt or group.attempt < 1:
+        return f"attempt {group.attempt} was never leased (the last is {slot.attempt})"
+    problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
+    return problem or _version_problem(group, slot, config, bounds.newest_version)
+
+
+def _shape_problem(group: Group, config: Config) -> str | None:
+    if int(group.lengths.min()) < 1:
+        return "a trajectory has no tokens"
+    if group.prompt_ids.size < 1 or group.prompt_ids.size > config.data.max_prompt_tokens:
+        return f"prompt of {group.prompt_ids.size} tokens (data.max_prompt_tokens {config.data.max_prompt_tokens})"
+    if int(group.lengths.max()) > config.rollout.max_new_tokens:
+        return f"answer of {int(group.lengths.max())} tokens (rollout.max_new_tokens {config.rollout.max_new_tokens})"
+    total = int(group.lengths.sum(dtype=np.int64))
+    if any(len(policy) != 2 for policy in group.policies):
+        return "an entry of policies is not [incarnation, version]"
+    for name in ("token_ids", "loss_mask", "logprobs", "versions"):
+        size = getattr(group, name).size
+        if size != total:
+            return f"{name} has {size} entries for {total} tokens"
+    return None
+
+
+def _value_problem(group: Group, vocab_size: int | None) -> str | None:
+    if int(min(group.token_ids.min(), group.prompt_ids.min())) < 0:
+        return "a negative token id"
+    largest = int(max(group.token_ids.max(), group.prompt_ids.max()))
+    if vocab_size is not None and largest >= vocab_size:
+        return f"token id {largest} of a vocabulary of {vocab_size}"
+    if int(group.loss_mask.max()) > 1:
+        return "a loss mask that is not 0 or 1"
+    problem = _logprob_problem(group.logprobs)
+    if problem is not None:  # tokens that were not sampled may carry anything
+        problem = _logprob_problem(group.logprobs[group.loss_mask != 0])
+    if problem is not None:
+        return problem
+    if not np.isfinite(group.rewards).all():
+        return "a reward that is not finite"
+    if not all(map(math.isfinite, (group.generate_s, *group.reward_metrics.values()))):
+        return "a metric that is not finite"
+    return None
+
+
+def _logprob_problem(logprobs: Float32) -> str | None:
+    if not logprobs.size:
+        return None
+    lowest, highest = float(logprobs.min()), float(logprobs.max())  # both are NaN where one token's is
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return "a logprob that is not finite"
+    return f"a positive logprob ({highest:.3g})" if highest > LOGPROB_SLACK else None
+
+
+def _version_problem(group: Group, slot: Slot, config: Config, newest_version: int) -> str | None:
+    oldest, newest = int(group.versions.min()), int(group.versions.max())
+    if group.policies and newest != max(policy[-1] for policy in group.policies):
+        return f"policies {group.policies[-3:]}, and its newest token is of version {newest}"
+    if newest > newest_version or oldest < 0:
+        return f"tokens of version {newest if newest > newest_version else oldest}, published are 0 to {newest_version}"
+    if config.replay.on_stale == "wait" and oldest < slot.min_version:
+        return f"tokens of version {oldest}, this lease needs {slot.min_version} or newer"
+    return None
+
+
+def problem_with_evaluation(result: EvaluationResult, num_prompts: int) -> str | None:
+    """What is wrong with an evaluation result, or None."""
+    sizes = {result.rewards.size, result.lengths.size, len(result.texts), len(result.finish_reasons)}
+    if sizes != {num_prompts}:
+        return f"{sorted(sizes)} answers for {num_prompts} prompts"
+    if not np.isfinite(result.rewards).all():
+        return "a reward that is not finite"
+    return None

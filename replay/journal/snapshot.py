@@ -1,0 +1,124 @@
+"""The whole state of replay as plain data, groups by their place in the journal, and back. No socket."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from replay.desks.evaluations import Evaluation
+from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.line import LineStep, Taken
+from replay.journal.format import Location
+
+if TYPE_CHECKING:
+    from replay.service import Service
+
+
+def snapshot_of(service: "Service") -> dict[str, Any]:
+    """The whole state, groups by their place in the journal."""
+    buffer, desk, board = service.buffer, service.desk, service.evaluations.board
+    return {
+        "version": buffer.version,
+        "incarnation": service.incarnation,
+        "bus_address": service.incarnations.bus_address,
+        "started": list(service.incarnations.started),
+        "source": service.source.state(),
+        "again": [list(group_id) for group_id in desk.again],
+        "gone": [list(entry) for entry in desk.gone],
+        "published": desk.published,
+        "flat_drops": desk.flat_drops,
+        "fruitless": buffer.fruitless,
+        "proceeding": service.batch_desk.proceeding,
+        "counters": dict(service.counters),
+        "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
+        "initial": list(buffer.line.initial) if buffer.line.initial is not None else None,
+        "line": [
+            [step, made.digest, [_plain_taken(taken) for taken in made.groups]]
+            for step, made in sorted(buffer.line.steps.items())
+        ],
+        "evaluations": {
+            "open": [[e.version, list(e.open_modes), list(e.tried), e.server] for e in board.open.values()],
+            "closed": [[version, reason] for version, reason in board.closed.items()],
+            "results": [
+                [version, greedy, place.plain()]
+                for version, parts in service.evaluations.results.items()
+                for greedy, place in parts.items()
+            ],
+        },
+    }
+
+
+def take_over(service: "Service", fields: dict[str, Any], now: float) -> None:
+    """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
+    buffer, desk = service.buffer, service.desk
+    buffer.version, desk.published, desk.flat_drops = fields["version"], fields["published"], fields["flat_drops"]
+    buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
+    service.incarnations.number = fields["incarnation"]
+    service.batch_desk.restart(fields["incarnation"])
+    service.batch_desk.proceeding = fields["proceeding"]
+    service.incarnations.bus_address, service.incarnations.started = fields["bus_address"], list(fields["started"])
+    service.source.restore(fields["source"])
+    desk.again = deque(group_id_of(group) for group in fields["again"])
+    desk.incarnation, desk.gone = fields["incarnation"], [(first, last, lost) for first, last, lost in fields["gone"]]
+    service.counters.clear()
+    service.counters.update(fields["counters"])
+    buffer.slots.clear()
+    for plain in fields["slots"]:
+        slot = _slot_of(service, plain, now)
+        buffer.slots[slot.group_id] = slot
+    line_from(service, fields)
+    board, results = service.evaluations.board, service.evaluations.results
+    for version, modes, tried, server in fields["evaluations"]["open"]:
+        board.open[version] = Evaluation(version, list(modes), now, server, list(tried))
+    board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
+    for version, greedy, place in fields["evaluations"]["results"]:
+        results.setdefault(version, {})[greedy] = Location.of(place)
+
+
+def line_from(service: "Service", fields: dict[str, Any]) -> None:
+    """The line of policies of a snapshot."""
+    line = service.buffer.line
+    line.steps.clear()
+    line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
+    for step, digest, taken in fields["line"]:
+        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest)
+
+
+def _plain_slot(slot: Slot) -> dict[str, Any]:
+    return {
+        "group": list(slot.group_id),
+        "min_version": slot.min_version,
+        "state": slot.state.value,
+        "attempt": slot.attempt,
+        "server": slot.server,
+        "stale_retries": slot.stale_retries,
+        "failures": slot.failures,
+        "interruptions": slot.interruptions,
+        "voided": slot.voided,
+        "location": slot.location.plain() if slot.location is not None else None,
+    }
+
+
+def _slot_of(service: "Service", plain: dict[str, Any], now: float) -> Slot:
+    group_id = group_id_of(plain["group"])
+    slot = Slot(group_id, service.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
+    slot.attempt, slot.server = plain["attempt"], plain["server"]
+    slot.stale_retries, slot.voided = plain["stale_retries"], plain["voided"]
+    slot.failures, slot.interruptions = plain.get("failures", 0), plain.get("interruptions", 0)  # older journals: none
+    slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
+    slot.leased_at = slot.progress_at = now
+    return slot
+
+
+def _plain_taken(taken: Taken) -> list[Any]:
+    return [list(taken.group_id), taken.attempt, taken.min_version, taken.location.plain()]
+
+
+def taken_of(plain: list[Any]) -> Taken:
+    """A group of a batch, as a snapshot has it."""
+    group, attempt, min_version, location = plain
+    return Taken(group_id_of(group), attempt, min_version, Location.of(location))
+
+
+def group_id_of(plain: list[int]) -> GroupId:
+    """A group id, as records have it."""
+    pass_, index = plain
+    return int(pass_), int(index)

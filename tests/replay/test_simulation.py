@@ -1,0 +1,38 @@
+"""200 simulated runs with every kind of fault keep every promise; a broken guard is found, and named with its seed."""
+
+import json
+
+import pytest
+
+from replay.desks.buffer import GroupBuffer
+from tests.replay.simulation import __main__ as simulate
+from tests.replay.simulation.mutate import MUTANTS, ROOT, read_mutants
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_200_runs_keep_every_promise(first):
+    counts, problems = simulate.simulate_many(range(first, first + 50))
+    assert not problems, problems[0]
+    assert counts["steps"] >= 50 * 10, "every run makes ten more steps after its faults"
+    for happened in ("crashes", "learner_restarts", "servers_killed", "disk_full", "diverged", "repeated", "dropped"):
+        assert counts[happened], happened
+
+
+def test_the_last_line_is_a_summary(capsys):
+    assert simulate.main(["--seeds", "4", "--first", "1000", "--processes", "1"]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["seeds"], summary["violations"]) == (4, 0) and summary["steps"] >= 40
+
+
+def test_a_broken_promise_is_named_with_its_seed(monkeypatch):
+    monkeypatch.setattr(GroupBuffer, "in_flight", property(lambda self: len(self.slots)))
+    _, problems = simulate.simulate_many(range(10))
+    assert problems and problems[0].startswith("seed ") and "groups in flight, the bound is" in problems[0]
+
+
+def test_every_mutant_replaces_what_is_there_once():
+    mutants = read_mutants(MUTANTS.read_text(encoding="utf-8"))
+    assert len(mutants) >= 25 and len({mutant.name for mutant in mutants}) == len(mutants)
+    for mutant in mutants:
+        assert (ROOT / mutant.path).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
+        assert mutant.old != mutant.new, mutant.name
