@@ -167,6 +167,7 @@ def set_title(argv: Sequence[str]) -> None:
 
 def serve(channel: socket.socket) -> None:
     """Fork programs on request until the tests have ended."""
+    sys.path[0] = str(ROOT)
     for module in PRELOADED:
         importlib.import_module(module)
     running: dict[int, Child] = {}
@@ -198,7 +199,7 @@ class Zygote:
             [sys.executable, __file__, str(theirs.fileno()), "x" * PADDING],
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         self._lines = self._channel.makefile("rwb", buffering=0)

@@ -173,16 +173,16 @@ class Runs:
         words = [word for setting in (*small, *settings) for word in ("--set", setting)]
         return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name, real=real)
 
-    def start(self, words: Sequence[str], folder: Path, *, real: bool = False) -> Run:
+    def start(self, words: Sequence[str], folder: Path, *, real: bool = False, cwd: Path = ROOT) -> Run:
         """`python -m` these words; `folder` is the run's."""
         output = self.folder / f"{folder.name}-{len(self.started)}.out"
         command = [sys.executable, "-m", *words]
         process: subprocess.Popen[bytes] | Started
         if real or self.zygote is None:
             with output.open("wb") as file:
-                process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment())
+                process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment())
         else:
-            process = self.zygote.start(command, output=output, env=environment())
+            process = self.zygote.start(command, output=output, env=environment(), cwd=cwd)
         run = Run(process, folder, output)
         self.started.append(run)
         return run
