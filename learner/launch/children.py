@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,11 +78,27 @@ def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
         child.process.wait()
 
 
-def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str] | None:
-    """Wait for a matching line in the child's log; None when it ends or times out."""
+def wait_for_line(
+    child: Child, pattern: str, timeout_s: float, *, progress: str, show: Callable[[str], None]
+) -> re.Match[str] | None:
+    """Wait for a matching line in the child's log; None when it ends or times out.
+
+    Args:
+        child: which logs.
+        pattern: of the line.
+        timeout_s: how long.
+        progress: pattern of lines to show meanwhile, whose first group is the text.
+        show: gets each new text.
+    """
     deadline = time.monotonic() + timeout_s
+    shown = ""
     while time.monotonic() < deadline:
-        match = re.search(pattern, _tail(child.log_path, child.offset), re.MULTILINE)
+        log = _tail(child.log_path, child.offset)
+        for text in re.findall(progress, log, re.MULTILINE)[-1:]:
+            if text != shown:
+                show(text)
+                shown = text
+        match = re.search(pattern, log, re.MULTILINE)
         if match is not None:
             return match
         if child.exit_code() is not None:

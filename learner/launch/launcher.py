@@ -210,7 +210,13 @@ class Launcher:
         child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", limit)
+        ready = children.wait_for_line(
+            child,
+            r"^replay ready at (\S+)$",
+            limit,
+            progress=r" INFO (reading .*: [\d,]+ rows.*)$",
+            show=self.view.event,
+        )
         if ready is None:
             self.replay = child
             raise RunFailed(f"replay did not start: {child.how_it_ended()}")

@@ -1,5 +1,6 @@
 """What the launcher reads from the logs of its children."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -47,3 +48,24 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
         child = children.start("x", [sys.executable, "-c", said + end], tmp_path / f"{how}.log", {})
         child.process.wait()
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
+
+
+def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> None:
+    lines = [
+        "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%",
+        "2026-11-22 07:00:05,000 replay INFO reading a.jsonl: 2,000 rows, 80%",
+    ]
+    step = "read -r go < go"  # until the test has seen the line
+    (tmp_path / "run.sh").write_text("\n".join(f"echo '{line}'; {step}" for line in lines) + "\necho ready at 7\n")
+    os.mkfifo(tmp_path / "go")
+    child = children.start("x", ["sh", "-c", f"cd {tmp_path} && . ./run.sh"], tmp_path / "x.log", {})
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        shown.append(text)
+        (tmp_path / "go").write_text("go\n")
+
+    found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
+    child.process.wait()
+    assert found is not None and found[1] == "7"
+    assert shown == ["reading a.jsonl: 1,000 rows, 40%", "reading a.jsonl: 2,000 rows, 80%"]
