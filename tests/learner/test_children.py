@@ -1,6 +1,5 @@
 """What the launcher reads from the logs of its children."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -55,15 +54,15 @@ def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> N
         "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%",
         "2026-11-22 07:00:05,000 replay INFO reading a.jsonl: 2,000 rows, 80%",
     ]
-    step = "read -r go < go"  # until the test has seen the line
-    (tmp_path / "run.sh").write_text("\n".join(f"echo '{line}'; {step}" for line in lines) + "\necho ready at 7\n")
-    os.mkfifo(tmp_path / "go")
+    step = "echo '{line}'; until [ -e go-{number} ]; do sleep 0.01; done"  # until the test has seen the line
+    steps = [step.format(line=line, number=number) for number, line in enumerate(lines, start=1)]
+    (tmp_path / "run.sh").write_text("\n".join([*steps, "echo ready at 7\n"]))
     child = children.start("x", ["sh", "-c", f"cd {tmp_path} && . ./run.sh"], tmp_path / "x.log", {})
     shown: list[str] = []
 
     def show(text: str) -> None:
         shown.append(text)
-        (tmp_path / "go").write_text("go\n")
+        (tmp_path / f"go-{len(shown)}").touch()
 
     found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
     child.process.wait()
