@@ -18,6 +18,8 @@ class Restarts:
 
     limit: int
     good_run_s: float = GOOD_RUN_S
+    backoff_s: float | None = None
+    """Wait before the first restart, which doubles with each; None is at once, unless the process dies soon."""
     count: int = 0
     due: float | None = None
     """Monotonic second of the next start; None while nothing has died."""
@@ -37,8 +39,11 @@ class Restarts:
         now = time.monotonic()
         if self._ran_well(now):
             self.count = 0
-        again = self.count > 0 and now - self._started < SOON_S
-        self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S) if again else 0.0
+        if self.backoff_s is not None:
+            self._wait_s = self.backoff_s * 2**self.count
+        else:
+            again = self.count > 0 and now - self._started < SOON_S
+            self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S) if again else 0.0
         self.count += 1
         self.due = now + self._wait_s
         return f"restart {self.count} of {self.limit}" + (f" in {self._wait_s:g} s" if self._wait_s else "")
