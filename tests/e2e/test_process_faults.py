@@ -102,7 +102,8 @@ def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(
 def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     done = story.ledger()
     last = done[-1]["step"] + 3
-    run = launch.resume(story.folder, "--steps", str(last))
+    # replay waits that long for the servers of the run's first start
+    run = launch.resume(story.folder, "--steps", str(last), "--set", "network.silent_after_s=5")
     assert run.wait() == 0, run.text()[-3000:]
     steps = [row["training/global_step"] for row in run.steps()]
     assert steps == list(range(1, last + 1))
