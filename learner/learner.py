@@ -25,7 +25,7 @@ from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
 from learner.weights import WeightPublisher, digest_of
 from replay.messages import Batch
-from weight_bus.jobs import PublishReport
+from weight_bus import PublishReport
 
 log = logging.getLogger(__name__)
 

@@ -97,7 +97,7 @@ def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader
     reader.close("all steps are done", failed=False)
 
 
-def main() -> NoReturn:
+def main(make_learner: MakeLearner = Learner) -> NoReturn:
     """Entry point of one rank."""
     parser = argparse.ArgumentParser(prog="torchrun -m learner.train", description=__doc__)
     add_arguments(parser)
@@ -109,7 +109,7 @@ def main() -> NoReturn:
     try:
         config = from_arguments(args)
         set_up_logging(f"learner-{rank}", config.run_dir)
-        train(config, args.replay, resume=args.resume)
+        train(config, args.replay, resume=args.resume, make_learner=make_learner)
     except (*REFUSALS, RunEnded) as error:
         stop(rank, error)
     except (ChannelError, dist.DistError) as error:

@@ -12,8 +12,8 @@ from learner.model import Policy
 from learner.ranks import Ranks
 from learner.sharding import DTYPES, gather_pieces
 from replay.channel import load_keys
+from weight_bus import PublishReport
 from weight_bus.digest import combined
-from weight_bus.jobs import PublishReport
 from weight_bus.publisher import Publisher
 
 log = logging.getLogger(__name__)

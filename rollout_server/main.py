@@ -23,21 +23,29 @@ from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
+from weight_bus import Subscriber
 from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
 
 
-async def run(config: Config, address: str, name: str) -> int:
+async def run(
+    config: Config,
+    address: str,
+    name: str,
+    *,
+    dealer: type[AsyncDealer] = AsyncDealer,
+    subscriber: type[Subscriber] = Subscriber,
+) -> int:
     """Serve one run; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = build_engine(config)
-    dealer = AsyncDealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
+    replay = dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with RewardPool(config.reward) as rewards:
             generator = Generator(config, engine, Task(config), rewards)
-            server = RolloutServer(config, generator, dealer, name=name, fingerprint=fingerprint)
+            server = RolloutServer(config, generator, replay, name=name, fingerprint=fingerprint, subscriber=subscriber)
             # The imported libraries are hundreds of thousands of objects that never die: without this, every full
             # collection walks over them and decoding stands still meanwhile.
             gc.collect()
@@ -56,11 +64,11 @@ async def run(config: Config, address: str, name: str) -> int:
             await engine.close()
         except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
             log.error("%s: %s", name, error)
-        dealer.close()
+        replay.close()
 
 
-def main() -> int:
-    """Entry point."""
+def main(*, dealer: type[AsyncDealer] = AsyncDealer, subscriber: type[Subscriber] = Subscriber) -> int:
+    """Entry point. `dealer` and `subscriber` are its ends to replay and to the weight bus."""
     parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
@@ -75,7 +83,7 @@ def main() -> int:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name))
+            return runner.run(run(config, args.replay, args.server_name, dealer=dealer, subscriber=subscriber))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START

@@ -32,9 +32,8 @@ from scripts.bench.random_model import SHAPES, make
 from scripts.bench.run import CaseFailed, raw_broadcast
 from scripts.bench_bus_parts import steps
 from scripts.bench_bus_parts.receiver import RUN
-from weight_bus import Publisher
+from weight_bus import Publisher, PublishReport
 from weight_bus.digest import Digester, Part
-from weight_bus.jobs import PublishReport
 from weight_bus.transports import set_nccl_defaults
 
 JOIN_S = 300.0

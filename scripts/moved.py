@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 MOVED = {
+    "scripts.bus_changes": "scripts.chaos weights changes",
+    "scripts.bus_corruption": "scripts.chaos weights flips",
+    "scripts.bus_faults": "scripts.chaos bus",
+    "scripts.elastic": "scripts.chaos elastic",
+    "scripts.exact_resume": "scripts.chaos resume",
     "scripts.check_export": "learner.report.check_export",
     "scripts.lag_report": "learner.report.lag",
     "scripts.launch": "learner.launch.hosts",

@@ -9,7 +9,7 @@ import pytest
 from written_journal import Journal, a_run, groups_of, record, wire_message
 
 from scripts.chaos.checker import check
-from scripts.chaos.journal import Tail, read
+from scripts.chaos.checker.journal import Tail, read
 
 ROOT = Path(__file__).parents[2]
 
