@@ -36,10 +36,6 @@ class Rollout(Section):
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
     engine_deadline_s: float = Field(default=120.0, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""
-    forced_length_median: int = Field(default=0, ge=0)
-    """For benchmarks: answers ignore stop tokens and get lognormal lengths of this median; 0 is off."""
-    forced_length_sigma: float = Field(default=0.7, ge=0)
-    """Sigma of the forced lengths' logarithm; all are cut at max_new_tokens."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: float = Field(default=1.0, ge=0)

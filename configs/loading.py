@@ -27,6 +27,10 @@ FLAGS = {
 }
 
 
+RETIRED = ("forced_length_median", "forced_length_sigma")
+"""Of `rollout`; benchmarks set them. The config.yaml of an older run has them, and it can still be resumed."""
+
+
 class ConfigError(ValueError):
     """The configuration cannot be used; the message names key, value and suggestion."""
 
@@ -154,10 +158,18 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
     try:
-        return Config.model_validate(tree)
+        return Config.model_validate(without_retired(tree))
     except ValidationError as error:
         lines = [_explain(dict(problem), source, overrides) for problem in error.errors()]
         raise ConfigError("\n".join(lines)) from error
+
+
+def without_retired(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree without keys that are gone, where they have the value that every run had."""
+    rollout = tree.get("rollout")
+    if not isinstance(rollout, dict) or rollout.get("forced_length_median", 0) != 0:
+        return tree
+    return tree | {"rollout": {key: value for key, value in rollout.items() if key not in RETIRED}}
 
 
 def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> str:

@@ -63,7 +63,6 @@ def settings(args: argparse.Namespace, folder: Path, model: Path) -> Config:
         "max_running": args.requests,
     }
     if cuda:
-        rollout["forced_length_median"] = args.tokens  # so that one request reports every token
         bus["stage_in"] = args.stage_in
     tree: dict[str, Any] = {
         "run": {"name": "bench-bus", "dir": str(folder)},

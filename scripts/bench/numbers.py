@@ -180,8 +180,8 @@ def circumstances(run: Finished) -> dict[str, Any]:
     return {
         "settings": {
             "prompt": run.config.data.max_prompt_tokens,
-            "length_median": rollout.forced_length_median,
-            "length_sigma": rollout.forced_length_sigma,
+            "length_median": run.options.median,
+            "length_sigma": run.options.sigma,
             "length_cap": rollout.max_new_tokens,
             "groups": rollout.groups_per_step,
             "group_size": rollout.group_size,

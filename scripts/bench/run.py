@@ -124,6 +124,7 @@ def make_data(options: Options, case: Case, steps: int) -> Path:
 class Finished:
     """A run that made all its steps."""
 
+    options: Options
     config: Config
     plan: Plan
     learner: dict[str, Any]
@@ -149,7 +150,9 @@ def run_case(options: Options, case: Case, *, stream: bool = False) -> Finished:
     config = config_of(options, case, model=model, data=data, name=name, stream=stream)
     watcher = Watcher(options.limit_s)
     try:  # the launcher asks of its view what the watcher has
-        launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train")  # type: ignore[arg-type]
+        servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
+        modules: dict[str, Any] = {"learner_module": "scripts.bench.train", "server_command": servers}
+        launcher = Launcher(config, False, watcher, **modules)  # type: ignore[arg-type]
     except PlacementError as error:
         raise CaseFailed(str(error)) from error
     run_dir = Path(config.run_dir)
@@ -160,9 +163,9 @@ def run_case(options: Options, case: Case, *, stream: bool = False) -> Finished:
         launcher.watch()
         launcher.leave()
         learner = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
-        return Finished(config, plan, learner, watcher, time.monotonic() - watcher.started)
+        return Finished(options, config, plan, learner, watcher, time.monotonic() - watcher.started)
     except TimeUp as late:
-        cut_short = Finished(config, plan, {}, watcher, options.limit_s, cut_short=str(late))
+        cut_short = Finished(options, config, plan, {}, watcher, options.limit_s, cut_short=str(late))
         return what_there_is(cut_short, CaseFailed(str(late), log_tails(run_dir)))
     except (RunFailed, PlacementError, OSError, ValueError) as error:
         raise CaseFailed(str(error), log_tails(run_dir)) from error

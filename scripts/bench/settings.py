@@ -93,8 +93,6 @@ def config_of(options: Options, case: Case, *, model: Path, data: Path, name: st
             "max_new_tokens": options.cap,
             "max_running": options.max_running,
             "dtype": dtype,
-            "forced_length_median": options.median,
-            "forced_length_sigma": options.sigma,
             "restarts": 0,
         },
         "replay": {"async_lag": STREAM_LAG if stream else options.lag},

@@ -16,8 +16,9 @@ from pathlib import Path
 from configs.loading import add_arguments, from_arguments
 from configs.schema import Config
 from replay.lifeline import die_with_parent, set_up_logging
-from rollout_server.engines import Sampling, build_engine
+from rollout_server.engines import Sampling
 from rollout_server.weights import WeightFollower
+from scripts.bench.server import make_engine
 
 RUN = "bench-bus"
 LOOK_S = 0.001
@@ -30,7 +31,7 @@ class Receiver:
 
     def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
         self.config, self.name, self.out, self.requests = config, name, out, requests
-        self.engine = build_engine(config)
+        self.engine = make_engine(config)
         self.stamps: list[float] = []
         self.first_live = asyncio.Event()
         self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)

@@ -336,3 +336,10 @@ def test_an_outdated_page_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_importing_configs_brings_no_torch() -> None:
     program = "import configs, configs.loading, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2], timeout=60)
+
+
+def test_the_configuration_of_an_older_run_still_loads() -> None:
+    older = ["rollout.forced_length_median=0", "rollout.forced_length_sigma=0.7"]
+    assert load("quickstart", older) == load("quickstart")
+    with pytest.raises(ConfigError, match=r"rollout\.forced_length_median: unknown key \(value 24\)"):
+        load("quickstart", ["rollout.forced_length_median=24"])
