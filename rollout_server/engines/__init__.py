@@ -42,7 +42,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
         EngineStartFailed: SGLang did not start.
     """
     if config.rollout.engine == "torch":
-        from rollout_server.engines.torch_engine import TorchEngine
+        from rollout_server.engines.torch.engine import TorchEngine
 
         return TorchEngine.from_folder(
             config.model.path,

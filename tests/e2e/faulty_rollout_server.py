@@ -16,7 +16,7 @@ import torch
 
 from rollout_server import main as rollout_main
 from rollout_server import weights
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus import subscriber as subscriber_module
 from weight_bus.transports import make_transport
 

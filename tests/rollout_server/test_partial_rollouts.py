@@ -21,7 +21,7 @@ from replay.leases import Slot, SlotState
 from replay.partials import Partials
 from replay.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.rewards import RewardPool

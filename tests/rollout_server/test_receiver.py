@@ -18,9 +18,9 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError, decode, encode, registry
-from rollout_server.engines.sglang import receiver
-from rollout_server.engines.sglang.receiver import Handles, Receiver
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_bytes, in_words
+from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_bytes, in_words
+from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
 from weight_bus.digest import slice_digest
 from weight_bus.local_line import LENGTH, MAX_MESSAGE_BYTES, Line

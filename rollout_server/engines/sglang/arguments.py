@@ -13,10 +13,10 @@ import torch
 
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.sglang.staging import folder_tensors
+from rollout_server.engines.sglang.update.orders import folder_tensors
 from weight_bus.manifest import ITEM_SIZES
 
-LOADER = "rollout_server.engines.sglang.loader.apply"
+LOADER = "rollout_server.engines.sglang.update.loader.apply"
 STREAM_INTERVAL = 16
 """Tokens between two signs of life of a request; where SGLang records no versions it is also what is in doubt."""
 SPARE_CONTEXT = 8

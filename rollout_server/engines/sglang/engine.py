@@ -25,7 +25,7 @@ from rollout_server.engines.base import Completion, EngineError, FinishReason, H
 from rollout_server.engines.prefixes import settled
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
-from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, Update, combine, folder_tensors
+from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)

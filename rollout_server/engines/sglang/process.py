@@ -20,8 +20,8 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.cpu import prepare_cpu
 from rollout_server.engines.sglang.requests import Part, request_extra_key
-from rollout_server.engines.sglang_path import prepare_cpu
 
 log = logging.getLogger(__name__)
 

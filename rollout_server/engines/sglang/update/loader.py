@@ -1,7 +1,7 @@
 """Runs inside each scheduler of SGLang (ServerArgs.custom_weight_loader): loads an update and digests what is live.
 
 SGLang calls `apply(model, named_tensors)` between two forwards; what to do stands in the staging folder
-(rollout_server/engines/sglang/staging.py). The digest is computed in place on the tensors that the next forward reads,
+(update/orders.py). The digest is computed in place on the tensors that the next forward reads,
 so equal digests prove staging, mapping, fusion and slicing at once.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import torch
 
-from rollout_server.engines.sglang import receiver
-from rollout_server.engines.sglang.live import LiveWeights
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
+from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update.live import LiveWeights
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
 from weight_bus.staging import DTYPES
 
 _mapped: dict[str, tuple[Any, torch.Tensor]] = {}

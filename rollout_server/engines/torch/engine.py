@@ -13,11 +13,11 @@ import torch
 
 from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
 from rollout_server.engines.prefixes import settled
-from rollout_server.engines.torch_family import read_spec
-from rollout_server.engines.torch_loop import DecodeLoop
-from rollout_server.engines.torch_rows import Request
-from rollout_server.engines.torch_sampling import stream_key
-from rollout_server.engines.torch_weights import LiveWeights, RowRange, read_folder
+from rollout_server.engines.torch.family import read_spec
+from rollout_server.engines.torch.loop import DecodeLoop
+from rollout_server.engines.torch.rows import Request
+from rollout_server.engines.torch.sampling import stream_key
+from rollout_server.engines.torch.weights import LiveWeights, RowRange, read_folder
 
 logger = logging.getLogger(__name__)
 

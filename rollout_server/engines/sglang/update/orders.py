@@ -2,7 +2,7 @@
 
 The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map:
 CUDA memory by its IPC handle, host memory as a file in shared memory, and what is staged in a scheduler
-(rollout_server/engines/sglang/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
+(update/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
 pickled, and nobody but this user can open the folder.
 """
 

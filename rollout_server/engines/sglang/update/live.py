@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollout_server.engines.sglang.layout import LiveSlice, live_slices
+from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from weight_bus.digest import Digester, Part
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
