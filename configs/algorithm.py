@@ -2,16 +2,18 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
+from configs.auto import without_device
 from configs.base import Section
 
 
 class Rollout(Section):
     """Rollout servers: the engine and how it samples."""
 
-    engine: Literal["torch", "sglang"] = "torch"
-    """`torch` is embedded and made for CPUs and small models; `sglang` is the production engine."""
+    engine: Literal["auto", "torch", "sglang"] = "auto"
+    """`torch` is embedded and made for CPUs and small models, `sglang` the production engine; `auto` is torch on a CPU
+    and sglang on GPUs."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per prompt (verl: rollout.n)."""
     groups_per_step: int = Field(default=64, ge=1)
@@ -28,8 +30,8 @@ class Rollout(Section):
     """Trajectories that one engine decodes at once."""
     on_new_weights: Literal["auto", "keep_kv", "recompute_kv", "drain"] = "auto"
     """What running requests do at an update; `auto` is `drain` at lag 0 and `keep_kv` above."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the engine's weights and of the weight bus's wire."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the engine's weights and of the weight bus's wire; `auto` is float32 on a CPU, bfloat16 on GPUs."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the embedded torch engine."""
     sglang: dict[str, Any] = Field(default={})
@@ -42,6 +44,11 @@ class Rollout(Section):
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
     """How long the run waits for any rollout server before it stops with an error."""
+
+    @field_validator("engine", "dtype")
+    @classmethod
+    def _alone(cls, value: str, info: ValidationInfo) -> str:
+        return without_device(f"rollout.{info.field_name}", value)
 
 
 class Replay(Section):

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from configs.auto import without_device
 from configs.base import Section
 
 
@@ -14,8 +15,8 @@ class WeightBus(Section):
     """How buckets travel: a broadcast in a process group of the current epoch, or files in a shared folder."""
     folder: str | None = None
     """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
-    backend: Literal["gloo", "nccl", "ucc"] = "gloo"
-    """Backend of the collective transport."""
+    backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
+    """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
     apply: Literal["staged", "direct"] = "staged"
     """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
     stage_in: Literal["server", "engine"] = "server"
@@ -39,6 +40,11 @@ class WeightBus(Section):
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
 
+    @field_validator("backend")
+    @classmethod
+    def _alone(cls, value: str) -> str:
+        return without_device("weight_bus.backend", value)
+
 
 class Network(Section):
     """Addresses of the control and data plane."""
@@ -49,8 +55,9 @@ class Network(Section):
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Every process tells replay this often that it lives."""
-    silent_after_s: float = Field(default=10.0, gt=0)
-    """A peer that was silent for this long is taken for dead: its leases go back to the queue."""
+    silent_after_s: float = Field(default=30.0, gt=0)
+    """A peer that was silent for this long is taken for dead: its leases go back to the queue. Heartbeats wait behind
+    the message in front of them: the largest, of max_message_bytes, takes 20 s on a link of 100 Mbit/s."""
     max_message_bytes: int = Field(default=256 * 1024 * 1024, ge=1024)
     """Larger messages are refused before they are read."""
     insecure: bool = False

@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from configs.auto import without_device
 from configs.base import Section
 
 
@@ -28,8 +29,9 @@ class Learner(Section):
     """Global gradient norm clip."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens that one rank holds in one forward."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the forward and backward; master weights, optimizer and reductions stay float32."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
+    reductions stay float32."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
@@ -43,6 +45,11 @@ class Learner(Section):
     """How often the launcher starts a killed learner again, from its newest checkpoint (one learner node).
     An hour of good running refills it, or twice batch_deadline_s where that is longer."""
 
+    @field_validator("compute_dtype")
+    @classmethod
+    def _alone(cls, value: str) -> str:
+        return without_device("learner.compute_dtype", value)
+
 
 class Evaluation(Section):
     """Evaluation at one stated version, beside training."""
@@ -50,7 +57,7 @@ class Evaluation(Section):
     every_steps: int = Field(default=10, ge=0)
     """Evaluate versions that are multiples of this, version 0 and the last; 0 switches it off."""
     num_prompts: int = Field(default=512, ge=1)
-    """The first prompts of data.eval."""
+    """At most so many prompts, the first of data.eval; all of a smaller file."""
     greedy: bool = True
     """One greedy answer a prompt."""
     sampled: bool = True
@@ -62,8 +69,8 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """DCP state and a Hugging Face folder, written together."""
 
-    every_steps: int = Field(default=0, ge=0)
-    """Steps between checkpoints; 0 writes the last step only."""
+    every_steps: int = Field(default=50, ge=0)
+    """Steps between checkpoints, which a killed learner repeats; 0 writes the last step only."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest first."""
 

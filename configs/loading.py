@@ -4,13 +4,14 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from configs import aliases
 from configs.schema import Config
 
 PRESETS = Path(__file__).parent
@@ -71,9 +72,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with 2."""
-        unknown = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
-        bare = [word for word in unknown if re.match(r"[a-z_]+(\.[a-z_]+)*=", word)]
-        super().error(f"{message}; write {' '.join(f'--set {word}' for word in bare)}" if bare else message)
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+        notes, settings = [], []
+        for word in words:
+            name, _, value = word.partition("=")
+            key, answer = aliases.target_of(name), aliases.answer(name)
+            if answer is not None:
+                notes.append(f"{name}: {answer}")
+            if key is not None:
+                settings.append(f"--set {key}={value or '...'}")
+            elif answer is None and re.match(r"[a-z_]+(\.[a-z_]+)*=", word):
+                settings.append(f"--set {word}")
+        super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
 
 
 def read_yaml(text: str) -> Any:
@@ -160,7 +170,7 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
     try:
         return Config.model_validate(without_retired(tree))
     except ValidationError as error:
-        lines = [_explain(dict(problem), source, overrides) for problem in error.errors()]
+        lines = [line for problem in error.errors() for line in _explain(dict(problem), source, overrides)]
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -172,17 +182,23 @@ def without_retired(tree: dict[str, Any]) -> dict[str, Any]:
     return tree | {"rollout": {key: value for key, value in rollout.items() if key not in RETIRED}}
 
 
-def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
+def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Lines for one problem: one, or one for each foreign name below an unknown key."""
+    key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    texts = []
     if problem["type"] == "extra_forbidden":
-        text = f"{key}: unknown key (value {problem['input']!r}){suggestion(key)}"
+        foreign = dict(aliases.answers(key, value))
+        texts = [f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None]
+        if len(texts) < len(foreign):
+            texts.append(f"{key}: unknown key (value {value!r}){suggestion(key)}")
     elif problem["type"] == "missing":
-        text = f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
+        texts.append(f"{key}: missing; it has no default, give it in the file or with --set {key}=...")
     else:
         text = str(problem["msg"]).removeprefix("Value error, ")
-        text = f"{key}: {text} (value {problem['input']!r})" if key else text
-    given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
-    return f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
+        texts.append(f"{key}: {text} (value {value!r})" if key else text)
+    for text in texts:
+        given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
+        yield f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
 
 
 def _concerns(name: str, key: str, text: str) -> bool:

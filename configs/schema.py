@@ -9,6 +9,7 @@ import ipaddress
 from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Replay, Rollout
+from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
@@ -93,7 +94,7 @@ class Config(Section):
         return version % every == 0 or version == self.learner.total_steps
 
     def arithmetic(self) -> str:
-        """The run's arithmetic in two sentences, printed at start."""
+        """The run's arithmetic and what `auto` has become, printed at start."""
         rollout, ranks = self.rollout, self.num_learner_ranks
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         return (
@@ -103,12 +104,19 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}; weights over"
+            f" {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
         )
 
     @property
     def shares(self) -> tuple[Share, ...]:
         """Devices by node, the first learner node first."""
         return shares(self.placement)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_resolved(cls, tree: object) -> object:
+        return resolve(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _placement_is_possible(self) -> "Config":

@@ -1,18 +1,14 @@
-"""What this machine has: its GPUs, and whether the installed torch can use them. Imports no torch."""
+"""This machine as a placement sees it. Imports no torch."""
 
-import importlib.util
-import itertools
 import os
-import re
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
+from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.placement import PlacementError
 from configs.plan import Machine
 from configs.schema import Config
 
-NVIDIA_SMI_S = 20.0
+__all__ = ["count_gpus", "this_machine", "torch_has_cuda", "visible_devices"]
 
 
 def this_machine(config: Config, environment: Mapping[str, str] = os.environ) -> Machine:
@@ -36,43 +32,3 @@ def this_machine(config: Config, environment: Mapping[str, str] = os.environ) ->
             " 'cpu'"
         )
     return Machine(address, gpus=gpus if built and visible != () else 0, visible=visible)
-
-
-def count_gpus() -> int:
-    """GPUs of this machine by what the driver shows, whatever CUDA_VISIBLE_DEVICES says."""
-    try:
-        shown = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_S, env=_all_devices()
-        )
-        if shown.returncode == 0:  # knows what a container or a scheduler has left of the machine
-            return len(re.findall(r"^GPU \d+:", shown.stdout, re.MULTILINE))
-    except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
-        pass  # the driver's files tell as well
-    listed = Path("/proc/driver/nvidia/gpus")
-    if listed.is_dir():
-        return len(list(listed.iterdir()))
-    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
-
-
-def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build, read from its version file; True when that is not there."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return True
-    version = Path(spec.origin).parent / "version.py"
-    if not version.is_file():
-        return True
-    return re.search(r"^cuda\b[^=]*=\s*['\"]\d", version.read_text(encoding="utf-8"), re.MULTILINE) is not None
-
-
-def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The entries of CUDA_VISIBLE_DEVICES (numbers or UUIDs) up to the first invalid one; None when it is not set."""
-    value = environment.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return None
-    parts = (part.strip() for part in value.split(","))
-    return tuple(itertools.takewhile(lambda part: part and not part.startswith("-") and part != "NoDevFiles", parts))
-
-
-def _all_devices() -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}

@@ -47,7 +47,7 @@ def check_input(config: Config) -> None:
     """Model folder and data files.
 
     Raises:
-        PreflightError: model folder missing, weights cut short, too few positions or evaluation prompts.
+        PreflightError: model folder missing, weights cut short, or too few positions.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row (among the first 50,000).
         PromptsError: of a data file, no prompt can be rendered or none fits.
@@ -70,12 +70,7 @@ def check_input(config: Config) -> None:
     check_positions(config)
     check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
-        rows = check_prompts(config, config.data.eval, at_least=config.evaluation.num_prompts)
-        if rows < config.evaluation.num_prompts:
-            raise PreflightError(
-                f"evaluation.num_prompts: {config.evaluation.num_prompts} asked for, {config.data.eval} has {rows}"
-                " rows; lower it or give more rows"
-            )
+        check_prompts(config, config.data.eval)
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:

@@ -25,13 +25,12 @@ class PromptsError(ValueError):
     """No prompt of a data file can be used; the message names the key, the file and what to do."""
 
 
-def check_prompts(config: Config, path: str, *, at_least: int = 1) -> int:
+def check_prompts(config: Config, path: str) -> int:
     """Read the first rows of a data file and tokenise a sample of them; returns how many were read.
 
     Args:
         config: of the run; the model folder has been checked.
         path: `data.train` or `data.eval`.
-        at_least: so many rows are read, where the file has them, even above CHECKED_ROWS.
 
     Raises:
         DataError: the file is missing or has a broken row.
@@ -55,8 +54,7 @@ def check_prompts(config: Config, path: str, *, at_least: int = 1) -> int:
             f"data.max_prompt_tokens: {limit}, but none of the first {len(sample)} rows of {path} fits: their prompts"
             f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
         )
-    rest = max(CHECKED_ROWS, at_least) - len(sample)
-    return len(sample) + sum(1 for _ in itertools.islice(rows, rest))
+    return len(sample) + sum(1 for _ in itertools.islice(rows, CHECKED_ROWS - len(sample)))
 
 
 class PromptEncoder:

@@ -7,6 +7,7 @@ import jinja2.sandbox
 import pytest
 
 import configs
+from configs.learner import Checkpoint
 from configs.loading import PRESETS, leaf_keys
 from configs.schema import Config
 
@@ -81,6 +82,13 @@ def test_a_preset_fits_into_the_gpus_that_it_names(name: str) -> None:
 
 def test_every_gpu_preset_states_its_memory() -> None:
     assert set(SHAPES) == {name for name in NAMES if configs.load(name).placement.device == "cuda"}
+
+
+def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed() -> None:
+    for name in NAMES:
+        assert 0 < configs.load(name).checkpoint.every_steps <= 50
+    assert Checkpoint().every_steps == 50
+    assert configs.load("quickstart").replay.journal_keep == "all"
 
 
 def test_gsm8k_is_what_its_name_says() -> None:

@@ -134,13 +134,6 @@ def test_a_bad_row_is_refused(refused, sort6, tmp_path, line, words):
     assert [word for word in [str(file), *words] if word not in message] == [], message
 
 
-def test_too_few_evaluation_rows_are_refused(refused, sort6, tmp_path):
-    file = tmp_path / "few.jsonl"
-    file.write_text("".join((sort6.folder / "eval.jsonl").read_text().splitlines(keepends=True)[:5]))
-    message = refused(settings=[f"data.eval={file}"])
-    assert "evaluation.num_prompts: 512" in message and f"{file} has 5 rows" in message and "lower it" in message
-
-
 def test_a_taken_port_is_refused(refused):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -9,7 +9,11 @@ import pytest
 from configs.loading import load
 
 FROZEN = json.loads((Path(__file__).parent / "presets.json").read_text())
-CHANGED: dict[str, dict[str, Any]] = {"qwen3-8b-2nodes": {"learner.recompute": True}}
+CHANGED: dict[str, dict[str, Any]] = {
+    "*": {"network.silent_after_s": 30.0},
+    "quickstart": {"replay.journal_keep": "all"},
+    "qwen3-8b-2nodes": {"learner.recompute": True},
+}
 """By preset (`*`: all), the keys that have another value now. Each has a line in CHANGELOG.md."""
 
 

@@ -18,6 +18,7 @@ def config(**overrides):
         "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3},
         "placement": {"device": "cpu", "split": "1:2"},
     }
+    tree["network"] = {"silent_after_s": 10.0}
     for key, value in overrides.items():
         section, name = key.split("__")
         tree.setdefault(section, {})[name] = value

@@ -1,0 +1,60 @@
+"""`auto` in keys whose best value follows from the devices: resolved before a configuration is checked."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from configs import machine
+
+BY_DEVICE = {
+    "rollout.engine": ("torch", "sglang"),
+    "rollout.dtype": ("float32", "bfloat16"),
+    "learner.compute_dtype": ("float32", "bfloat16"),
+    "weight_bus.backend": ("gloo", "nccl"),
+}
+"""Value on a CPU, value on GPUs."""
+
+
+def without_device(key: str, value: str) -> str:
+    """A value of a section that stands alone: where nothing is placed, `auto` is what works everywhere."""
+    return BY_DEVICE[key][0] if value == "auto" else value
+
+
+def resolve(tree: dict[str, Any]) -> dict[str, Any]:
+    """The tree of a configuration with a value for each key of BY_DEVICE that it leaves out or gives as `auto`.
+
+    Sections that are no mappings are left to the schema: to be refused, or because they are whole already.
+    """
+    placement = tree.get("placement", {})
+    if isinstance(placement, BaseModel):
+        placement = placement.model_dump()
+    missing = [key for key in BY_DEVICE if _section(tree, key).get(key.partition(".")[2], "auto") == "auto"]
+    if not missing or not isinstance(placement, Mapping):
+        return tree
+    gpus = on_gpus(placement)
+    resolved = dict(tree)
+    for key in missing:
+        name, _, leaf = key.partition(".")
+        section = resolved.get(name, {})
+        if isinstance(section, Mapping):
+            # NCCL refuses two processes of a group on one GPU
+            takes_gpu = gpus and not (leaf == "backend" and placement.get("share_gpus", False))
+            resolved[name] = {**section, leaf: BY_DEVICE[key][takes_gpu]}
+    return resolved
+
+
+def on_gpus(placement: Mapping[str, Any]) -> bool:
+    """Whether a placement is of GPUs; device `auto` asks this machine, and takes named nodes for GPU nodes."""
+    device = placement.get("device", "auto")
+    if device != "auto":
+        return bool(device == "cuda")
+    if placement.get("rollout") is not None or placement.get("learner") is not None:
+        return True
+    return machine.has_usable_gpu(os.environ)
+
+
+def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = tree.get(key.partition(".")[0], {})
+    return section if isinstance(section, Mapping) else {key.partition(".")[2]: "whole"}

@@ -1,0 +1,138 @@
+"""Names of other frameworks are answered with the key here, wherever they are given."""
+
+from pathlib import Path
+
+import pytest
+
+from configs import ConfigError, load
+from configs.aliases import ALIASES, NOT_HERE
+from configs.loading import Parser, add_arguments, leaf_keys
+
+TABLE = [  # verl, slime, prime-rl, AReaL, TRL
+    ("model.path", "actor_rollout_ref.model.path", "--hf-checkpoint", "model.name", "actor.path", None),
+    (
+        "data.train",
+        "data.train_files",
+        "--prompt-data",
+        "orchestrator.train.source",
+        "train_dataset.path",
+        None,
+    ),
+    (
+        "rollout.group_size",
+        "actor_rollout_ref.rollout.n",
+        "--n-samples-per-prompt",
+        "orchestrator.group_size",
+        "gconfig.n_samples",
+        "num_generations",
+    ),
+    (
+        "rollout.groups_per_step",
+        "data.train_batch_size",
+        "--rollout-batch-size",
+        "orchestrator.batch_size",
+        "train_dataset.batch_size",
+        None,
+    ),
+    (
+        "rollout.max_new_tokens",
+        "data.max_response_length",
+        "--rollout-max-response-len",
+        "sampling.max_completion_tokens",
+        "gconfig.max_new_tokens",
+        "max_completion_length",
+    ),
+    (
+        "learner.max_tokens_per_microbatch",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        "--max-tokens-per-gpu",
+        None,
+        "actor.mb_spec.max_tokens_per_mb",
+        None,
+    ),
+    ("algorithm.clip_low", "actor_rollout_ref.actor.clip_ratio_low", "--eps-clip", None, "actor.eps_clip", "epsilon"),
+    (
+        "algorithm.clip_high",
+        "actor_rollout_ref.actor.clip_ratio_high",
+        "--eps-clip-high",
+        None,
+        None,
+        "epsilon_high",
+    ),
+    ("algorithm.loss", "algorithm.rollout_correction", "--use-tis", None, "actor.use_decoupled_loss", None),
+    (
+        "replay.async_lag",
+        "max_off_policy_threshold",
+        None,
+        "orchestrator.max_off_policy_steps",
+        "rollout.max_head_offpolicyness",
+        "max_staleness",
+    ),
+    (
+        "placement.tensor_parallel",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "--rollout-num-gpus-per-engine",
+        None,
+        None,
+        None,
+    ),
+    (
+        "checkpoint.every_steps",
+        "trainer.save_freq",
+        "--save-interval",
+        "ckpt.interval",
+        "saver.freq_steps",
+        "save_steps",
+    ),
+]
+PAIRS = [(key, name) for key, *names in TABLE for name in names if name is not None]
+
+
+@pytest.mark.parametrize(("key", "name"), PAIRS)
+def test_a_foreign_name_is_answered_with_our_key(
+    key: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = Parser(prog="main")
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"{name}=8"])
+    assert f"; {name}: it is {key} here; write --set {key}=8" in capsys.readouterr().err
+    if name.startswith("--"):
+        return
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", [f"{name}=8"])
+    assert f"{name}: unknown key; it is {key} here" in str(refused.value) and "did you mean" not in str(refused.value)
+
+
+def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\n"
+        "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 4, entropy_coeff: 0}}\n"
+    )
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    said = str(refused.value).splitlines()
+    assert [line.removeprefix(f"{path}: ") for line in said[:2]] == [
+        "actor_rollout_ref.rollout.n: unknown key; it is rollout.group_size here",
+        "actor_rollout_ref.actor.optim.lr: unknown key; it is learner.lr here",
+    ]
+    assert "ppo_mini_batch_size: unknown key; a step is one update" in said[2]
+    assert len(said) == 4 and said[3].startswith(f"{path}: actor_rollout_ref: unknown key"), "for what has no answer"
+
+
+def test_options_without_a_key_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="main")
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0"])
+    said = capsys.readouterr().err
+    assert "a step is one update and one broadcast here" in said and "write --set actor" not in said
+    assert "there is no KL term here" in said
+
+
+def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign() -> None:
+    keys = set(leaf_keys())
+    assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
+    assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()
+    assert len(ALIASES) >= 25

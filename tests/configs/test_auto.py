@@ -1,0 +1,112 @@
+"""`auto`: the engine, the dtypes and the bus's backend follow from the devices, before anything is checked."""
+
+from pathlib import Path
+
+import pytest
+
+from configs import Config, ConfigError, load, machine
+from configs.auto import BY_DEVICE
+from configs.infrastructure import WeightBus
+from configs.loading import PRESETS, dump, read_yaml
+
+ON_CPU = {"rollout.engine": "torch", "rollout.dtype": "float32", "learner.compute_dtype": "float32"}
+ON_GPU = {"rollout.engine": "sglang", "rollout.dtype": "bfloat16", "learner.compute_dtype": "bfloat16"}
+NODES = "rollout: 'node1:0', learner: 'node0:0'"
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What this machine has, to be changed; as many lookups as there are are counted by its length."""
+    found = [0]
+    monkeypatch.setattr(machine, "count_gpus", lambda: found[-1])
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return found
+
+
+def resolved(tmp_path: Path, placement: str, *settings: str) -> dict[str, str]:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t.jsonl}}\nplacement: {{{placement}}}\n")
+    return values(load(path, list(settings)))
+
+
+def values(config: Config) -> dict[str, str]:
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in BY_DEVICE}
+
+
+@pytest.mark.parametrize(
+    ("placement", "here", "expected", "backend"),
+    [
+        ("device: cpu", 8, ON_CPU, "gloo"),
+        ("device: cuda", 0, ON_GPU, "nccl"),
+        ("device: cuda, share_gpus: true", 0, ON_GPU, "gloo"),
+        ("device: auto", 0, ON_CPU, "gloo"),
+        ("device: auto", 2, ON_GPU, "nccl"),
+        ("split: '1:1'", 1, ON_GPU, "nccl"),
+        (NODES, 0, ON_GPU, "nccl"),
+        (f"device: cpu, {NODES}", 8, ON_CPU, "gloo"),
+    ],
+)
+def test_values_follow_from_the_devices(
+    tmp_path: Path, gpus: list[int], placement: str, here: int, expected: dict[str, str], backend: str
+) -> None:
+    gpus.append(here)
+    assert resolved(tmp_path, placement) == expected | {"weight_bus.backend": backend}
+    written = [f"{key}=auto" for key in BY_DEVICE]
+    assert resolved(tmp_path, placement, *written) == expected | {"weight_bus.backend": backend}
+
+
+def test_what_is_given_stays(tmp_path: Path, gpus: list[int]) -> None:
+    given = {"rollout.engine": "torch", "learner.compute_dtype": "float32", "weight_bus.backend": "ucc"}
+    settings = [f"{key}={value}" for key, value in given.items()]
+    assert resolved(tmp_path, "device: cuda", *settings) == ON_GPU | given
+
+
+def test_gpus_that_are_hidden_or_that_torch_cannot_use_are_none(
+    tmp_path: Path, gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.append(2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolved(tmp_path, "device: auto")["rollout.engine"] == "torch"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
+    assert resolved(tmp_path, "device: auto")["rollout.engine"] == "torch"
+
+
+def test_the_run_folder_holds_what_auto_became(
+    tmp_path: Path, gpus: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: m}\ndata: {train: t.jsonl}\n")
+    gpus.append(1)
+    config = load(path)
+    assert "Rollouts: sglang, bfloat16; learner: bfloat16; weights over nccl." in config.arithmetic()
+    path.write_text(dump(config))
+    monkeypatch.setattr(machine, "count_gpus", lambda: pytest.fail("a resolved file asks no machine"))
+    assert load(path) == config
+
+
+def test_checks_see_the_resolved_values(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weight_bus\.compression: 'zstd' works on host memory, and nccl on GPUs"):
+        resolved(tmp_path, "device: cuda", "weight_bus.delta=true", "weight_bus.compression=zstd")
+    with pytest.raises(ConfigError, match=r"weight_bus\.apply: 'direct' with rollout\.engine 'torch'"):
+        resolved(tmp_path, "device: cpu", "weight_bus.apply=direct")
+
+
+def test_a_section_that_stands_alone_works_everywhere() -> None:
+    assert WeightBus().backend == WeightBus(backend="auto").backend == "gloo"
+
+
+@pytest.mark.parametrize("section", ["rollout: 3", "placement: 3", "learner:", "weight_bus: [auto]"])
+def test_what_is_no_section_is_refused_by_the_schema(tmp_path: Path, section: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: {{path: m}}\ndata: {{train: t.jsonl}}\n{section}\n")
+    with pytest.raises(ConfigError, match=section.partition(":")[0]):
+        load(path)
+
+
+def test_gpu_presets_leave_these_keys_to_auto() -> None:
+    for path in PRESETS.glob("*[0-9]*.yaml"):
+        tree = read_yaml(path.read_text(encoding="utf-8"))
+        given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
+        assert not given & BY_DEVICE.keys() and values(load(path.stem))["rollout.engine"] == "sglang"
