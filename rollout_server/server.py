@@ -14,9 +14,9 @@ from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, Message, WireError
 from rollout_server.engines.base import Engine, EngineError
+from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.progress import LeaseKey, ProgressReports
-from rollout_server.weights import WeightFollower
 
 log = logging.getLogger(__name__)
 

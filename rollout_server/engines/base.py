@@ -212,8 +212,8 @@ class DirectUpdates(Protocol):
     async def receive(self, bucket: "Sequence[Entry]", index: int) -> None:
         """Receive and load the next bucket: these tensors, end to end. Raises EngineError."""
 
-    async def prove(self, entries: "Sequence[Entry]", version: int) -> Mapping[str, int]:
-        """Digests of the live tensors under these names. The engine is at `version` from now on."""
+    async def prove(self, entries: "Sequence[Entry]", version: int) -> None:
+        """Digest the live tensors under these names, for `Engine.digest`. The engine is at `version` from now on."""
 
     async def leave(self) -> None:
         """Leave the group, if there is one. Raises EngineError."""

@@ -17,7 +17,7 @@ from configs.loading import add_arguments, from_arguments
 from configs.schema import Config
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
-from rollout_server.weights import WeightFollower
+from rollout_server.follower import WeightFollower
 from scripts.bench.server import make_engine
 
 RUN = "bench-bus"

@@ -15,7 +15,7 @@ from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
-from rollout_server.weights import WeightFollower
+from rollout_server.follower import WeightFollower
 from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.transports.direct import DirectGloo
 

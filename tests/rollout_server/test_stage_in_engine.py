@@ -21,7 +21,7 @@ from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import REQUEST
-from rollout_server.weights import WeightFollower
+from rollout_server.follower import WeightFollower
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation

@@ -5,7 +5,7 @@ are a mixture of two versions until the last bucket. The loader's digests decide
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from configs.schema import Config
 from replay.channel.interfaces import InterfaceError, bind_collectives
@@ -62,9 +62,9 @@ class DirectGroup:
             flush_cache=False,
         )
 
-    async def prove(self, entries: Sequence[Entry], version: int) -> Mapping[str, int]:
+    async def prove(self, entries: Sequence[Entry], version: int) -> None:
         """See `DirectUpdates.prove`."""
-        return await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
+        await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
 
     async def leave(self) -> None:
         """See `DirectUpdates.leave`."""

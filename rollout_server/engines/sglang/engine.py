@@ -274,12 +274,11 @@ class SGLangEngine:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
 
-    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> Mapping[str, int]:
-        """Digests of live tensors (name, dtype, shape) that SGLang has received by itself, as `version` from now on."""
+    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> None:
+        """Digest the live tensors (name, dtype, shape) that SGLang has received by itself: `version` from now on."""
         self._staging.name_tensors(tensors)
         await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
-        return await self.digest()
 
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
