@@ -278,7 +278,7 @@ def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]
                 await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
                 beats = len(wire.of(m.Renew))
                 await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
-            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.working
+            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
 
     run(main)
 
