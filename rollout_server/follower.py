@@ -70,8 +70,6 @@ class WeightFollower:
         direct = direct_updates(config, engine)
         self._direct = DirectEnd(self, direct) if direct is not None else None
         self._stages = staging_in(config, engine)
-        self._load: Callable[[Any, int], Awaitable[None]] = self._stages.load if self._stages else engine.load
-        """Loads an update that is staged, here or in the engine."""
         # of all subscribers: the engine has it mapped, and another one's would be a second set on its GPU
         self._staging = Staging()
 
@@ -186,8 +184,9 @@ class WeightFollower:
             subscriber.close()
 
     def load(self, version: int, update: Any) -> Digests:
-        """Begin an update with what is staged; digests of what the engine holds then."""
-        return self.begin(version, partial(self._load, update, version))
+        """Begin an update with what is staged, here or in the engine; digests of what the engine holds then."""
+        load = self._stages.load if self._stages is not None else self.engine.load
+        return self.begin(version, partial(load, update, version))
 
     def begin(self, version: int, load: Callable[[], Awaitable[None]]) -> Digests:
         """Pause, run `load`; digests of what the engine holds then."""
