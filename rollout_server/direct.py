@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class DirectEnd:
-    """Implements the bus's DirectReceiver: the engine's calls from the subscriber's thread, its errors as the bus's."""
+    """Implements `DirectReceiver`: calls the engine from the subscriber's thread, translates its errors."""
 
     def __init__(self, follower: "WeightFollower", updates: DirectUpdates) -> None:
         self._follower = follower

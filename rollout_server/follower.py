@@ -70,7 +70,7 @@ class WeightFollower:
         direct = direct_updates(config, engine)
         self._direct = DirectEnd(self, direct) if direct is not None else None
         self._stages = staging_in(config, engine)
-        # of all subscribers: the engine has it mapped, and another one's would be a second set on its GPU
+        # of all subscribers: the engine keeps it mapped, so another set would not fit beside it on a GPU
         self._staging = Staging()
 
     def follow(self, address: str, run_id: str) -> None:
@@ -116,7 +116,7 @@ class WeightFollower:
     # ---- on the event loop -----------------------------------------------------------------------------
 
     async def _update(self, version: int, load: Callable[[], Awaitable[None]]) -> AsyncGenerator[Digests, Proven]:
-        """Pause, load, prove, resume. Yields what the engine holds, and goes on when that is the version."""
+        """Pause, load, prove, resume. Yields the engine's digests; continues once they are proven."""
         await self.pause()
         self._serves = False
         await load()
@@ -136,12 +136,12 @@ class WeightFollower:
             self.gauges["pausing_s"] = time.monotonic() - began
 
     async def call_off(self) -> None:
-        """An update ended before it touched the engine: go on, if it was serving."""
+        """Resume a serving engine after an update that ended before touching it."""
         if self._serves:
             await self._go_on()
 
     def touch(self) -> None:
-        """The engine is about to receive a part of an update."""
+        """Note that the engine receives a part of an update."""
         self._serves = False
 
     async def _go_on(self) -> None:
@@ -151,7 +151,7 @@ class WeightFollower:
         self._paused_at, self._serves = None, True
 
     async def _resumed(self, proven: Proven) -> None:
-        """The rest of the update that has been proven."""
+        """Run the rest of the proven update."""
         assert self._updating is not None
         with suppress(StopAsyncIteration):  # its end
             await self._updating.asend(proven)
@@ -184,18 +184,18 @@ class WeightFollower:
             subscriber.close()
 
     def load(self, version: int, update: Any) -> Digests:
-        """Begin an update with what is staged, here or in the engine; digests of what the engine holds then."""
+        """Start an update from the staging buffers; digests of what the engine then holds."""
         load = self._stages.load if self._stages is not None else self.engine.load
         return self.begin(version, partial(load, update, version))
 
     def begin(self, version: int, load: Callable[[], Awaitable[None]]) -> Digests:
-        """Pause, run `load`; digests of what the engine holds then."""
+        """Pause, run `load`; digests of what the engine then holds."""
         self.announce_wait()
         self._updating = self._update(version, load)
         return self.wait_for(self._updating.asend(None))  # type: ignore[arg-type]  # how a generator begins
 
     def announce_wait(self) -> None:
-        """Tell the publisher when the engine will apply this version late, so that it is not taken for slow."""
+        """Announce to the publisher that the engine applies this version late, and why."""
         held, drains = self.wait_for(self._reasons_to_wait())
         if self._subscriber is None or self._paused_at is not None:
             return  # one that stands still already waits for nothing
@@ -210,5 +210,5 @@ class WeightFollower:
         return self.engine.holds(), self.config.on_new_weights == "drain" and bool(self.engine.running_tokens())
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns that runs on the engine's loop."""
+        """Run a coroutine on the engine's loop; its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

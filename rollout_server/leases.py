@@ -1,4 +1,4 @@
-"""Leases and evaluations in work, and their results until replay has them."""
+"""Leases and evaluations in progress, and their results until replay has them."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[li
 
 
 class Leases:
-    """What this server works on."""
+    """Leases in progress and results without an acknowledgement."""
 
     def __init__(self, config: Config, generator: Generator, dealer: AsyncDealer) -> None:
         self._generator = generator
@@ -66,7 +66,7 @@ class Leases:
             self._generator.abort(_request_id(key))
 
     def acked(self, ack: m.Ack) -> None:
-        """Forget a group that replay has, or does not want."""
+        """Drop a group that replay has answered."""
         self.unacked.pop((ack.pass_, ack.index, ack.attempt), None)
         if ack.status == "rejected":
             log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
@@ -83,20 +83,20 @@ class Leases:
         self._evaluated = {which: result for which, result in self._evaluated.items() if which[0] != version}
         await self._generator.engine.unpin(version)
 
-    # ---- said again ------------------------------------------------------------------------------------
+    # ---- renewals and resends ------------------------------------------------------------------------------------
 
     def begin_again(self) -> None:
-        """Before Hello: replay may have forgotten what it was sent, as after a start of its own."""
+        """Forget what replay was sent: it may have restarted. Called before Hello."""
         self._reports.begin_again()
 
     async def send_again(self) -> None:
-        """Send every result that replay may not have."""
+        """Send every result that replay has not acknowledged."""
         await self._resend(time.monotonic(), 0.0)
         for result in list(self._evaluated.values()):
             await self._dealer.send(result)
 
     async def renew(self, now: float) -> None:
-        """Renew what is worked on; send groups again that were not acked."""
+        """Renew leases in progress; resend groups without an acknowledgement."""
         running = self._generator.running_tokens()
         if self.working:
             working = [(key, _request_id(key)) for key in self.working]
@@ -133,7 +133,7 @@ class Leases:
             self.working.pop(key, None)
 
     async def _group(self, lease: m.Lease, key: LeaseKey) -> m.Group:
-        """The lease's group. A request that the engine refuses is the lease's failure while the engine lives."""
+        """Generate the lease's group. A refused request fails the lease while the engine lives."""
         try:
             return await self._generator.group(lease, _request_id(key))
         except EngineError as error:

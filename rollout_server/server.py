@@ -17,7 +17,7 @@ from rollout_server.leases import Leases
 log = logging.getLogger(__name__)
 
 WELCOME_BEATS = 2.0
-"""Heartbeats after which a Hello that got no Welcome, or none with the bus's address, is said again."""
+"""Heartbeats after which Hello is repeated without a Welcome that names the bus's address."""
 
 
 class RunEnded(Exception):
@@ -48,7 +48,7 @@ class RolloutServer:
         self.incarnation = 0
         """Of the learner that made it."""
         self._hello_at, self._waits_for_welcome = 0.0, False
-        """When Hello was said last, and whether no Welcome with the bus's address has come since."""
+        """When Hello was sent last, and whether no Welcome with the bus's address has come since."""
         self.leases = Leases(config, generator, dealer)
         self.started = time.monotonic()
         self.activity, self.activity_since = "joining", self.started
@@ -56,11 +56,11 @@ class RolloutServer:
 
     @property
     def capacity(self) -> int:
-        """Leases to hold: what the engine decodes at once and a quarter more, so that it never runs dry."""
+        """Leases to hold: the engine's batch and a quarter more, so that it never runs dry."""
         return max(1, -(-5 * self.config.rollout.max_running // (4 * self.config.rollout.group_size)))
 
     async def join(self) -> None:
-        """Say Hello (again)."""
+        """Send Hello, and what replay may have lost."""
         self.leases.begin_again()
         self._hello_at, self._waits_for_welcome = time.monotonic(), True
         await self.dealer.send(
@@ -160,7 +160,7 @@ class RolloutServer:
             await self.leases.renew(now)
 
     async def _repeat(self, now: float) -> None:
-        """Say again what replay must know: any message may be lost when a process or a connection dies."""
+        """Repeat the current state: any message may be lost with a process or a connection."""
         if self._waits_for_welcome and now - self._hello_at > WELCOME_BEATS * self.config.network.heartbeat_s:
             await self.join()
         else:

@@ -66,7 +66,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
 
 
 def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
-    """The engine's end of the weight bus where it receives by itself (weight_bus.apply: direct); None where not.
+    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise.
 
     Raises:
         EngineError: this engine cannot.
@@ -82,7 +82,7 @@ def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
 
 
 def staging_in(config: Config, engine: Engine) -> StagesItself | None:
-    """The engine's receiver where updates are staged in it (weight_bus.stage_in: engine); None where not.
+    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise.
 
     Raises:
         EngineError: this engine cannot, or would be taken for dead before a broadcast that hangs is given up.

@@ -1,4 +1,4 @@
-"""The `sglang` engine: SGLang in this process, its schedulers as children, weights applied by a loader of ours.
+"""The `sglang` engine: frontend in this process, schedulers as children, our weight loader inside.
 
 engine         what the rollout server calls
 requests       one answer over the parts that updates cut it into; versions of its tokens (pure)

@@ -28,7 +28,7 @@ def stand_in_folder(package: str) -> Path:
 
 
 def prepare_cpu() -> tuple[str, ...]:
-    """Let SGLang be imported here and in the processes that it starts; calling it again changes nothing.
+    """Make SGLang importable here and in its child processes; idempotent.
 
     Returns:
         The packages that stand-ins are in use for, for example ("sgl_kernel", "torchvision", "triton").

@@ -195,7 +195,7 @@ class SGLangEngine:
         return tokens
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
-        """See `Engine.progress`; up to the last sign of life of each answer, a stream interval ago at most."""
+        """See `Engine.progress`; a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]
         return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
 
@@ -231,7 +231,7 @@ class SGLangEngine:
         self._paused = True
 
     async def _stop_parts(self, mode: PauseMode) -> None:
-        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
+        """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
             left = "running requests (replay.lease_s)"
             await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
@@ -265,7 +265,7 @@ class SGLangEngine:
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """SGLang is about to receive a part of an update by itself: `resume` and `pin` refuse until it is proven.
+        """Mark the engine as half updated: `resume` and `pin` refuse until a proof.
 
         Raises:
             EngineError: not paused.
@@ -275,7 +275,7 @@ class SGLangEngine:
         self._half_updated, self._digests = reason, None
 
     async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> None:
-        """Digest the live tensors (name, dtype, shape) that SGLang has received by itself: `version` from now on."""
+        """Digest tensors (name, dtype, shape) that SGLang has received by itself, as `version`."""
         self._staging.name_tensors(tensors)
         await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
@@ -301,12 +301,12 @@ class SGLangEngine:
         return combine(replies, self._staging.shapes())
 
     async def digest(self) -> Mapping[str, int]:
-        """See `Engine.digest`: of the last load, which took it on the live tensors; asked again, taken anew."""
+        """See `Engine.digest`; taken by the last load, computed anew when asked again."""
         taken, self._digests = self._digests, None
         return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
 
     async def in_schedulers(self, write: Callable[[StagingFolder], None]) -> Mapping[str, int]:
-        """Have the schedulers carry out a request between two forwards; the digests that they reply, if any."""
+        """Run an order in all schedulers between two forwards; their digests, if any."""
         was_paused = self._paused
         if not was_paused:
             await self._sglang.pause()

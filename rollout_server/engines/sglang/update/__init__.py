@@ -1,4 +1,4 @@
-"""The last mile of a weight: from the bus's staging into the live tensors of SGLang's schedulers.
+"""The last mile of a weight: from staging into the schedulers' live tensors.
 
 orders    the folder through which the rollout server and its schedulers speak about an update
 loader    runs inside each scheduler: carries out an order between two forwards

@@ -86,7 +86,7 @@ def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> Live
 
 
 def check_addresses(model: Any) -> None:
-    """Graphs that were captured before the first update read its memory for ever, so it must not move.
+    """Check that no parameter has moved: captured graphs keep reading the old memory.
 
     Raises:
         RuntimeError: it has. Digests of where it lies now would prove nothing about what is decoded with.
@@ -105,7 +105,7 @@ def check_addresses(model: Any) -> None:
 
 
 def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
-    """Names and whole tensors of an update; the same list while they lie where they lay."""
+    """Names and whole tensors of an update; the same list while memory is unchanged."""
     global _staged
     memory = [_map(number, described, rank) for number, described in enumerate(request["memory"])]
     key = [request["tensors"], *map(id, memory)]
@@ -120,8 +120,7 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 
 
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
-    """Flat uint8 over memory of the server, or of rank 0; stays mapped until its place in the request names other
-    memory."""
+    """Flat uint8 over memory of the server or rank 0, mapped until the request names another."""
     if described["kind"] == "staged":
         if rank == 0:  # a process cannot open its own handles
             return receiver.bucket(number, described["take"])
