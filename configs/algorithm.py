@@ -22,10 +22,6 @@ class Rollout(Section):
     """An answer is cut (finish reason `length`) after this many tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; behaviour and trainer logprobs are both taken at it."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Refused below 1 until the truncation mask is carried to the learner."""
-    top_k: int = -1
-    """Refused above 0 until the truncation mask is carried to the learner."""
     max_running: int = Field(default=256, ge=1)
     """Trajectories that one engine decodes at once."""
     on_new_weights: Literal["auto", "keep_kv", "recompute_kv", "drain"] = "auto"
@@ -90,8 +86,6 @@ class Algorithm(Section):
     """GRPO: reward minus group mean, over the group's standard deviation."""
     normalize_by_std: bool = True
     """Divide by the group's standard deviation (off: Dr. GRPO)."""
-    advantage_epsilon: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
     max_flat_drops: float = Field(default=4.0, gt=0)

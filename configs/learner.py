@@ -8,7 +8,7 @@ from configs.auto import without_device
 from configs.base import Section
 
 
-class Learner(Section):
+class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
     total_steps: int = Field(default=100, ge=1)

@@ -13,7 +13,7 @@ from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, Learner, Limits
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
@@ -40,7 +40,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     weight_bus: WeightBus = WeightBus()
@@ -174,16 +174,6 @@ class Config(Section):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sampling_is_carried(self) -> "Config":
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            key, value = ("top_p", self.rollout.top_p) if self.rollout.top_p < 1 else ("top_k", self.rollout.top_k)
-            raise ValueError(
-                f"rollout.{key}: {value} truncates the sampling distribution, and the learner would not know the mask;"
-                " take top_p=1.0 and top_k=-1 and shape the distribution by rollout.temperature"
             )
         return self
 

@@ -6,7 +6,11 @@ from numpy.typing import NDArray
 Float32 = NDArray[np.float32]
 
 
-def grpo(rewards: Float32, groups: NDArray[np.int32], *, normalize_by_std: bool, epsilon: float) -> Float32:
+EPSILON = 1e-4
+"""Added to a group's standard deviation."""
+
+
+def grpo(rewards: Float32, groups: NDArray[np.int32], *, normalize_by_std: bool, epsilon: float = EPSILON) -> Float32:
     """Group-relative advantages: (reward − group mean) / (group std + epsilon).
 
     GRPO (Shao et al. 2024, DeepSeekMath, section 4.1); without the division Dr. GRPO (Liu et al. 2025). The paper

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PretrainedConfig
 
-from configs.learner import Learner
+from configs.learner import LearnerSettings
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def choose(config: Learner, model: PretrainedConfig, device: torch.device) -> str:
+def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.device) -> str:
     """The attention implementation of a run: PADDED, VARLEN or LOOP.
 
     `auto` is VARLEN where that runs and padding elsewhere. `varlen` is an unpadded row in any case: where the kernel

@@ -121,12 +121,7 @@ class Learner:
     def update(self, batch: Batch) -> Update:
         """Advantages, forward, backward, clip, AdamW."""
         algorithm = self.config.algorithm
-        advantages = grpo(
-            batch.all_rewards,
-            batch.all_groups,
-            normalize_by_std=algorithm.normalize_by_std,
-            epsilon=algorithm.advantage_epsilon,
-        )
+        advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=algorithm.normalize_by_std)
         active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
         self.rollouts.write_if_due(batch, advantages)
         lag = self.config.replay.async_lag

@@ -104,7 +104,7 @@ def prepare(args: argparse.Namespace) -> Config:
         name = free_run_name(config)
         if name != config.run.name:
             say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
-            config = from_arguments(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run.name={name}"]}))
+            config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
     check_files(config, has_input=has_input)
     return config
 

@@ -56,6 +56,8 @@ class GroupBuffer:
         self.line = Line()
         self.formed: Formed | None = None
         self.counters: Counter[str] = Counter()
+        self.fruitless = 0
+        """Prompts that were dropped since a group was last accepted."""
         self._load = load
 
     @property
@@ -97,6 +99,7 @@ class GroupBuffer:
         """Remove a group for good, counted under its reason; its place goes to the next prompt."""
         del self.slots[slot.group_id]
         self.counters[f"dropped/{reason}"] += 1
+        self.fruitless += 1
 
     def stale(self) -> list[Slot]:
         """Groups of the next batch that hold tokens above the lag bound; to be treated before `form`."""
@@ -243,3 +246,9 @@ class GroupBuffer:
         if count:
             self.counters["tokens_masked"] += num
         return replace(group, loss_mask=np.where(over_age, np.uint8(0), group.loss_mask))
+
+
+def drops(counters: Counter[str]) -> dict[str, int]:
+    """Dropped groups by reason, the most frequent one first."""
+    found = {name.partition("/")[2]: count for name, count in counters.items() if name.startswith("dropped/") and count}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -16,8 +16,9 @@ from replay.channel.frames import encode
 from replay.evaluations import EvaluationBoard
 from replay.journal import Journal, Location
 from replay.journal.format import Frames
-from replay.lease_desk import Send, stream_seed
+from replay.lease_desk import Send
 from replay.peers import Peer, Peers
+from replay.prompts import stream_seed
 from replay.validation import problem_with_evaluation
 
 log = logging.getLogger(__name__)

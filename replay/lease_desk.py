@@ -14,7 +14,8 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from replay.buffer import GroupBuffer
+from replay.bounded_log import BoundedLog
+from replay.buffer import GroupBuffer, drops
 from replay.channel import Message
 from replay.channel.frames import encode
 from replay.journal import Journal
@@ -22,7 +23,7 @@ from replay.journal.format import Frames
 from replay.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.partials import Partials
 from replay.peers import Peer, Peers
-from replay.prompts import PromptSource
+from replay.prompts import PromptSource, stream_seed
 from replay.validation import Bounds, problem_with
 
 log = logging.getLogger(__name__)
@@ -55,12 +56,8 @@ class LeaseDesk:
         send: Send,
         fail: Callable[[str], None],
     ) -> None:
-        self.vocab_size = vocab_size
-        self.config = config
-        self.journal = journal
-        self.buffer = buffer
-        self.source = source
-        self.peers = peers
+        self.config, self.journal, self.vocab_size = config, journal, vocab_size
+        self.buffer, self.source, self.peers = buffer, source, peers
         self.leases = Leases(config.replay.lease_s, config.replay.max_attempts)
         self.counters = buffer.counters
         self.partials: Partials | None = None
@@ -79,6 +76,9 @@ class LeaseDesk:
         self.flat_drops = 0
         """Groups that dynamic sampling has dropped since the last batch was taken."""
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
+        self.last_drop = ""
+        """Group, reason and detail of the last drop."""
+        self._bounded = BoundedLog(log)
         self._shares = Shares()
         self._send = send
         self._fail = fail
@@ -100,19 +100,19 @@ class LeaseDesk:
         for slot in list(Leases.expired(self.buffer.slots.values(), now)):
             peer = self.peers.get(slot.server or "")
             who = peer.describe(now) if peer else slot.server
-            log.warning(
-                "replay: lease of group %s (attempt %d) expired: not renewed for %.0f s by %s [slow]",
-                slot.group_id, slot.attempt, self.leases.lease_s, who,
+            self._bounded.warning(
+                "expired", "replay: lease of group %s (attempt %d) expired: not renewed for %.0f s by %s",
+                slot.group_id, slot.attempt, self.leases.lease_s, who, symptom="slow",
             )  # fmt: skip
             if peer is not None:
                 self._cancel(slot, peer.identity, "lease expired")
-            self._release(slot, "expired")
+            self._release(slot, "expired", f"not renewed by {who}")
 
     def server_lost(self, identity: str) -> int:
         """Give the leases of a server that is gone to others; how many there were."""
         held = list(Leases.held_by(self.buffer.slots.values(), identity))
         for slot in held:
-            self._release(slot, "server_lost")
+            self._release(slot, "server_lost", identity)
         return len(held)
 
     def grant(self, now: float) -> None:
@@ -260,7 +260,7 @@ class LeaseDesk:
             for problem in self.partials.take(message, held, Bounds(self.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
 
-    def _release(self, slot: Slot, reason: str) -> None:
+    def _release(self, slot: Slot, reason: str, detail: str) -> None:
         reason = reason if reason in RELEASES else "other"
         self.counters[f"leases_released/{reason}"] += 1
         self._write("release", slot, attempt=slot.attempt, reason=reason)
@@ -268,17 +268,22 @@ class LeaseDesk:
             self.partials.released(slot.group_id, reason)
         dropped = self.leases.release(slot, reason)
         if reason in NEVER_AGAIN:
-            self.drop(slot, reason)
+            self.drop(slot, reason, detail)
         elif dropped is not None:
-            log.error(
-                "replay: group %s is %s: %d attempts failed and %d were interrupted, the last: %s",
+            self._bounded.warning(
+                dropped, "replay: group %s is %s: %d attempts failed and %d were interrupted, the last: %s",
                 slot.group_id, dropped, slot.failures, slot.interruptions, reason,
             )  # fmt: skip
-            self.drop(slot, dropped)
+            self.drop(slot, dropped, f"{reason}: {detail}")
 
-    def drop(self, slot: Slot, reason: str) -> None:
-        """This group is never trained; counted under its reason."""
+    def drop(self, slot: Slot, reason: str, detail: str = "") -> None:
+        """This group is never trained; counted under its reason. A whole pass of these ends the run."""
+        self.last_drop = f"group {slot.group_id[0]}/{slot.group_id[1]}: {reason}" + (f": {detail}" if detail else "")
         self.buffer.drop(slot, reason)
+        if self.buffer.fruitless >= len(self.source):
+            counts = ", ".join(f"{count} {name}" for name, count in drops(self.counters).items())
+            whole = f"data.train: {self.buffer.fruitless} prompts in a row, a whole pass over the data, were dropped"
+            self._fail(f"{whole} ({counts}); the last, {self.last_drop}")
         self._write("drop", slot, reason=reason)
         if self.partials is not None:
             self.partials.forget(slot.group_id)
@@ -323,10 +328,12 @@ class LeaseDesk:
         problem = problem_with(group, slot, self.config, bounds)
         if problem is not None:
             self.counters["groups_rejected"] += 1
-            log.warning("replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem)
+            self._bounded.warning(
+                "rejected", "replay: group %s of %r rejected: %s", slot.group_id, peer.name, problem, symptom="corrupt"
+            )
             self._ack(peer, group, "rejected", problem)
             if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
-                self._release(slot, "rejected")
+                self._release(slot, "rejected", problem)
             return
         policies = [(incarnation, version) for incarnation, version in group.policies]
         if not policies:
@@ -350,6 +357,7 @@ class LeaseDesk:
         fields = {"group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity}
         slot.location = self.journal.append("group", fields, frames)
         slot.group, slot.state, slot.server = group, SlotState.BUFFERED, None
+        self.buffer.fruitless = 0
         if self.partials is not None:
             self.partials.forget(slot.group_id)
         if not self.config.algorithm.dynamic_sampling or np.ptp(group.rewards) > 0:
@@ -375,11 +383,11 @@ class LeaseDesk:
             return
         if slot.attempt != cancel.attempt:
             return
-        log.warning(
-            "replay: %r gave up group %s (attempt %d): %s: %s",
+        self._bounded.warning(
+            cancel.reason if cancel.reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
             peer.name, slot.group_id, slot.attempt, cancel.reason, cancel.detail,
         )  # fmt: skip
-        self._release(slot, cancel.reason)
+        self._release(slot, cancel.reason, cancel.detail)
         if cancel.reason == "reward_error":
             self.reward_errors.append(True)
             failed, limit = sum(self.reward_errors), self.config.reward.max_error_rate
@@ -389,10 +397,3 @@ class LeaseDesk:
                     f" {len(self.reward_errors)} groups; reward.max_error_rate {limit:g} allows"
                     f" {int(limit * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {cancel.detail}"
                 )
-
-
-def stream_seed(seed: int, a: int, b: int) -> int:
-    """A random stream of its own for each prompt of each pass, below 2^31."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB + 1) & ((1 << 64) - 1)
-    mixed ^= mixed >> 31
-    return (mixed * 0xD6E8FEB86659FD93 & ((1 << 64) - 1)) >> 33

@@ -154,6 +154,7 @@ def _group(service: "Service", record: Record, _: float) -> None:
     slot = service.buffer.slots[group_id_of(record.fields["group"])]
     slot.state, slot.server, slot.location = SlotState.BUFFERED, None, record.location
     service.counters["groups_accepted"] += 1
+    service.buffer.fruitless = 0
 
 
 def _drop(service: "Service", record: Record, _: float) -> None:

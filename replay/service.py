@@ -15,6 +15,7 @@ from typing import Any
 from configs.schema import Config
 from replay import messages as m
 from replay.batch_desk import BatchDesk
+from replay.bounded_log import BoundedLog
 from replay.buffer import GroupBuffer
 from replay.channel import Message, WireError, may_be
 from replay.evaluation_desk import EvaluationDesk
@@ -29,9 +30,6 @@ from replay.snapshot import snapshot_of
 from replay.status import batch_stats, status_of
 
 log = logging.getLogger(__name__)
-
-LOUD = 100
-"""So many refused messages have a line each in the log, then every so many-th."""
 
 
 class Service:
@@ -92,6 +90,7 @@ class Service:
         self.failed = False
         self.learner_nodes = learner_keys(config)
         self._handlers = self._reactions()
+        self._bounded = BoundedLog(log)
 
     def _reactions(self) -> dict[type[Message], Callable[[Peer, Any, float], None]]:
         """What follows from each message of an admitted peer; groups and results, which have frames, are apart."""
@@ -157,10 +156,8 @@ class Service:
         peer = self.peers.get(identity)
         symptom = getattr(problem, "symptom", "corrupt")
         self.counters[f"{symptom}_messages"] += 1
-        count = self.counters[f"{symptom}_messages"]
-        if count <= LOUD or count % LOUD == 0:  # nobody fills the disk with our log
-            name = peer.name if peer else identity[:40]
-            log.warning("replay: message of %s refused: %s (no. %d) [%s]", name, problem, count, symptom)
+        name = peer.name if peer else identity[:40]
+        self._bounded.warning(symptom, "replay: message of %s refused: %s", name, problem, symptom=symptom)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
             self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 

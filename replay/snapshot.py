@@ -25,6 +25,7 @@ def snapshot_of(service: "Service") -> dict[str, Any]:
         "gone": [list(entry) for entry in desk.gone],
         "published": desk.published,
         "flat_drops": desk.flat_drops,
+        "fruitless": buffer.fruitless,
         "proceeding": service.batch_desk.proceeding,
         "counters": dict(service.counters),
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
@@ -49,6 +50,7 @@ def take_over(service: "Service", fields: dict[str, Any], now: float) -> None:
     """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
     buffer, desk = service.buffer, service.desk
     buffer.version, desk.published, desk.flat_drops = fields["version"], fields["published"], fields["flat_drops"]
+    buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
     service.incarnations.number = fields["incarnation"]
     service.batch_desk.restart(fields["incarnation"])
     service.batch_desk.proceeding = fields["proceeding"]

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from replay.buffer import drops
 from replay.leases import SlotState
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
         if missing is not None
         else None,
         "waits": waits(service, now),
+        "waiting": waiting(service),
         "peers": [
             {
                 "name": peer.name,
@@ -49,6 +51,44 @@ def status_of(service: "Service", now: float) -> dict[str, Any]:
         "repeats_until": buffer.line.last_committed if buffer.line.last_committed > buffer.version else None,
         "ended": service.ended,
     }
+
+
+def waiting(service: "Service") -> dict[str, Any] | None:
+    """Why the batch that was asked for cannot be formed; None while there is no such batch."""
+    buffer, desk, step = service.buffer, service.desk, service.buffer.version + 1
+    if not service.batch_desk.takes.get(step) or step in service.batch_desk.batches:
+        return None
+    here, idle, dropped = buffer.count(SlotState.BUFFERED), idle_servers(service), drops(service.counters)
+    why = f"batch {step} has {min(here, buffer.groups_per_step)} of {buffer.groups_per_step} groups"
+    if dropped:
+        why += f"; dropped so far: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}"
+    if desk.last_drop:
+        why += f"; the last, {desk.last_drop}"
+    for server in idle:
+        why += f"; {server['name']!r} has no lease: {server['why']}"
+    return {"step": step, "why": why, "dropped": dropped, "last_drop": desk.last_drop, "idle_servers": idle}
+
+
+def idle_servers(service: "Service") -> list[dict[str, Any]]:
+    """Rollout servers without a lease although there are prompts to lease: name, policy and why."""
+    buffer, found = service.buffer, []
+    queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
+    busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
+    needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
+    for peer in service.peers.role("rollout_server"):
+        serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
+        if peer.identity in busy or not (queued or buffer.room > 0):
+            continue
+        if not peer.capacity:
+            why = "it asks for none"
+        elif not service.desk.is_on_line(peer):
+            why = f"{serves}, which incarnation {service.incarnation} has replaced"
+        elif peer.version < needed:
+            why = f"{serves}, and the next prompt needs version {needed}"
+        else:
+            continue
+        found.append({"name": peer.name, "version": peer.version, "incarnation": peer.incarnation, "why": why})
+    return found
 
 
 def waits(service: "Service", now: float) -> list[dict[str, Any]]:

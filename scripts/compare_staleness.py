@@ -21,8 +21,7 @@ from configs.loading import ConfigError, load
 from learner.launch.launcher import Launcher
 from learner.main import run
 from learner.report.live_view import LiveView
-from replay.lease_desk import stream_seed
-from replay.prompts import PromptSource, load_rows
+from replay.prompts import PromptSource, load_rows, stream_seed
 from scripts.bench.server import forced_length
 from scripts.compare_corrections import CompareError, run_module
 from scripts.lag_report import ReportError, read_rows, report

@@ -20,7 +20,7 @@ from weight_bus import messages as bus_messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "rollout_server", "learner", "weight_bus")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
 GENERATED = {"configuration.md", "metrics.md"}
 RUNNERS = {"learner.main", "rollout_server.main", "replay.main"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}

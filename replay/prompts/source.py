@@ -126,3 +126,10 @@ def _fingerprint(rows: Sequence[Row]) -> str:
     for row in rows:
         digest.update(cast(bytes, msgpack.packb(row)))
     return digest.hexdigest()
+
+
+def stream_seed(seed: int, a: int, b: int) -> int:
+    """A random stream of its own for each prompt of each pass, below 2^31."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB + 1) & ((1 << 64) - 1)
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93 & ((1 << 64) - 1)) >> 33

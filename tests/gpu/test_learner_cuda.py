@@ -72,6 +72,7 @@ def configured(folder: Path, mode: str, dtype: str, **learner: Any) -> Config:
     return make_config(
         folder,
         replay={"async_lag": 2},
+        rollout={"dtype": "float32"},
         placement={"device": "cuda"},
         learner={"attention": mode, "compute_dtype": dtype, "adam_epsilon": 1e-6, **learner},
     )

@@ -82,7 +82,6 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
         batch.all_rewards,
         batch.all_groups,
         normalize_by_std=algorithm.normalize_by_std,
-        epsilon=algorithm.advantage_epsilon,
     )
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
     packed = pack(batch, advantages, active, async_lag=config.replay.async_lag, unpadded=policy.unpadded)

@@ -387,6 +387,63 @@ def test_only_who_holds_a_lease_renews_it():
     assert made.buffer.slots[0, given.index].deadline == 19.0
 
 
+def gives_up(made, count, reason="prompt_not_rendered"):
+    """Server 'a' cannot do anything with the next prompts."""
+    for number in range(count):
+        for given in lease(made):
+            cancel = {"pass_": given.pass_, "index": given.index, "attempt": given.attempt}
+            made.handle("a", m.Cancel(**cancel, reason=reason, detail=f"no template, {number}"), 1.0)
+            if made.ended:
+                return
+
+
+def test_a_pass_that_gives_no_group_ends_the_run_with_the_counts_and_the_last_reason():
+    made = service(num_rows=12)
+    gives_up(made, 11)
+    assert made.ended is None
+    gives_up(made, 5, "prompt_too_long")
+    assert made.failed and "12 prompts in a row, a whole pass over the data, were dropped" in made.ended
+    assert "11 prompt_not_rendered, 1 prompt_too_long" in made.ended and "prompt_too_long: no template, 0" in made.ended
+
+
+def test_one_group_of_a_pass_is_enough_to_go_on():
+    made = service(num_rows=12)
+    gives_up(made, 11)
+    (given,) = lease(made)
+    made.handle("a", group_message(given, [0]), 1.0)
+    gives_up(made, 11)
+    assert made.ended is None and made.counters["dropped/prompt_not_rendered"] == 22
+
+
+def test_what_is_dropped_without_end_is_not_logged_without_end(caplog):
+    made = service(num_rows=1000)
+    gives_up(made, 350)
+    lines = [record.getMessage() for record in caplog.records if "gave up group" in record.getMessage()]
+    assert len(lines) == 102 and lines[-1].endswith("(no. 300)")
+
+
+def test_status_says_why_no_batch_can_be_formed():
+    made = service()
+    gives_up(made, 3)
+    make_step(made, 1)
+    learner(made, "l2", version=0)
+    made.handle("l2", m.Take(step=1, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=4, version=1, incarnation=1), 0.0)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    made.handle("l2", m.Committed(step=2, digest="d2"), 0.0)
+    made.handle("l2", m.Take(step=3, rank=0), 0.0)
+    made.handle("x", m.StatusRequest(), 1.0)
+    found = sent(made, "x", m.Status)[-1].state["waiting"]
+    assert found["step"] == 3 and found["dropped"] == {"prompt_not_rendered": 3}
+    assert "prompt_not_rendered: no template, 2" in found["last_drop"]
+    replaced = {"name": "rollout-a", "version": 1, "incarnation": 1}
+    (mine,) = [server for server in found["idle_servers"] if server["name"] == "rollout-a"]
+    assert mine == replaced | {"why": "it serves version 1 of incarnation 1, which incarnation 2 has replaced"}
+    for part in ("batch 3 has ", "3 prompt_not_rendered", found["last_drop"], "'rollout-a' has no lease: it serves"):
+        assert part in found["why"]
+
+
 def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
     made = service(algorithm__dynamic_sampling=True, algorithm__max_flat_drops=0.5)
     for given in lease(made, capacity=4):
