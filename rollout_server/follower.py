@@ -40,6 +40,7 @@ class WeightFollower:
         name: of this rollout server.
         on_live: called with (version, incarnation) when the engine serves a proven version.
         on_quarantine: called with the reason when the engine holds something else.
+        subscriber: makes the ends of the bus.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class WeightFollower:
         *,
         on_live: Callable[[int, int], Awaitable[None]],
         on_quarantine: Callable[[str], Awaitable[None]],
+        subscriber: type[Subscriber] = Subscriber,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -59,6 +61,7 @@ class WeightFollower:
         self.gauges: dict[str, float] = {"weight_updates": 0.0, "pause_s": 0.0, "pausing_s": 0.0, "quarantines": 0.0}
         self._on_live = on_live
         self._on_quarantine = on_quarantine
+        self._make_subscriber = subscriber
         self._loop = asyncio.get_running_loop()
         self._subscriber: Subscriber | None = None
         self._thread: threading.Thread | None = None
@@ -87,7 +90,7 @@ class WeightFollower:
             self._subscriber.stop()  # its thread ends by itself; joining it here would block this loop
         self.address = address
         stages, bus = self._stages, self.config.weight_bus
-        subscriber = Subscriber(
+        subscriber = self._make_subscriber(
             address,
             name=self.name,
             config=bus,

@@ -26,6 +26,7 @@ from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
+from weight_bus import Subscriber
 from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
@@ -33,10 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a rollout server is made of; benchmarks take variants."""
+    """What a rollout server is made of; benchmarks and fault campaigns take variants."""
 
     engine: Callable[[Config], Engine] = build_engine
     generator: Callable[[Config, Engine, Task, RewardPool], Generator] = Generator
+    dealer: type[AsyncDealer] = AsyncDealer
+    subscriber: type[Subscriber] = Subscriber
 
 
 STANDARD = Parts()
@@ -47,11 +50,13 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = parts.engine(config)
-    dealer = AsyncDealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
+    dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with RewardPool(config.reward) as rewards:
             generator = parts.generator(config, engine, Task(config), rewards)
-            server = RolloutServer(config, generator, dealer, name=name, fingerprint=fingerprint)
+            server = RolloutServer(
+                config, generator, dealer, name=name, fingerprint=fingerprint, subscriber=parts.subscriber
+            )
             # The imported libraries are hundreds of thousands of objects that never die: without this, every full
             # collection walks over them and decoding stands still meanwhile.
             gc.collect()

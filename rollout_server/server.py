@@ -13,6 +13,7 @@ from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator
 from rollout_server.leases import Leases
+from weight_bus import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,14 @@ class RolloutServer:
     """One engine and its leases."""
 
     def __init__(
-        self, config: Config, generator: Generator, dealer: AsyncDealer, *, name: str, fingerprint: dict[str, str]
+        self,
+        config: Config,
+        generator: Generator,
+        dealer: AsyncDealer,
+        *,
+        name: str,
+        fingerprint: dict[str, str],
+        subscriber: type[Subscriber] = Subscriber,
     ) -> None:
         self.config = config
         self.generator = generator
@@ -41,7 +49,12 @@ class RolloutServer:
         self.name = name
         self.fingerprint = fingerprint
         self.follower = WeightFollower(
-            config, self.engine, name, on_live=self._went_live, on_quarantine=self._went_dark
+            config,
+            self.engine,
+            name,
+            on_live=self._went_live,
+            on_quarantine=self._went_dark,
+            subscriber=subscriber,
         )
         self.version: int | None = None
         """Version that is live and proven; None while no lease may be asked for."""
