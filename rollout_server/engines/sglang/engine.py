@@ -12,7 +12,6 @@ that it did not compute itself. What an update does to running requests:
 import asyncio
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,9 +21,9 @@ import torch
 
 from configs.schema import Config
 from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, Partial, PauseMode, Sampling
-from rollout_server.engines.prefixes import settled
+from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
+from rollout_server.engines.sglang.requests import Answer, Part, first_error
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.waiting import Waits
 
@@ -103,11 +102,7 @@ class SGLangEngine:
             EngineError: the request or a prefix does not fit, `pinned` is not held, or SGLang refuses it or is dead.
         """
         given = settled(prefixes, n, sampling, self._sglang.vocab_size)
-        check_prompt(
-            token_ids, sampling.max_new_tokens, max_context=self._max_context, vocab_size=self._sglang.vocab_size
-        )
-        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
-            raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
+        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._sglang.vocab_size)
         if pinned is not None:
             if pinned not in self._pins or pinned != self._version:
                 raise EngineError(f"version {pinned} is not held here; version {self._version} is live")

@@ -178,20 +178,6 @@ def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
     return "stop" if kind == "stop" else "abort"
 
 
-def check_prompt(token_ids: Sequence[int], new_tokens: int, *, max_context: int, vocab_size: int) -> None:
-    """Raises EngineError for a request that the engine could not serve as asked."""
-    if not token_ids or new_tokens < 1:
-        raise EngineError(f"prompt of {len(token_ids)} tokens, max_new_tokens {new_tokens}: each must be at least 1")
-    if len(token_ids) + new_tokens > max_context:
-        raise EngineError(
-            f"prompt of {len(token_ids)} tokens + max_new_tokens {new_tokens} exceeds the context of {max_context}"
-            " (data.max_prompt_tokens + rollout.max_new_tokens)"
-        )
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise EngineError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
-
-
 def quantile(values: Iterable[float], share: float) -> float:
     """The value at `share` of the sorted values, 0 without any."""
     ordered = sorted(values)
