@@ -27,6 +27,13 @@ class EngineStartFailed(RuntimeError):
     """The engine did not start; a restart may help, for example once memory is free."""
 
 
+def first_error(group: BaseException) -> BaseException:
+    """The first exception in a group that is no group itself."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How one request samples."""

@@ -20,10 +20,19 @@ from pathlib import Path
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, Partial, PauseMode, Sampling
+from rollout_server.engines.base import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    Partial,
+    PauseMode,
+    Sampling,
+    first_error,
+)
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part, first_error
+from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.waiting import Waits
 

@@ -182,11 +182,3 @@ def quantile(values: Iterable[float], share: float) -> float:
     """The value at `share` of the sorted values, 0 without any."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def first_error(group: BaseExceptionGroup[Exception]) -> BaseException:
-    """The first exception of a task group that is no group itself."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
