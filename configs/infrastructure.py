@@ -63,7 +63,7 @@ class Network(Section):
     insecure: bool = False
     """Allow a non-loopback bind without keys."""
     keys: str | None = None
-    """Folder of CURVE keys (scripts/make_keys.py); with it every socket of the run is encrypted and authenticated."""
+    """Folder of CURVE keys (`python -m replay.keys`): every socket of the run is encrypted and authenticated."""
     env: dict[str, str] = Field(default={})
     """Environment of every process on every node, for example `{NCCL_SOCKET_IFNAME: eth0, NCCL_IB_HCA: mlx5}`."""
 

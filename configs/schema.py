@@ -234,7 +234,7 @@ class Config(Section):
         if not is_loopback(network.host) and network.keys is None and not network.insecure:
             raise ValueError(
                 f"network.host: {network.host!r} leaves the loopback interface and no keys are configured;"
-                " bind 127.0.0.1, make keys (python -m scripts.make_keys --out keys) and set network.keys=keys, or set"
+                " bind 127.0.0.1, make keys (python -m replay.keys --out keys) and set network.keys=keys, or set"
                 " network.insecure=true on a network that you trust"
             )
         return self

@@ -21,6 +21,7 @@ from learner.launch import playback, resuming
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, free_run_name
 from learner.launch.prompt_check import PromptsError
+from learner.launch.quickstart_input import InputError, is_missing, make_if_missing
 from learner.launch.servers import RunFailed
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
@@ -28,7 +29,6 @@ from replay.fingerprint import FingerprintError
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
-from replay.prompts.quickstart_input import InputError, is_missing, make_if_missing
 
 REFUSALS = (
     ConfigError,

@@ -19,7 +19,6 @@ from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_ke
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
-from replay.prompts.quickstart_input import InputError, make_if_missing
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
@@ -94,10 +93,9 @@ def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
-        make_if_missing(config, args.config)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(run(config, args.replay, args.server_name, parts))
-    except (ConfigError, InputError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
+    except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
     except (ChannelError, EngineStartFailed) as error:

@@ -20,11 +20,11 @@ import numpy as np
 from configs.loading import ConfigError, load
 from learner.launch.launcher import Launcher
 from learner.main import run
+from learner.report.lag import ReportError, read_rows, report
 from learner.report.live_view import LiveView
 from replay.prompts import PromptSource, load_rows, stream_seed
 from scripts.bench.server import forced_length
 from scripts.compare_corrections import CompareError, run_module
-from scripts.lag_report import ReportError, read_rows, report
 
 ROOT = Path(__file__).parents[1]
 POLICIES = ("wait", "mask", "drop")
@@ -146,7 +146,7 @@ def main() -> int:
     out, data = args.out.resolve(), ROOT / "data" / f"sort6-seed{args.seed}"
     results: dict[str, dict[str, Any]] = {}
     try:
-        run_module(["scripts.make_sort6", "--out", str(data), "--seed", str(args.seed)])
+        run_module(["learner.examples.sort6", "--out", str(data), "--seed", str(args.seed)])
         model = with_room(data / "model", out)
         for policy in POLICIES:
             results[policy] = train(policy, model, data, out, lag=args.lag, seed=args.seed, steps=args.steps)

@@ -56,7 +56,7 @@ def check_input(config: Config) -> None:
     if not folder.is_dir():
         raise PreflightError(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
-            " a tokenizer (python -m scripts.make_sort6 --out data/sort6 makes the quick start's)"
+            " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -163,7 +163,7 @@ def check_keys(config: Config) -> None:
     if keys is not None and keys.client_public not in keys.clients:
         raise PreflightError(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
-            f" {keys.name!r} that this node connects with; copy the whole folder that scripts/make_keys.py made"
+            f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"
         )
 
 

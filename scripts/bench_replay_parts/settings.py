@@ -10,7 +10,7 @@ import numpy as np
 
 from configs.loading import dump, validate
 from configs.schema import Config
-from scripts import make_keys
+from replay import keys as make_keys
 
 Fsync = Literal["every", "interval", "never"]
 VOCAB_SIZE = 151_936

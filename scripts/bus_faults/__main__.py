@@ -174,7 +174,7 @@ def cases_of(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 def make_data(folder: Path) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return (ROOT / folder).resolve()
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.work is not None and args.work.exists() and any(args.work.iterdir()):
         parser.error(f"--work {args.work}: is not empty; take another folder")
     subprocess.run(
-        [sys.executable, "-m", "scripts.make_sort6", "--out", str(args.data)], cwd=ROOT, check=True, timeout=300
+        [sys.executable, "-m", "learner.examples.sort6", "--out", str(args.data)], cwd=ROOT, check=True, timeout=300
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("chaos: SIGTERM received; everything that was started is ended"))
     work = args.work or Path(tempfile.mkdtemp(prefix="chaos-"))

@@ -97,7 +97,7 @@ def arguments(variant: Variant, work: Path, data: Path, name: str, num_faults: i
         *variant.settings,
     ]
     if variant.keys:
-        command = (sys.executable, "-m", "scripts.make_keys", "--out", str(work / "keys"))
+        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
         subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
         values.append(f"network.keys={work}/keys")
     return [word for value in values for word in ("--set", value)]

@@ -14,6 +14,7 @@ from types import TracebackType
 
 from configs.loading import load
 from configs.schema import Config
+from learner.launch.hosts.status_client import ask_replay
 from scripts.chaos import processes
 from scripts.chaos.logs import Logs
 from scripts.chaos.proxy import Link, Proxy
@@ -21,7 +22,6 @@ from scripts.chaos.settings import ROOT, SERVERS, START_S, STEPS_PER_FAULT, Vari
 from scripts.chaos.skewed_clock import DOUBLE
 from scripts.chaos.skewed_clock import ROLES as CLOCKS
 from scripts.chaos.watch import Producer, Watch
-from scripts.launch.asking import ask_replay
 
 TICK_S = 0.004
 PACE_EVERY_S = 0.3

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.work is not None and args.work.exists() and any(args.work.iterdir()):
         parser.error(f"--work {args.work}: is not empty; take another folder")
     data: Path = (args.data or ROOT / f"data/sort6-seed{args.seed}").resolve()
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(data), "--seed", str(args.seed)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(data), "--seed", str(args.seed)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("elastic: SIGTERM received; all that was started is ended"))
     work: Path = (args.work or Path(tempfile.mkdtemp(prefix="elastic-"))).resolve()

@@ -12,13 +12,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from learner.report.summary import evaluations, summarize
 from scripts.chaos.checker import Report, check
 from scripts.chaos.journal import read
 from scripts.elastic.account import Account, Diary
 from scripts.elastic.plan import FIRST
 from scripts.elastic.run import Facts
 from scripts.elastic.witness import diary_of
-from scripts.summarize_run import evaluations, summarize
 
 
 @dataclass(slots=True)

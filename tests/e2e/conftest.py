@@ -96,7 +96,7 @@ def processes():
 def sort6(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sort6") / "data"
     subprocess.run(
-        [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", "0"],
+        [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", "0"],
         cwd=ROOT,
         check=True,
         timeout=120,

@@ -163,7 +163,7 @@ def settings_of(tmp_path, sort6, go_on, *more):
 
 def make_keys(tmp_path):
     """Keys on the machine of the start scripts, and an empty folder in their place on each host."""
-    command = [sys.executable, "-m", "scripts.make_keys", "--out", str(tmp_path / "keys"), "--clients", "node1,node2"]
+    command = [sys.executable, "-m", "replay.keys", "--out", str(tmp_path / "keys"), "--clients", "node1,node2"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
 
 
@@ -202,7 +202,7 @@ def is_ready(run, tmp_path, switch, node):
     """What Kubernetes would ask, on that host."""
     words = ["--role", "rollout", "--node", node, "--hosts", str(tmp_path / "hosts")]
     words += ["--config", str(run.folder / "config.yaml")]
-    line = shlex.join([sys.executable, "-m", "scripts.launch.ready", *words])
+    line = shlex.join([sys.executable, "-m", "learner.launch.hosts.ready", *words])
     command = [str(tmp_path / "enter"), switch.host(node), f"cd {ROOT} && {line}"]
     return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
 

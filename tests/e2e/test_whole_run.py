@@ -41,7 +41,7 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(launch, so
 
 
 def test_the_exported_folder_answers_as_the_last_evaluation_says(launch):
-    from scripts.check_export import check
+    from learner.report.check_export import check
 
     run = launch("evaluation.every_steps=3", "evaluation.sampled=false", steps=3)
     assert run.wait() == 0, run.text()[-3000:]

@@ -22,7 +22,6 @@ def test_what_is_not_installed_is_not_started_again(
         raise ExceptionGroup("serving", [ExceptionGroup("following", [error])])
 
     monkeypatch.setattr(rollout_main, "run", run)
-    monkeypatch.setattr(rollout_main, "make_if_missing", lambda *_: None)
     monkeypatch.setattr(rollout_main, "set_up_logging", lambda *_: None)
     arguments = ["--config", str(CONFIG), "--replay", "tcp://127.0.0.1:1", "--set", f"run.dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["rollout_server.main", *arguments])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from bus_harness import CONFIG, HOST, RUN, Engine, digests, until, weights
 
+from replay import keys as make_keys
 from replay.channel import ChannelError, Keys, handshake, load_keys
-from scripts import make_keys
 from weight_bus import BusClosed, Publisher, Subscriber
 
 

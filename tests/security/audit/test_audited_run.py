@@ -33,7 +33,7 @@ PROCESSES = ("learner.main", "learner.train", "replay.main", "rollout_server.mai
 @pytest.fixture(scope="session")
 def sort6(tmp_path_factory):
     """The quick start's input without its half minute of training: what is learned here is of no interest."""
-    from scripts.make_sort6 import build_model, rows, save_tokenizer, split_prompts
+    from learner.examples.sort6 import build_model, rows, save_tokenizer, split_prompts
 
     folder = tmp_path_factory.mktemp("untrained") / "data"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`python -m scripts.summarize_run runs/x [--train-seconds S]`: one line of JSON about a finished run.
+"""`python -m learner.report.summary runs/x [--train-seconds S]`: one line of JSON about a finished run.
 
 Everything is read from the run folder: metrics.jsonl (evaluations, lag, broadcasts) and ledger.jsonl (which
 groups were trained in which step).
@@ -44,7 +44,7 @@ def evaluations(rows: list[dict[str, Any]], mode: str) -> list[tuple[int, float]
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.summarize_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.report.summary", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--train-seconds", type=float, default=None)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""scripts.lag_report on run folders written here: the table, the numbers, the bound, and folders that are none."""
+"""learner.report.lag on run folders written here: the table, the numbers, the bound, and folders that are none."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ def step(histogram, *, tokens=0, largest=0.0, mean=0.0):
 
 
 def lag_report(*folders):
-    command = [sys.executable, "-m", "scripts.lag_report", *map(str, folders)]
+    command = [sys.executable, "-m", "learner.report.lag", *map(str, folders)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 

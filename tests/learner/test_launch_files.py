@@ -12,8 +12,8 @@ import yaml
 
 import configs
 from configs.loading import PRESETS
-from scripts.launch import kubernetes
-from scripts.launch.hosts import HostsError, parse_hosts
+from learner.launch.hosts import kubernetes
+from learner.launch.hosts.host_file import HostsError, parse_hosts
 
 ROOT = Path(__file__).parents[2]
 FOUR = "qwen3-14b-4nodes"
@@ -35,7 +35,7 @@ def script(name: str, *arguments: str, environment: dict[str, str] | None = None
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys") / "keys"
-    command = [sys.executable, "-m", "scripts.make_keys", "--out", str(folder), "--clients", "node1,nodes"]
+    command = [sys.executable, "-m", "replay.keys", "--out", str(folder), "--clients", "node1,nodes"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
     return folder
 
@@ -61,7 +61,7 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path: Path, fo
         ["node0", "10.0.0.1", "learner ranks 0-7", "0-7", "weight bus 29600, rendezvous 29400"],
         ["node1", "10.0.0.2", "learner ranks 8-15", "0-7", "-"],
     ]
-    assert "ubuntu@gpu0 'cd " in shown.stdout and "-m scripts.launch.node --stdin --role learner" in shown.stdout
+    assert "ubuntu@gpu0 'cd " in shown.stdout and "-m learner.launch.hosts.node --stdin --role learner" in shown.stdout
     _, after_node0 = shown.stdout.split("ubuntu@gpu0 '")
     of_node0, of_node1 = after_node0.split("\nnode1: ssh")
     assert "server.key_secret (mode 0600)" in of_node0 and "clients/learner.key_secret" in of_node0
@@ -112,7 +112,7 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     (commands / "srun").write_text(
         "#!/bin/bash\n"
         'for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done\n'
-        'if [[ "$*" == *scripts.launch.node* ]]; then\n'
+        'if [[ "$*" == *learner.launch.hosts.node* ]]; then\n'
         f'  echo "$machine: ${{*: -14}}" >>{tmp_path}/steps; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0\n'
         "fi\n"
         'echo "10.1.0.${machine#m}"\n'
@@ -168,7 +168,7 @@ def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
             words[words.index("--role") + 1] == role and words[words.index("--index") + 1] == "$(JOB_COMPLETION_INDEX)"
         )
         probe = container["readinessProbe"]["exec"]["command"]
-        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "scripts.launch.ready" in probe[2]
+        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "learner.launch.hosts.ready" in probe[2]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
         secret = yaml.safe_load((folder / f"keys-{role}.yaml").read_text())
@@ -225,7 +225,7 @@ def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -
         ("node0 10.0.0.1\n", [], ["node1", "not in the host file", "add a line"]),
         (HOSTS.replace("gpus=8 ssh", "gpus=4 ssh"), [], ["node0:7", "needs 8 GPUs", "node0 has 4"]),
         (HOSTS, ["network.keys=null"], ["node0", "network.host", "10.0.0.1", "network.keys"]),
-        (HOSTS, ["network.keys=no/such/keys"], ["no/such/keys", "scripts.make_keys"]),
+        (HOSTS, ["network.keys=no/such/keys"], ["no/such/keys", "replay.keys"]),
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_does(

@@ -1,4 +1,4 @@
-"""Which key files a node needs (scripts/make_keys.py), and putting them where network.keys points on that node."""
+"""Which key files a node needs (`python -m replay.keys`), and putting them where network.keys points on that node."""
 
 import os
 from pathlib import Path, PurePosixPath
@@ -14,10 +14,10 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
     """Contents of the key files of a node, by their path inside the folder; empty without keys.
 
     Args:
-        folder: network.keys on this machine, as scripts/make_keys.py made it.
+        folder: network.keys on this machine, as `python -m replay.keys` made it.
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
-            the public keys of all who may connect.
+            the public keys of all admitted clients.
 
     Raises:
         KeysError: the folder or a file is missing, or a file may be read by others.

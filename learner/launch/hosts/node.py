@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.node`: one node's part of a run, under whatever started it.
+"""`python -m learner.launch.hosts.node`: one node's part of a run, under whatever started it.
 
 Over ssh its order comes as the first line of stdin, and the end of stdin (the ssh session or the start script is gone)
 ends everything here. Slurm and Kubernetes give it files instead, and end it themselves.
@@ -19,24 +19,31 @@ from configs.loading import ConfigError
 from configs.placement import PlacementError
 from learner.launch import children
 from learner.launch.children import Child
+from learner.launch.hosts.host_file import HostsError
+from learner.launch.hosts.key_files import write_keys
+from learner.launch.hosts.log_tail import Following
+from learner.launch.hosts.node_spec import (
+    Assignment,
+    NodeSpecError,
+    add_spec_arguments,
+    read_spec,
+    resolve,
+    spec_of_arguments,
+)
+from learner.launch.hosts.requeue import decide, read_start, write_start
+from learner.launch.hosts.status_client import ask_replay
 from learner.launch.preflight import PreflightError, check_available
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from replay.channel import ChannelError, KeysError
 from replay.lifeline import PARENT
-from scripts.launch.asking import ask_replay
-from scripts.launch.following import Following
-from scripts.launch.hosts import HostsError
-from scripts.launch.keys import write_keys
-from scripts.launch.order import Assignment, OrderError, add_order_arguments, order_of_files, read_order, understand
-from scripts.launch.requeue import decide, read_start, write_start
 
 POLL_S = 0.1
-ORDER_S = 60.0
+SPEC_S = 60.0
 """How long the order may take to come."""
-MAX_ORDER_BYTES = 16 * 1024 * 1024
+MAX_SPEC_BYTES = 16 * 1024 * 1024
 PATIENCE_S = 15.0
 """The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
-REFUSALS = (ConfigError, PlacementError, HostsError, KeysError, OrderError, PreflightError, ChannelError)
+REFUSALS = (ConfigError, PlacementError, HostsError, KeysError, NodeSpecError, PreflightError, ChannelError)
 
 
 class Ended(Exception):
@@ -45,9 +52,9 @@ class Ended(Exception):
 
 def main() -> int:
     """Entry point: 0 when this node's part ended well."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
-    add_order_arguments(parser)
+    add_spec_arguments(parser)
     parser.add_argument(
         "--resume-if-begun", action="store_true", help="run.name is this job's own: where its folder is, resume it"
     )
@@ -56,11 +63,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _raise_ended)
     try:
-        order = read_order(first_line()) if args.stdin else order_of_files(args)
-        assignment = understand(order, host=args.host, renumber=args.renumber)
-        write_keys(assignment.config.network.keys, order.keys)
+        spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
+        assignment = resolve(spec, host=args.host, renumber=args.renumber)
+        write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
-        return node.run_learner() if order.role == "learner" else node.run_servers()
+        return node.run_learner() if spec.role == "learner" else node.run_servers()
     except REFUSALS as error:
         return _say(f"refused: {error}", 2)
     except RunFailed as failure:
@@ -73,7 +80,7 @@ class Node:
     """The processes of one role on this machine."""
 
     def __init__(self, assignment: Assignment, *, lifeline: bool, resume_if_begun: bool = False) -> None:
-        check_available(assignment.config, runs_servers=assignment.order.role == "rollout")
+        check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
         self.assignment = assignment
         self.config = assignment.config
         self._lifeline = lifeline
@@ -96,7 +103,7 @@ class Node:
 
     def run_servers(self) -> int:
         """Rollout servers, started again as the launcher does, until the run ends; 1 when one was given up."""
-        by_name = {process.name: process for process in self.assignment.plan.of(self.assignment.order.node, "rollout")}
+        by_name = {process.name: process for process in self.assignment.plan.of(self.assignment.spec.node, "rollout")}
         logs = Path(self.config.run_dir) / "logs"
 
         def start(name: str) -> Child:
@@ -118,8 +125,8 @@ class Node:
         return 0
 
     def _launcher(self) -> Child:
-        order, folder = self.assignment.order, Path(self.config.run_dir) / "launch"
-        resume = order.resume
+        spec, folder = self.assignment.spec, Path(self.config.run_dir) / "launch"
+        resume = spec.resume
         if resume is None and self._resume_if_begun and decide(folder.parent, say_line):
             resume = str(folder.parent)
         write_start(folder.parent, resumes=resume is not None)
@@ -128,24 +135,24 @@ class Node:
             f"network.replay_port={self.config.network.replay_port}",
         ]
         source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
-        overrides = [*(order.overrides if resume else []), *settings, "placement.local_rollouts=false"]
+        overrides = [*(spec.overrides if resume else []), *settings, "placement.local_rollouts=false"]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
         for override in overrides:
             command += ["--set", override]
-        return self._child("launcher", command, folder / f"{order.node}-launcher.log", {})
+        return self._child("launcher", command, folder / f"{spec.node}-launcher.log", {})
 
     def _ranks(self) -> Child:
-        node = self.assignment.order.node
+        node = self.assignment.spec.node
         (process,) = self.assignment.plan.of(node, "learner")
         run_name = self._wait_for_run_name()
         if not (Path(self.config.run.dir) / run_name / "config.yaml").is_file():
-            raise OrderError(
+            raise NodeSpecError(
                 f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
                 " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
             )
         log = Path(self.config.run.dir) / run_name / "logs" / f"learner-{node}.log"
         command = [*process.command, "--set", f"run.name={run_name}"]
-        if self.assignment.order.resume is None and read_start(Path(self.config.run_dir)):
+        if self.assignment.spec.resume is None and read_start(Path(self.config.run_dir)):
             command += ["--resume"]
         environment = {**process.environment, PARENT: str(os.getpid())}
         return self._child(f"learner-{node}", command, log, environment)
@@ -163,7 +170,7 @@ class Node:
                 return answer.run_name
             self._breathe()
         raise ChannelError(
-            f"{self.assignment.order.node} waited {limit:g} s for replay at {self.assignment.replay}: nothing came",
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {self.assignment.replay}: nothing came",
             "silent",
         )
 
@@ -180,15 +187,15 @@ class Node:
 
 
 def first_line() -> str:
-    """The first line of stdin. Raises OrderError when none comes."""
-    deadline, found = time.monotonic() + ORDER_S, b""
+    """The first line of stdin. Raises NodeSpecError when none comes."""
+    deadline, found = time.monotonic() + SPEC_S, b""
     while not found.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([0], [], [], left)[0]:
-            raise OrderError(f"no order came on stdin within {ORDER_S:g} s")
+            raise NodeSpecError(f"no order came on stdin within {SPEC_S:g} s")
         piece = os.read(0, 1 << 16)
-        if not piece or len(found) > MAX_ORDER_BYTES:
-            raise OrderError("stdin ended before the order was whole" if not piece else "the order is too long")
+        if not piece or len(found) > MAX_SPEC_BYTES:
+            raise NodeSpecError("stdin ended before the order was whole" if not piece else "the order is too long")
         found += piece
     return found.decode("utf-8", "replace")
 
@@ -208,12 +215,12 @@ def _raise_ended(number: int, _frame: FrameType | None) -> None:
 
 
 def say_line(text: str) -> None:
-    """One line to whoever started this node."""
+    """Write one line to standard output."""
     _say(text)
 
 
 def _say(text: str, code: int = 0) -> int:
-    """One line to whoever started this node; the code is handed back. Nobody may listen any more."""
+    """Write one line to standard output, which may have no reader any more; returns the code."""
     try:
         sys.stdout.write(f"slipstream: {text}\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`python -m scripts.lag_report RUN_DIR...`: trained tokens by lag, from metrics.jsonl and config.yaml of each run.
+"""`python -m learner.report.lag RUN_DIR...`: trained tokens by lag, from metrics.jsonl and config.yaml of each run.
 
 One line per run: its bound (`replay.async_lag`), mean lag, tokens above the bound (which must be none) and the
 tokens of each lag. For runs at lag 0 also how far the engine's logprobs are from the trainer's, which is rounding
@@ -120,13 +120,13 @@ def _small(value: float | None) -> str:
 
 def main() -> int:
     """Entry point; 0 when every run kept its bound."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.lag_report", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.report.lag", description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     args = parser.parse_args()
     try:
         runs = [report(run_dir) for run_dir in args.run_dirs]
     except ReportError as error:
-        sys.stderr.write(f"lag_report: {error}\n")
+        sys.stderr.write(f"lag: {error}\n")
         return 2
     sys.stdout.write(table(runs) + "\n")
     sys.stdout.write(json.dumps({"runs": runs}) + "\n")

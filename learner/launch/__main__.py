@@ -1,6 +1,8 @@
-"""`python -m scripts.launch.main learner|rollout --hosts FILE | --slurm | --kubernetes`: a run on several machines.
+"""`python -m learner.launch learner|rollout`: one side of a run on this host, over ssh, under Slurm or in Kubernetes.
 
-scripts/start_learner.sh and scripts/start_rollout_nodes.sh call it. `--dry-run` shows what would run where.
+Without --hosts, --slurm or --kubernetes it is this host's: `learner` takes the arguments of `python -m learner.main`,
+`rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`. `--dry-run` shows what would run.
+PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is its address for rollout servers.
 """
 
 import argparse
@@ -17,20 +19,19 @@ from configs.loading import ConfigError, Parser, add_arguments, dump, from_argum
 from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Role, assign, table
 from configs.schema import Config
+from learner.launch.hosts import here, kubernetes, slurm, ssh
+from learner.launch.hosts.host_file import Host, HostsError, read_hosts
+from learner.launch.hosts.key_files import keys_for
+from learner.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
 from replay.channel import KeysError
-from scripts.launch import kubernetes, slurm, ssh
-from scripts.launch.hosts import Host, HostsError, read_hosts
-from scripts.launch.keys import keys_for
-from scripts.launch.order import NodeRole, Order, config_of, hosts_of
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_PORT = "5757"
 SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
 EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Request:
     """What the command line asks for."""
 
     args: argparse.Namespace
@@ -47,24 +48,38 @@ class Wanted:
 
 def main() -> int:
     """Entry point."""
-    args = _parser().parse_args()
+    parser = _parser()
+    args, unknown = parser.parse_known_args()
+    port = os.environ.get("PORT", DEFAULT_PORT)
+    if args.hosts is None and not args.slurm and not args.kubernetes:
+        if sys.argv[1] != args.role:
+            parser.error(f"{args.role!r} comes first: python -m learner.launch {args.role} ...")
+        words = sys.argv[2:]
+        if args.role == "learner":
+            here.become_learner(words, port)
+        return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+    if unknown:
+        parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     try:
-        wanted = _understand(args)
+        request = _request(args, port)
         if args.hosts is not None:
-            return _over_ssh(wanted)
-        if args.slurm:
-            return _under_slurm(wanted)
-        return _in_kubernetes(wanted)
+            return _over_ssh(request)
+        return _under_slurm(request) if args.slurm else _in_kubernetes(request)
     except (ConfigError, PlacementError, HostsError, KeysError) as error:
         ssh.say(f"refused: {error}")
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="python -m scripts.launch.main", description=__doc__)
-    parser.add_argument("role", choices=["learner", "rollout"], help="which nodes to start")
-    where = parser.add_mutually_exclusive_group(required=True)
+    parser = Parser(
+        prog="python -m learner.launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("role", choices=["learner", "rollout"], help="which side to start")
+    where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts", metavar="FILE", type=Path, help="over ssh: lines `name address [ssh=user@host] [gpus=8]`"
     )
@@ -74,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="PATH", type=Path, help="where Slurm's file or Kubernetes' folder is written")
     parser.add_argument("--replay", help="address of replay (default: first learner node and network.replay_port)")
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
-    parser.add_argument("--gpus-per-node", type=int, default=None, help="Slurm: GPUs of a node (default: as placed)")
+    parser.add_argument("--gpus-per-node", type=int, help="Slurm: GPUs of a node (default: as placed)")
     parser.add_argument(
         "--image", default="slipstream:latest", help="Kubernetes: container image (default: %(default)s)"
     )
@@ -85,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _understand(args: argparse.Namespace) -> Wanted:
+def _request(args: argparse.Namespace, port: str) -> Request:
     if args.resume is not None and args.hosts is None:
         raise ConfigError(
             "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the"
@@ -99,69 +114,69 @@ def _understand(args: argparse.Namespace) -> Wanted:
         config = from_arguments(args)
     overrides = ["placement.local_rollouts=false", "network.host=127.0.0.1"]
     if config.network.replay_port == 0:
-        overrides.append(f"network.replay_port={os.environ.get('PORT', DEFAULT_PORT)}")
+        overrides.append(f"network.replay_port={port}")
     config = config_of(dump(config), overrides)
-    return Wanted(args, args.role, config, dump(config))
+    return Request(args, args.role, config, dump(config))
 
 
 # ---- ssh ----------------------------------------------------------------------------------------------------
 
 
-def _over_ssh(wanted: Wanted) -> int:
-    hosts = hosts_of(wanted.config, read_hosts(wanted.args.hosts))
+def _over_ssh(request: Request) -> int:
+    hosts = hosts_of(request.config, read_hosts(request.args.hosts))
     for name, host in hosts.items():
         try:
-            config_of(wanted.text, [f"network.host={host.address}"])
+            config_of(request.text, [f"network.host={host.address}"])
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
-    plan = _plan(wanted, {name: host.machine() for name, host in hosts.items()})
-    orders = [(_order(wanted, plan, name, hosts), hosts[name]) for name in plan.nodes(wanted.role)]
-    if not wanted.args.dry_run:
-        return ssh.run(orders, wanted.role, str(ROOT), sys.executable)
-    _show(table(plan, SHOWN[wanted.role]))
-    for order, host in orders:
-        line = ssh.remote_line(order, str(ROOT), sys.executable)
-        _show(f"\n{order.node}: {shlex.join([*ssh.ssh_command(), host.ssh, line])}")
-        for name in sorted(order.keys):
-            _show(f"  copies {wanted.config.network.keys}/{name} (mode 0600)")
-    ssh.say(f"dry run: {wanted.config.arithmetic()}")
+    plan = _plan(request, {name: host.machine() for name, host in hosts.items()})
+    specs = [(_spec_of(request, plan, name, hosts), hosts[name]) for name in plan.nodes(request.role)]
+    if not request.args.dry_run:
+        return ssh.run(specs, request.role, os.getcwd(), sys.executable)
+    _show(table(plan, SHOWN[request.role]))
+    for spec, host in specs:
+        line = ssh.remote_line(spec, os.getcwd(), sys.executable)
+        _show(f"\n{spec.node}: {shlex.join([*ssh.ssh_command(), host.ssh, line])}")
+        for name in sorted(spec.keys):
+            _show(f"  copies {request.config.network.keys}/{name} (mode 0600)")
+    ssh.say(f"dry run: {request.config.arithmetic()}")
     return 0
 
 
-def _order(wanted: Wanted, plan: Plan, node: str, hosts: Mapping[str, Host]) -> Order:
-    return Order(
-        role=wanted.role,
+def _spec_of(request: Request, plan: Plan, node: str, hosts: Mapping[str, Host]) -> NodeSpec:
+    return NodeSpec(
+        role=request.role,
         node=node,
-        config=wanted.text,
+        config=request.text,
         hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
-        replay=wanted.replay,
-        resume=wanted.args.resume,
-        overrides=overrides_of(wanted.args),
+        replay=request.replay,
+        resume=request.args.resume,
+        overrides=overrides_of(request.args),
         # a rollout server beside replay finds the learner's keys there, and takes them
-        keys=keys_for(wanted.config.network.keys, node, serves=node == plan.first_node),
+        keys=keys_for(request.config.network.keys, node, serves=node == plan.first_node),
     )
 
 
 # ---- Slurm --------------------------------------------------------------------------------------------------
 
 
-def _under_slurm(wanted: Wanted) -> int:
-    plan = _plan(wanted, slurm.machines(wanted.config))
+def _under_slurm(request: Request) -> int:
+    plan = _plan(request, slurm.machines(request.config))
     made = slurm.sbatch(
-        wanted.config,
+        request.config,
         plan,
-        wanted.role,
-        root=ROOT,
+        request.role,
+        root=Path.cwd(),
         python=sys.executable,
-        path=wanted.args.out,
-        gpus=wanted.args.gpus_per_node,
+        path=request.args.out,
+        gpus=request.args.gpus_per_node,
     )
-    if wanted.args.dry_run:
-        _show(table(plan, EVERYTHING if wanted.role == "learner" else SHOWN["rollout"]))
+    if request.args.dry_run:
+        _show(table(plan, EVERYTHING if request.role == "learner" else SHOWN["rollout"]))
         _show(f"\n# {made.path}\n{made.text}")
-        ssh.say(f"dry run: {wanted.config.arithmetic()}")
+        ssh.say(f"dry run: {request.config.arithmetic()}")
         return 0
-    for path, text in ((made.config_path, wanted.text), (made.path, made.text)):
+    for path, text in ((made.config_path, request.text), (made.path, made.text)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     ssh.say(f"wrote {made.path} and {made.config_path}; start it with: sbatch {made.path}")
@@ -171,26 +186,26 @@ def _under_slurm(wanted: Wanted) -> int:
 # ---- Kubernetes ---------------------------------------------------------------------------------------------
 
 
-def _in_kubernetes(wanted: Wanted) -> int:
-    config = wanted.config
+def _in_kubernetes(request: Request) -> int:
+    config = request.config
     keys: dict[NodeRole, dict[str, str]] = {}
     if config.network.keys is not None:
         keys["learner"] = keys_for(config.network.keys, "learner", serves=True)
         keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
-        config = config_of(wanted.text, [f"network.keys={kubernetes.KEYS}"])
-    plan = _plan(wanted, kubernetes.machines(config), python="python")
+        config = config_of(request.text, [f"network.keys={kubernetes.KEYS}"])
+    plan = _plan(request, kubernetes.machines(config), python="python")
     made = kubernetes.manifests(
         config,
-        wanted.role,
-        image=wanted.args.image,
-        claim=wanted.args.claim,
+        request.role,
+        image=request.args.image,
+        claim=request.args.claim,
         keys=keys,
-        replay=wanted.replay,
-        folder=wanted.args.out,
-        run_name=f"{config.run.name}-{time.strftime('%Y%m%d-%H%M%S')}" if wanted.role == "learner" else config.run.name,
+        replay=request.replay,
+        folder=request.args.out,
+        run_name=config.run.name + (time.strftime("-%Y%m%d-%H%M%S") if request.role == "learner" else ""),
     )
-    if wanted.args.dry_run:
-        _show(table(plan, EVERYTHING if wanted.role == "learner" else SHOWN["rollout"]))
+    if request.args.dry_run:
+        _show(table(plan, EVERYTHING if request.role == "learner" else SHOWN["rollout"]))
         for name, text in made.files.items():
             _show(f"\n# {made.folder / name}\n{text}")
         for name in made.secrets:
@@ -202,17 +217,17 @@ def _in_kubernetes(wanted: Wanted) -> int:
     return 0
 
 
-def _plan(wanted: Wanted, machines: Mapping[str, Machine], python: str = sys.executable) -> Plan:
+def _plan(request: Request, machines: Mapping[str, Machine], python: str = sys.executable) -> Plan:
     """Every process with the configuration file that its node writes."""
-    folder = f"{wanted.config.run_dir}/launch"
+    folder = f"{request.config.run_dir}/launch"
     parts = {
         role: assign(
-            wanted.config,
+            request.config,
             machines,
             config_file=f"{folder}/NODE-{role}.yaml",
             python=python,
-            replay=wanted.replay,
-            resume=wanted.args.resume is not None,
+            replay=request.replay,
+            resume=request.args.resume is not None,
         )
         for role in SHOWN
     }

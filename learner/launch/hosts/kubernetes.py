@@ -19,7 +19,7 @@ import yaml
 from configs.loading import dump
 from configs.plan import Machine
 from configs.schema import Config
-from scripts.launch.order import NodeRole
+from learner.launch.hosts.node_spec import NodeRole
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -33,7 +33,7 @@ RESTARTS = 10
 REFUSED = 2
 """Exit code of a learner pod that another start would refuse as well."""
 
-HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by scripts/launch/kubernetes.py.
+HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by learner/launch/hosts/kubernetes.py.
 #
 #   kubectl apply -f {folder}
 #
@@ -86,7 +86,7 @@ def host_file(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Manifests:
-    """What `kubectl apply -f` takes, by file name; the Secrets are apart because they are nobody else's business."""
+    """Files for `kubectl apply -f` by name; Secrets apart, since they are written for their owner alone."""
 
     folder: Path
     files: dict[str, str]
@@ -201,19 +201,19 @@ class _Pods:
         }
 
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
-        order = ["--role", group.role, "--node", ",".join(group.nodes)]
-        order += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
-        order += ["--set", f"run.name={self.run_name}"]
-        order += ["--replay", self.replay] if self.replay is not None else []
+        spec = ["--role", group.role, "--node", ",".join(group.nodes)]
+        spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
+        spec += ["--set", f"run.name={self.run_name}"]
+        spec += ["--replay", self.replay] if self.replay is not None else []
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        probe = f"python -m scripts.launch.ready {shlex.join(order)} {own_in_shell}"
+        probe = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
             "workingDir": WORK,
-            "command": ["python", "-m", "scripts.launch.node", *order, *own],
+            "command": ["python", "-m", "learner.launch.hosts.node", *spec, *own],
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),

@@ -1,6 +1,6 @@
 """Run each node's part over ssh, show what the nodes say, and end all of it with this process.
 
-One ssh per node runs scripts.launch.node, which takes its order from stdin and ends when stdin does: so nothing
+One ssh per node runs learner.launch.hosts.node, which takes its node spec from stdin and ends when stdin does: nothing
 outlives this process, the ssh session or the connection.
 """
 
@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scripts.launch.hosts import Host
-from scripts.launch.order import NodeRole, Order
+from learner.launch.hosts.host_file import Host
+from learner.launch.hosts.node_spec import NodeRole, NodeSpec
 
 log = logging.getLogger(__name__)
 
@@ -72,17 +72,17 @@ def ssh_command() -> list[str]:
     return shlex.split(given) or list(SSH_COMMAND)
 
 
-def remote_line(order: Order, root: str, python: str) -> str:
-    """What ssh runs on the node; the order comes on stdin."""
-    words = [python, "-m", "scripts.launch.node", "--stdin", "--role", order.role, "--node", order.node]
+def remote_line(spec: NodeSpec, root: str, python: str) -> str:
+    """What ssh runs on the node; the node spec comes on stdin."""
+    words = [python, "-m", "learner.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
     return f"cd {shlex.quote(root)} && exec {shlex.join(words)}"
 
 
-def run(orders: Sequence[tuple[Order, Host]], role: NodeRole, root: str, python: str) -> int:
-    """Run all orders to their end.
+def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, root: str, python: str) -> int:
+    """Run all specs to their end.
 
     Args:
-        orders: with their hosts; a learner's first one is that of replay.
+        specs: with their hosts; a learner's first one is that of replay.
         role: a learner node that fails ends them all; rollout nodes go on without the one that failed.
         root: folder of the repository, on every node.
         python: interpreter, on every node.
@@ -94,8 +94,8 @@ def run(orders: Sequence[tuple[Order, Host]], role: NodeRole, root: str, python:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     try:
-        for order, host in orders:
-            remotes.append(start(order, host, root, python))
+        for spec, host in specs:
+            remotes.append(start(spec, host, root, python))
         return _watch_learner(remotes) if role == "learner" else _watch_rollouts(remotes)
     except Interrupted as interruption:
         say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
@@ -106,21 +106,21 @@ def run(orders: Sequence[tuple[Order, Host]], role: NodeRole, root: str, python:
         stop(remotes)
 
 
-def start(order: Order, host: Host, root: str, python: str) -> Remote:
-    """Connect to a node and give it its order."""
+def start(spec: NodeSpec, host: Host, root: str, python: str) -> Remote:
+    """Connect to a node and give it its spec."""
     process = subprocess.Popen(
-        [*ssh_command(), host.ssh, remote_line(order, root, python)],
+        [*ssh_command(), host.ssh, remote_line(spec, root, python)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in order
     )
-    remote = Remote(order.node, host, process)
-    remote.reader = threading.Thread(target=_show, args=(remote,), name=f"output-of-{order.node}", daemon=True)
+    remote = Remote(spec.node, host, process)
+    remote.reader = threading.Thread(target=_show, args=(remote,), name=f"output-of-{spec.node}", daemon=True)
     remote.reader.start()
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code and last line say why
-        process.stdin.write(order.line().encode())
+        process.stdin.write(spec.line().encode())
         process.stdin.flush()
     return remote
 
@@ -187,7 +187,7 @@ def _show(remote: Remote) -> None:
     for raw in remote.process.stdout:
         line = raw.decode("utf-8", "replace").rstrip("\r\n")
         remote.last_lines.append(line)
-        with contextlib.suppress(BrokenPipeError):  # nobody reads us any more; the node's pipe must still be emptied
+        with contextlib.suppress(BrokenPipeError):  # no reader any more; the node's pipe must still be emptied
             sys.stdout.write(f"[{remote.name}] {line}\n")
             sys.stdout.flush()
 

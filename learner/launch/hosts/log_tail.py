@@ -39,7 +39,7 @@ class Following:
             self._logs[path] = Followed(path, path.stat().st_size if path.exists() else 0)
 
     def show(self) -> None:
-        """Write what is new. Raises BrokenPipeError when nobody reads any more."""
+        """Write what is new. Raises BrokenPipeError when standard output has no reader."""
         for followed in self._logs.values():
             for line in followed.new_lines():
                 sys.stdout.write(line + "\n")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import zmq
 
+from replay import keys as make_keys
 from replay.channel import KeysError, load_keys
-from scripts import make_keys
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def too_large(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no folder": (shutil.rmtree, r"no folder .*scripts\.make_keys --out keys"),
+    "no folder": (shutil.rmtree, r"no folder .*replay\.keys --out keys"),
     "no server key": (lambda f: (f / "server.key").unlink(), r"server\.key is missing"),
     "readable secret": (
         lambda f: (f / "server.key_secret").chmod(0o640),

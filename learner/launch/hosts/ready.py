@@ -1,4 +1,4 @@
-"""`python -m scripts.launch.ready`: exit code 0 once this node's processes take part in the run, as replay sees it.
+"""`python -m learner.launch.hosts.ready`: 0 once this node's processes take part in the run.
 
 A rollout server takes part when it serves proven weights; a learner node when its ranks have said Hello.
 """
@@ -6,18 +6,18 @@ A rollout server takes part when it serves proven weights; a learner node when i
 import argparse
 import sys
 
-from scripts.launch.asking import ask_replay
-from scripts.launch.order import Assignment, add_order_arguments, order_of_files, understand
+from learner.launch.hosts.node_spec import Assignment, add_spec_arguments, resolve, spec_of_arguments
+from learner.launch.hosts.status_client import ask_replay
 
 ANSWER_S = 3.0
 
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch.ready", description=__doc__)
-    add_order_arguments(parser)
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.ready", description=__doc__)
+    add_spec_arguments(parser)
     args = parser.parse_args()
-    assignment = understand(order_of_files(args), host=args.host, renumber=args.renumber, write=False)
+    assignment = resolve(spec_of_arguments(args), host=args.host, renumber=args.renumber, write=False)
     answer = ask_replay(assignment.config, assignment.replay, ANSWER_S)
     if answer is None:
         sys.stderr.write(f"not ready: replay at {assignment.replay} does not answer\n")
@@ -33,7 +33,7 @@ def main() -> int:
 
 def wanted(assignment: Assignment) -> list[str]:
     """Names under which this node's processes are known to replay."""
-    node, role = assignment.order.node, assignment.order.role
+    node, role = assignment.spec.node, assignment.spec.role
     if role == "rollout":
         return [process.name for process in assignment.plan.of(node, "rollout")]
     first = 0

@@ -8,15 +8,15 @@ from pathlib import Path
 from configs.placement import most_devices
 from configs.plan import Machine, Plan, uses_gpus
 from configs.schema import Config
-from scripts.launch.order import NodeRole
+from learner.launch.hosts.node_spec import NodeRole
 
 HEAD = """#!/usr/bin/env bash
-# {what} of run {name}. Written by scripts/launch/slurm.py; edit it as you need.
+# {what} of run {name}. Written by learner/launch/hosts/slurm.py; edit it as you need.
 #
 #   sbatch {file}
 #
 # The repository, the model, the data and the run folder must be on a file system that all nodes see at the same path.
-# Every step runs scripts.launch.node, which starts its node's processes with their GPUs, ports and environment;
+# Every step runs learner.launch.hosts.node, which starts its node's processes with their GPUs, ports and environment;
 # `--dry-run` of the start script shows them.
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
@@ -56,7 +56,7 @@ for i in "${{!nodes[@]}}"; do machine_of[${{nodes[i]}}]=${{machines[i]}}; done
 run_name={name}-$SLURM_JOB_ID
 echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name"
 step() {{ # ROLE NODE [ARGUMENT ...]
-  on "${{machine_of[$2]}}" {python} -m scripts.launch.node --role "$1" --node "$2" --hosts "$hosts" \\
+  on "${{machine_of[$2]}}" {python} -m learner.launch.hosts.node --role "$1" --node "$2" --hosts "$hosts" \\
     --config {config} --set "run.name=$run_name" --resume-if-begun "${{@:3}}" &
   pids+=($!)
 }}

@@ -1,6 +1,6 @@
 """Make the quick-start input on disk: a tiny Qwen3 that can almost sort six digits, and prompts for it.
 
-`python -m scripts.make_sort6 --out data/sort6 --seed 0` writes
+`python -m learner.examples.sort6 --out data/sort6 --seed 0` writes
 
     data/sort6/model/        Hugging Face folder: Qwen3, 102,784 parameters, float32, one token a character
     data/sort6/train.jsonl   {"prompt": "492013=", "answer": "012349"} a row
@@ -261,7 +261,7 @@ def move_into_place(new: Path, out: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.make_sort6", description="Make the quick-start input.")
+    parser = argparse.ArgumentParser(prog="python -m learner.examples.sort6", description="Make the quick-start input.")
     parser.add_argument("--out", type=Path, default=Path("data/sort6"), help="folder to make (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--train-prompts", type=int, default=20000, help="default: %(default)s")
@@ -272,11 +272,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report, fresh = make(args.out, seed=args.seed, train_prompts=args.train_prompts, eval_prompts=args.eval_prompts)
     except MakeError as error:
-        print(f"make_sort6: {error}", file=sys.stderr)
+        sys.stderr.write(f"sort6: {error}\n")
         return 2
     if not fresh:
-        print(f"{args.out} is complete and was made with the same arguments; nothing to do")
-    print(json.dumps({"model": str(args.out / "model"), **report}))
+        sys.stdout.write(f"{args.out} is complete and was made with the same arguments; nothing to do\n")
+    sys.stdout.write(json.dumps({"model": str(args.out / "model"), **report}) + "\n")
     return 0
 
 

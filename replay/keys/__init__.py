@@ -1,24 +1,24 @@
 """CURVE keys for the ZeroMQ sockets of a run (`network.keys`).
 
-`python -m scripts.make_keys --out keys --clients node1,node2` writes
+`python -m replay.keys --out keys --clients node1,node2` writes
 
     keys/server.key, keys/server.key_secret              replay and the weight bus, on the learner's node
     keys/clients/learner.key, learner.key_secret         whatever connects from the learner's node
     keys/clients/node1.key, node1.key_secret, ...        whatever connects from another node
 
 The learner's node keeps this folder. Every other node gets a folder with its own key and the server's public key:
-`python -m scripts.make_keys --out keys --export-node node1 --to node1-keys` writes it; copy it to where the run's
+`python -m replay.keys --out keys --export-node node1 --to node1-keys` writes it; copy it to where the run's
 `network.keys` points on that node. server.key_secret never leaves the learner's node.
 
 Nothing is overwritten: --force replaces a folder of keys, and every node needs its new files afterwards.
 
 A folder of keys in use is changed on the learner's node; a run that serves with it notices within about a second:
 
-    python -m scripts.make_keys --out keys --add node3         one more may connect
-    python -m scripts.make_keys --out keys --remove node3      it may not connect any more, and what it sends is refused
-    python -m scripts.make_keys --out keys --rotate node1      a new key for node1; its old one is valid as well, until
-    python -m scripts.make_keys --out keys --remove-old node1  node1 has its new files and was started with them
-    python -m scripts.make_keys --out keys --rotate server     all nodes need the new server.key, the run a restart
+    python -m replay.keys --out keys --add node3         one more may connect
+    python -m replay.keys --out keys --remove node3      it may not connect any more, and what it sends is refused
+    python -m replay.keys --out keys --rotate node1      a new key for node1; its old one is valid as well, until
+    python -m replay.keys --out keys --remove-old node1  node1 has its new files and was started with them
+    python -m replay.keys --out keys --rotate server     all nodes need the new server.key, the run a restart
 """
 
 import argparse
@@ -149,13 +149,13 @@ def check_name(option: str, name: str) -> None:
 
 
 def check_serves(keys: Path) -> None:
-    """Raises MakeError when this is not the folder that says who may connect."""
+    """Raises MakeError when this folder does not decide which clients may connect."""
     if not (keys / (SERVER + SECRET)).is_file():
         raise MakeError(f"{keys} has no {SERVER + SECRET}; keys are changed in the folder of the learner's node")
 
 
 def check_client(option: str, keys: Path, name: str) -> None:
-    """Raises MakeError when there is no such client, or `keys` does not say who may connect."""
+    """Raises MakeError when there is no such client, or `keys` does not decide which clients may connect."""
     check_name(option, name)
     check_serves(keys)
     if not (keys / CLIENTS / (name + PUBLIC)).is_file():
@@ -217,7 +217,7 @@ def say(text: str) -> None:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; `change` is one of CHANGES with its name, or None."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.make_keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m replay.keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of keys of the learner's node")
     parser.add_argument(
@@ -239,7 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def change(args: argparse.Namespace) -> bool:
     """Change or export from a folder of keys as the command line says; False when it says to make one."""
-    keys, name, command = args.out, "", f"python -m scripts.make_keys --out {args.out}"
+    keys, name, command = args.out, "", f"python -m replay.keys --out {args.out}"
     if name := args.export_node:
         export(keys, name, args.to)
         say(f"{args.to}: the keys of {name}; copy this folder to where network.keys points there")
@@ -272,13 +272,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         make(args.out, clients, force=args.force)
     except (MakeError, KeysError) as error:
-        sys.stderr.write(f"make_keys: {error}\n")
+        sys.stderr.write(f"replay.keys: {error}\n")
         return 2
     say(f"{args.out}: keys of the learner's node; set network.keys={args.out}" + (". Other nodes:" if clients else ""))
     for name in clients:
-        say(f"  python -m scripts.make_keys --out {args.out} --export-node {name} --to {name}-keys")
+        say(f"  python -m replay.keys --out {args.out} --export-node {name} --to {name}-keys")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from configs import load
-from replay.prompts.quickstart_input import make_if_missing
+from learner.launch.quickstart_input import make_if_missing
 
 
 def test_two_processes_that_need_it_at_once_both_find_it_whole(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`python -m scripts.check_export RUN_DIR`: does the exported folder answer as the last evaluation reported?
+"""`python -m learner.report.check_export RUN_DIR`: does the exported folder answer as the last evaluation reported?
 
 Loads the newest checkpoint's hf/ folder with transformers alone, answers the evaluation prompts greedily and
 compares with evaluations/version_N_greedy.jsonl, prompt by prompt. The last line is JSON; the exit code is 1
@@ -65,7 +65,7 @@ def greedy_answers(folder: Path, prompts: list[str], max_new_tokens: int) -> lis
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.check_export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.report.check_export", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     result = check(parser.parse_args().run_dir)
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")

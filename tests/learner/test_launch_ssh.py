@@ -1,12 +1,12 @@
-"""Over ssh: who is named when a node fails, that nothing outlives the start script, what a node does with its order."""
+"""Over ssh: who is named when a node fails, that nothing outlives the start script, what a node does with its spec."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,15 @@ from configs.loading import dump
 from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
+from learner.launch.hosts import node, requeue
+from learner.launch.hosts.here import environment_of
+from learner.launch.hosts.key_files import write_keys
+from learner.launch.hosts.log_tail import Followed
+from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
 from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
-from scripts.launch import node, requeue
-from scripts.launch.following import Followed
-from scripts.launch.keys import write_keys
-from scripts.launch.order import Order, OrderError, read_order, renumbered, understand
-from scripts.launch.server import environment_of
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -100,7 +100,7 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     assert "exit code 3: broken; the run goes on with the servers of other nodes" in lines[-1]
     written = tmp_path / "order"
     wait_for(lambda: written.exists() and written.read_text().endswith("\n"), "the order of node2")
-    assert read_order(written.read_text()).node == "node2"
+    assert read_spec(written.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
     assert "SIGINT received: ending node1, node2" in said_by(process)
@@ -132,35 +132,36 @@ def pids(*needles: str) -> list[int]:
     return found
 
 
-# ---- a node and its order -------------------------------------------------------------------------------
+# ---- a node and its spec --------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def order(tmp_path: Path) -> Order:
+def spec(tmp_path: Path) -> NodeSpec:
     config = configs.load(
         "quickstart", [*TWO, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
     )
-    return Order(role="rollout", node="node1", config=dump(config), hosts=HOSTS, overrides=["run.seed=0"])
+    return NodeSpec(role="rollout", node="node1", config=dump(config), hosts=HOSTS, overrides=["run.seed=0"])
 
 
-def test_an_order_survives_its_line(order: Order) -> None:
-    assert read_order(replace(order, keys={"server.key": "x\ny"}).line()) == replace(order, keys={"server.key": "x\ny"})
+def test_an_order_survives_its_line(spec: NodeSpec) -> None:
+    with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
+    assert read_spec(with_keys.line()) == with_keys
 
 
 @pytest.mark.parametrize("line", ["", "hello\n", "[1]\n", '{"role": "learner"}\n'])
 def test_what_is_no_order_is_refused(line: str) -> None:
-    with pytest.raises(OrderError):
-        read_order(line)
+    with pytest.raises(NodeSpecError):
+        read_spec(line)
 
 
 @pytest.mark.parametrize(("field", "value"), [("role", "king"), ("node", 7), ("keys", {"a": 1}), ("overrides", [1])])
-def test_an_order_with_a_wrong_field_is_refused(order: Order, field: str, value: object) -> None:
-    with pytest.raises(OrderError, match="not valid"):
-        read_order(replace(order, **{field: value}).line())  # type: ignore[arg-type]
+def test_an_order_with_a_wrong_field_is_refused(spec: NodeSpec, field: str, value: object) -> None:
+    with pytest.raises(NodeSpecError, match="not valid"):
+        read_spec(json.dumps(spec.model_dump() | {field: value}))
 
 
-def test_a_node_makes_its_part_of_the_plan_with_its_own_address(order: Order, tmp_path: Path) -> None:
-    assignment = understand(order)
+def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec, tmp_path: Path) -> None:
+    assignment = resolve(spec)
     assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
     assert assignment.replay == "tcp://10.0.0.1:5757"
     (process,) = assignment.plan.processes
@@ -172,7 +173,7 @@ def test_a_node_makes_its_part_of_the_plan_with_its_own_address(order: Order, tm
 
 
 def test_a_node_that_hears_no_order_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scripts.launch.node", "--stdin"]
+    command = [sys.executable, "-m", "learner.launch.hosts.node", "--stdin"]
     done = subprocess.run(
         command, cwd=tmp_path, env=ENVIRONMENT, input="", capture_output=True, text=True, check=False, timeout=60
     )
@@ -194,13 +195,14 @@ def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path: 
 def test_a_container_counts_its_own_gpus_from_zero() -> None:
     settings = ["placement.learner='n:6-7'", "placement.rollout='n:0-5'", "network.replay_port=5757"]
     config = configs.load("quickstart", [*settings, "placement.device=cuda"])
-    order = Order(role="learner", node="n", config="", hosts="")
-    machine = renumbered(config, order, Machine("10.0.0.1", gpus=2))
+    spec = NodeSpec(role="learner", node="n", config="", hosts="")
+    machine = renumbered(config, spec, Machine("10.0.0.1", gpus=2))
     assert machine.visible is not None and machine.visible[6:] == ("0", "1")
-    machine = renumbered(config, replace(order, role="rollout"), Machine("10.0.0.1", gpus=6, visible=tuple("abcdef")))
+    spec = spec.model_copy(update={"role": "rollout"})
+    machine = renumbered(config, spec, Machine("10.0.0.1", gpus=6, visible=tuple("abcdef")))
     assert machine.visible is not None and machine.visible[:6] == tuple("abcdef")
     with pytest.raises(PlacementError, match="n gives 6 GPUs to the rollout, this container has 2"):
-        renumbered(config, replace(order, role="rollout"), Machine("10.0.0.1", gpus=2))
+        renumbered(config, spec, Machine("10.0.0.1", gpus=2))
 
 
 def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
 ) -> None:
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
-    order = Order(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
+    spec = NodeSpec(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
     commands: list[Sequence[str]] = []
 
     def start_child(name: str, command: Sequence[str], log: Path, _: Mapping[str, str]) -> children.Child:
@@ -257,7 +259,7 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
     monkeypatch.setattr(node.Node, "_child", lambda _, *words: start_child(*words))
     requeue.write_start(tmp_path / "job-42", resumes=resumes)
     (tmp_path / "job-42" / "config.yaml").write_text("")
-    node.Node(understand(order), lifeline=False, resume_if_begun=True).run_learner()
+    node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
     assert ("--resume" in commands[0]) is resumes
 
 
@@ -346,7 +348,7 @@ def test_servers_that_cannot_start_are_the_cause(tmp_path: Path) -> None:
 def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str], code: int, words: list[str]) -> None:
     if count_gpus():
         pytest.skip("this machine has GPUs; the refusals are those of one without")
-    command = [sys.executable, "-m", "scripts.launch.server", "--index", "3", "--", "--help"]
+    command = [sys.executable, "-m", "learner.launch", "rollout", "--servers", "4", "--dry-run"]
     for setting in settings:
         command += ["--set", setting]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from scripts import make_sort6
+from learner.examples import sort6 as make_sort6
 
 
 @pytest.fixture(scope="module")

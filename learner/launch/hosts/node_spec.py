@@ -1,36 +1,37 @@
-"""What one node is told to run, and what that means there: the same for ssh, Slurm and Kubernetes.
+"""What one node runs, and what that means there: the same for ssh, Slurm and Kubernetes.
 
-Over ssh an order is one line of JSON on the node's stdin; elsewhere it is made of files that the node sees.
+Over ssh a node spec is one line of JSON on the node's stdin; elsewhere it is made of files that the node sees.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.loading import ConfigError, apply_override, dump, load, read_yaml, validate
 from configs.placement import ONLY_NODE, PlacementError
 from configs.plan import Machine, Plan, assign, bracketed
 from configs.schema import Config
+from learner.launch.hosts.host_file import Host, parse_hosts
 from learner.launch.machine import this_machine
-from scripts.launch.hosts import Host, parse_hosts
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")
 
 
-class OrderError(ValueError):
-    """An order that cannot be read."""
+class NodeSpecError(ValueError):
+    """A node spec that cannot be read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class NodeSpec(BaseModel):
     """One node's part of a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     role: NodeRole
     node: str
@@ -42,46 +43,32 @@ class Order:
     """Address of replay; None takes that of the first learner node."""
     resume: str | None = None
     """Folder of the run that the learner resumes."""
-    overrides: list[str] = field(default_factory=list)
+    overrides: list[str] = []
     """The user's `a.b=c`; they are in `config`, except that a resumed run has its configuration in its folder."""
-    keys: dict[str, str] = field(default_factory=dict)
+    keys: dict[str, str] = {}
     """Key files by their path inside network.keys."""
 
     def line(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self)) + "\n"
+        return self.model_dump_json() + "\n"
 
 
-def read_order(line: str) -> Order:
-    """The order of a line. Raises OrderError."""
+def read_spec(line: str) -> NodeSpec:
+    """The node spec of a line. Raises NodeSpecError."""
     try:
-        fields = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OrderError(f"no order came on stdin, but {line[:80]!r}") from error
-    kinds: dict[str, type | tuple[type, ...]] = {
-        "role": str,
-        "node": str,
-        "config": str,
-        "hosts": str,
-        "replay": (str, type(None)),
-        "resume": (str, type(None)),
-        "overrides": list,
-        "keys": dict,
-    }
-    if not isinstance(fields, dict) or set(fields) != set(kinds):
-        raise OrderError("the order on stdin has other fields: is this the same version on all nodes?")
-    wrong = [name for name, kind in kinds.items() if not isinstance(fields[name], kind)]
-    texts = [] if wrong else [*fields["keys"].values(), *fields["overrides"]]
-    if wrong or fields["role"] not in ROLES or not all(isinstance(text, str) for text in texts):
-        raise OrderError(f"the order on stdin is not valid: {', '.join(wrong) or 'role, keys or overrides'}")
-    return Order(**fields)
+        return NodeSpec.model_validate_json(line)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'line'}: {each['msg']}" for each in error.errors())
+        raise NodeSpecError(
+            f"the order on stdin, {line[:80]!r}, is not valid ({wrong}): is this the same version on all nodes?"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What an order means on this machine."""
+    """What a node spec means on this machine."""
 
-    order: Order
+    spec: NodeSpec
     config: Config
     """With this node's own network.host."""
     config_file: Path
@@ -91,19 +78,19 @@ class Assignment:
     @property
     def is_first(self) -> bool:
         """Whether replay and the launcher run here."""
-        return self.order.node == self.config.shares[0].node
+        return self.spec.node == self.config.shares[0].node
 
     @property
     def replay(self) -> str:
         """Address of replay."""
-        if self.order.replay is not None:
-            return self.order.replay
+        if self.spec.replay is not None:
+            return self.spec.replay
         first = self.plan.machines[self.config.shares[0].node]
         return f"tcp://{bracketed(first.address)}:{self.config.network.replay_port}"
 
 
-def add_order_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that make an order of files."""
+def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that make a node spec of files."""
     parser.add_argument("--role", choices=ROLES, help="which part of the node")
     parser.add_argument("--node", metavar="NAMES", help="its name in the placement; of several, --index chooses one")
     parser.add_argument("--index", type=int, default=0, help="which of the names of --node (default: the first)")
@@ -116,24 +103,24 @@ def add_order_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--renumber", action="store_true", help="only the GPUs of this role are visible here")
 
 
-def order_of_files(args: argparse.Namespace) -> Order:
-    """The order of those arguments.
+def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
+    """The node spec of those arguments.
 
     Raises:
         ConfigError: the configuration is not valid.
-        OrderError: an argument is missing or a file not readable.
+        NodeSpecError: an argument is missing or a file not readable.
     """
     missing = [f"--{name}" for name in ("role", "node", "hosts", "config") if getattr(args, name) is None]
     if missing:
-        raise OrderError(f"{', '.join(missing)} missing; give them, or --stdin")
+        raise NodeSpecError(f"{', '.join(missing)} missing; give them, or --stdin")
     names = args.node.split(",")
     if not 0 <= args.index < len(names):
-        raise OrderError(f"--index {args.index}: --node names {len(names)} nodes")
+        raise NodeSpecError(f"--index {args.index}: --node names {len(names)} nodes")
     try:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
     except OSError as error:
-        raise OrderError(f"--hosts {args.hosts}: not readable ({error})") from error
-    return Order(
+        raise NodeSpecError(f"--hosts {args.hosts}: not readable ({error})") from error
+    return NodeSpec(
         role=args.role,
         node=names[args.index],
         config=dump(load(args.config, args.set)),
@@ -144,11 +131,11 @@ def order_of_files(args: argparse.Namespace) -> Order:
     )
 
 
-def understand(order: Order, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
-    """Make the order's plan for this machine, and write its configuration to `<run folder>/launch/`.
+def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
+    """Make the plan for this machine, and write its configuration to `<run folder>/launch/`.
 
     Args:
-        order: what to run.
+        spec: what to run.
         host: this machine's own address, where the host file does not have it.
         renumber: the machine shows this role's GPUs only, from 0 on (a container), whatever the placement calls them.
         write: off, no file is written.
@@ -158,31 +145,31 @@ def understand(order: Order, *, host: str | None = None, renumber: bool = False,
         HostsError: the host file is not valid.
         PlacementError: the placement does not fit this machine.
     """
-    shared = config_of(order.config)
-    hosts = hosts_of(shared, parse_hosts(order.hosts, "host file"))
-    if order.node not in hosts:
-        raise PlacementError(f"placement: no process of this run belongs to {order.node!r}; nodes: {', '.join(hosts)}")
-    if order.role == "rollout" and order.replay is None:  # its node may be another pod than the learner's
+    shared = config_of(spec.config)
+    hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
+    if spec.node not in hosts:
+        raise PlacementError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
+    if spec.role == "rollout" and spec.replay is None:  # its node may be another pod than the learner's
         first = hosts[shared.shares[0].node].address
-        order = replace(order, replay=f"tcp://{bracketed(first)}:{shared.network.replay_port}")
-    config = config_of(order.config, [f"network.host={host or hosts[order.node].address}"])
+        spec = spec.model_copy(update={"replay": f"tcp://{bracketed(first)}:{shared.network.replay_port}"})
+    config = config_of(spec.config, [f"network.host={host or hosts[spec.node].address}"])
     here = this_machine(config)
     if renumber:
-        here = renumbered(config, order, here)
-    config_file = Path(shared.run_dir) / "launch" / f"{order.node}-{order.role}.yaml"
+        here = renumbered(config, spec, here)
+    config_file = Path(shared.run_dir) / "launch" / f"{spec.node}-{spec.role}.yaml"
     plan = assign(
         shared,
-        {name: found.machine() for name, found in hosts.items()} | {order.node: here},
+        {name: found.machine() for name, found in hosts.items()} | {spec.node: here},
         config_file=str(config_file),
         python=sys.executable,
-        replay=order.replay,
-        resume=order.resume is not None,
-        only=order.node,
+        replay=spec.replay,
+        resume=spec.resume is not None,
+        only=spec.node,
     )
     if write:
         config_file.parent.mkdir(parents=True, exist_ok=True)
-        config_file.write_text(order.config, encoding="utf-8")
-    return Assignment(order, config, config_file, plan)
+        config_file.write_text(spec.config, encoding="utf-8")
+    return Assignment(spec, config, config_file, plan)
 
 
 def config_of(text: str, overrides: Sequence[str] = ()) -> Config:
@@ -220,13 +207,13 @@ def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
     return {share.node: hosts[share.node] for share in config.shares}
 
 
-def renumbered(config: Config, order: Order, here: Machine) -> Machine:
+def renumbered(config: Config, spec: NodeSpec, here: Machine) -> Machine:
     """This machine with names for its GPUs such that the role's devices are 0, 1, 2, ... of what it shows."""
-    (share,) = [share for share in config.shares if share.node == order.node]
-    devices = share.learner if order.role == "learner" else share.rollout
+    (share,) = [share for share in config.shares if share.node == spec.node]
+    devices = share.learner if spec.role == "learner" else share.rollout
     if here.gpus is not None and 0 < here.gpus < len(devices):
         raise PlacementError(
-            f"placement: {order.node} gives {len(devices)} GPUs to the {order.role}, this container has {here.gpus}"
+            f"placement: {spec.node} gives {len(devices)} GPUs to the {spec.role}, this container has {here.gpus}"
         )
     shown = here.visible or tuple(str(index) for index in range(len(devices)))
     names = dict(zip(sorted(devices), shown, strict=False))
