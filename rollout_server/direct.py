@@ -7,12 +7,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_server.engines import DirectUpdates, EngineError
+from rollout_server.engines import EngineError
 from weight_bus.errors import EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
 from weight_bus.transports.base import Formation
 
 if TYPE_CHECKING:
+    from rollout_server.engines.sglang.direct import DirectGroup
     from rollout_server.follower import WeightFollower
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class DirectEnd:
     """Implements `DirectReceiver`: calls the engine from the subscriber's thread, translates its errors."""
 
-    def __init__(self, follower: "WeightFollower", updates: DirectUpdates) -> None:
+    def __init__(self, follower: "WeightFollower", updates: "DirectGroup") -> None:
         self._follower = follower
         self._updates = updates
 

@@ -1,11 +1,11 @@
 """Engines, chosen once by name."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from configs.schema import Config
 from rollout_server.engines.base import (
     Completion,
-    DirectUpdates,
     Engine,
     EngineError,
     EngineStartFailed,
@@ -15,9 +15,11 @@ from rollout_server.engines.base import (
     StagesItself,
 )
 
+if TYPE_CHECKING:
+    from rollout_server.engines.sglang.direct import DirectGroup
+
 __all__ = [
     "Completion",
-    "DirectUpdates",
     "Engine",
     "EngineError",
     "EngineStartFailed",
@@ -65,7 +67,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     return (sglang or SGLangEngine)(config)
 
 
-def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
+def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
     """The engine's end of the bus with weight_bus.apply `direct`; None otherwise.
 
     Raises:

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from weight_bus.manifest import Entry
     from weight_bus.remote import ReceiverLink, RemoteUpdate
-    from weight_bus.transports.base import Formation
 
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -200,30 +198,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop; running requests come back as `abort`."""
-
-
-class DirectUpdates(Protocol):
-    """An engine whose processes receive updates in the publisher's group (weight_bus.apply: direct).
-
-    The engine is paused meanwhile. After an error here it holds parts of an update, or waits for one that never
-    comes: it must be restarted.
-    """
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the engine, each of them a rank."""
-
-    async def form(self, formation: "Formation") -> None:
-        """Enter a group, process i with rank `formation.rank` + i. Raises EngineError."""
-
-    async def receive(self, bucket: "Sequence[Entry]", index: int) -> None:
-        """Receive and load the next bucket: these tensors, end to end. Raises EngineError."""
-
-    async def prove(self, entries: "Sequence[Entry]", version: int) -> None:
-        """Digest the live tensors for `Engine.digest`; `version` is live from now on."""
-
-    async def leave(self) -> None:
-        """Leave the group, if there is one. Raises EngineError."""
 
 
 class StagesItself(Protocol):
