@@ -1,4 +1,4 @@
-"""Log lines of what may happen without end: nobody fills the disk with our log."""
+"""Log lines of what may happen without end, so that they do not fill the disk."""
 
 import logging
 from collections import Counter
@@ -14,9 +14,11 @@ class BoundedLog:
         self._log = log
         self._counts: Counter[str] = Counter()
 
-    def warning(self, kind: str, text: str, *values: object, symptom: str = "") -> None:
-        """Log one line of a kind, with its number and the class of the symptom."""
+    def warning(self, kind: str, text: str, *values: object) -> None:
+        """Log one line of a kind, with its number once lines are left out."""
         self._counts[kind] += 1
         count = self._counts[kind]
-        if count <= LOUD or count % LOUD == 0:
-            self._log.warning(f"{text} (no. %d)%s", *values, count, f" [{symptom}]" if symptom else "")
+        if count <= LOUD:
+            self._log.warning(text, *values)
+        elif count % LOUD == 0:
+            self._log.warning(f"{text} (no. %d)", *values, count)

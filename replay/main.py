@@ -23,11 +23,11 @@ from configs.schema import Config
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter, PlayedJournal
+from replay.journal.apply import boot_fields, restore, whole_line
 from replay.journal.format import Record, segments
 from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.prompts import DataError, PromptSource, Row, load_rows
-from replay.recovery import boot_fields, restore, whole_line
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
 

@@ -2,7 +2,7 @@
 
 `handle` and `tick` put answers into `outbox`; replay/serve.py carries them, once what they tell of is in the journal.
 That makes the service a pure state machine that tests drive with any order of messages and any clock, and that
-replay/recovery.py builds again from its journal.
+replay/journal/apply.py builds again from its journal.
 """
 
 import logging
@@ -14,19 +14,19 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.batch_desk import BatchDesk
 from replay.bounded_log import BoundedLog
-from replay.buffer import GroupBuffer
 from replay.channel import Message, WireError, may_be
-from replay.evaluation_desk import EvaluationDesk
-from replay.incarnations import Incarnations
+from replay.desks.batch_desk import BatchDesk
+from replay.desks.buffer import GroupBuffer
+from replay.desks.evaluation_desk import EvaluationDesk
+from replay.desks.incarnations import Incarnations
+from replay.desks.lease_desk import LeaseDesk
+from replay.desks.leases import GroupId
 from replay.journal import Journal, JournalError, MemoryJournal
 from replay.journal.format import Frames, Location
-from replay.lease_desk import LeaseDesk
-from replay.leases import GroupId
+from replay.journal.snapshot import snapshot_of
 from replay.peers import Peer, Peers, learner_keys, may_say
 from replay.prompts import PromptSource
-from replay.snapshot import snapshot_of
 from replay.status import batch_stats, status_of
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class Service:
         symptom = getattr(problem, "symptom", "corrupt")
         self.counters[f"{symptom}_messages"] += 1
         name = peer.name if peer else identity[:40]
-        self._bounded.warning(symptom, "replay: message of %s refused: %s", name, problem, symptom=symptom)
+        self._bounded.warning(symptom, "replay: message of %s refused: %s [%s]", name, problem, symptom)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
             self._send(identity, m.Refused(reason=f"message refused: {problem}"))
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from replay.buffer import drops
-from replay.leases import SlotState
+from replay.desks.buffer import drops
+from replay.desks.leases import SlotState
 
 if TYPE_CHECKING:
     from replay.service import Service
@@ -66,7 +66,7 @@ def waiting(service: "Service") -> dict[str, Any] | None:
         why += f"; the last, {desk.last_drop}"
     for server in idle:
         why += f"; {server['name']!r} has no lease: {server['why']}"
-    return {"step": step, "why": why, "dropped": dropped, "last_drop": desk.last_drop, "idle_servers": idle}
+    return dict(step=step, why=why, dropped=dropped, last_drop=desk.last_drop, idle_servers=idle)
 
 
 def idle_servers(service: "Service") -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ MOVED = {
     "scripts.launch.ready": "learner.launch.hosts.ready",
     "scripts.make_keys": "replay.keys",
     "scripts.make_sort6": "learner.examples.sort6",
+    "scripts.mutate": "tests.replay.simulation.mutate",
+    "scripts.simulate": "tests.replay.simulation",
     "scripts.summarize_run": "learner.report.summary",
 }
 FORWARD = (

@@ -3,7 +3,7 @@
     runs/NAME/journal/000001.seg, 000002.seg, ...
 
 `format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there, `tail` tells a torn end
-from damage, `lock` keeps a second writer out; replay/recovery.py turns records back into the state that wrote them.
+from damage, `lock` keeps a second writer out; `apply` turns records back into the state that wrote them.
 docs/journal.md is the page about it.
 """
 

@@ -12,10 +12,10 @@ import pytest
 from configs import Config
 from configs.loading import load
 from replay.journal import JournalReader, Location, MemoryJournal, Record
+from replay.journal.apply import restore
+from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource, load_rows
-from replay.recovery import restore
 from replay.service import Service
-from replay.snapshot import snapshot_of
 
 FROZEN = Path(__file__).parent
 PER_PROCESS = (

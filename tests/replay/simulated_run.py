@@ -6,8 +6,8 @@ from configs import Config
 from replay import messages as m
 from replay.prompts import PromptSource
 from replay.service import Service
-from scripts.simulation.journal import SimulatedJournal
-from scripts.simulation.world import rows
+from tests.replay.simulation.journal import SimulatedJournal
+from tests.replay.simulation.world import rows
 
 
 def config(**overrides):

@@ -7,9 +7,9 @@ import pytest
 from simulated_run import config
 
 from replay import messages as m
-from replay.batches import assign, build, total_lengths
-from replay.leases import Slot
-from replay.validation import Bounds, problem_with
+from replay.desks.batches import assign, build, total_lengths
+from replay.desks.leases import Slot
+from replay.desks.validation import Bounds, problem_with
 
 STEP = 7
 SIZE = 3

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.batches import assign
+from replay.desks.batches import assign
 
 
 @given(

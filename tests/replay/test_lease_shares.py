@@ -2,7 +2,7 @@
 
 import pytest
 
-from replay.leases import WAIT_FOR_OTHERS_S, Shares
+from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares
 
 
 def test_the_first_that_has_a_version_gets_its_part_until_the_others_have_had_their_time() -> None:

@@ -7,9 +7,9 @@ import pytest
 from simulated_run import group_message, learner, lease, make_step, sent, service
 
 from replay import messages as m
+from replay.desks.leases import SlotState
+from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Location
-from replay.leases import SlotState
-from replay.line import Line, LineStep, Taken
 
 
 def line_of(*steps):

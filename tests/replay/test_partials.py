@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.leases import Slot
+from replay.desks.leases import Slot
+from replay.desks.partials import ANSWER_BYTES, TOKEN_BYTES, Partials, Told
+from replay.desks.validation import Bounds
 from replay.messages import Renew
-from replay.partials import ANSWER_BYTES, TOKEN_BYTES, Partials, Told
-from replay.validation import Bounds
 
 N, MOST, VOCABULARY, NEWEST = 3, 10, 50, 7
 BOUNDS = Bounds(NEWEST, VOCABULARY)

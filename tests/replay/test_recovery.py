@@ -6,11 +6,11 @@ import pytest
 from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
 
 from replay import messages as m
+from replay.desks.leases import SlotState
 from replay.journal import JournalError, JournalReader, JournalWriter
-from replay.leases import SlotState
-from replay.recovery import boot_fields, restore, whole_line
-from scripts.simulation.journal import SimulatedJournal
-from scripts.simulation.world import comparable
+from replay.journal.apply import boot_fields, restore, whole_line
+from tests.replay.simulation.journal import SimulatedJournal
+from tests.replay.simulation.world import comparable
 
 
 def restarted(made, *, records=None, now=100.0, num_rows=40, **overrides):

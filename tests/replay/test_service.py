@@ -1,4 +1,4 @@
-"""The replay protocol message by message. Whole runs with every kind of fault: tests/scripts/test_simulate.py."""
+"""The replay protocol message by message. Whole runs with every kind of fault: tests/replay/test_simulation.py."""
 
 import dataclasses
 
@@ -8,29 +8,9 @@ from simulated_run import bare_service, config, group_message, learner, lease, m
 
 from replay import messages as m
 from replay.channel import WireError
-from replay.evaluations import EvaluationBoard
-from replay.leases import SlotState
-from scripts.simulation.world import rows
-
-
-def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
-    made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (first,) = sent(made, "a", m.Lease)
-    made.handle("b", m.LeaseRequest(capacity=1, version=0), 0.0)
-    sent(made, "b", m.Lease)
-    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
-    made.handle("b", m.LeaseRequest(capacity=2, version=0), 10.5)
-    made.handle("b", m.Heartbeat(), 10.5)
-    made.handle("a", m.Heartbeat(), 10.5)
-    made.tick(10.6)
-    again = [x for x in sent(made, "b", m.Lease) if (x.pass_, x.index) == (first.pass_, first.index)]
-    assert [x.attempt for x in again] == [2]
-    made.handle("a", group_message(first, [0, 0]), 11.0)
-    assert sent(made, "a", m.Ack)[-1].status == "accepted"
-    assert sent(made, "b", m.Cancel)[-1].reason == "another server was first"
-    made.handle("b", group_message(again[0], [0, 0]), 11.5)
-    assert sent(made, "b", m.Ack)[-1].status == "superseded"
+from replay.desks.evaluations import EvaluationBoard
+from replay.desks.leases import SlotState
+from tests.replay.simulation.world import rows
 
 
 def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
@@ -124,19 +104,6 @@ def test_a_run_without_any_server_ends_with_a_reason():
     assert sent(made, "l", m.Goodbye)[-1].failed
 
 
-def test_reward_errors_past_their_limit_end_the_run():
-    made = service(replay__max_attempts=100)
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    for _ in range(8):
-        (lease,) = sent(made, "a", m.Lease)
-        cancel = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
-        made.handle("a", m.Cancel(**cancel, reason="reward_error", detail="KeyError: 'answer'"), 1.0)
-        if made.ended:
-            break
-    assert made.failed and "KeyError: 'answer'" in made.ended
-    assert "failed for 7 of the last 7 groups" in made.ended and "0.2 allows 6 of 32" in made.ended
-
-
 def test_peers_that_disagree_are_refused_by_name():
     made = service()
     made.peers.expected = {"tokenizer": "aaa"}
@@ -221,20 +188,6 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     made.handle("a", m.Heartbeat(), 6.0)
     made.tick(6.0)
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
-
-
-def test_renewals_without_progress_end_the_lease():
-    made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
-    now = 0.0
-    while made.buffer.count(SlotState.LEASED) and now < 100:
-        now += 1.0
-        made.handle("a", m.Renew(leases=[[lease.pass_, lease.index, lease.attempt, 3]]), now)
-        made.handle("a", m.LeaseRequest(capacity=0, version=0), now)
-        made.tick(now)
-    assert 15 < now <= 22, "lease_s is 10: one lease of grace for waiting and scoring"
-    assert sent(made, "a", m.Cancel)[-1].reason == "lease expired"
 
 
 def test_leases_are_spread_over_servers():
@@ -339,121 +292,6 @@ def test_tokens_older_than_the_lease_allows_are_rejected_under_wait():
     made.handle("a", group_message(newest, [0, 1]), 1.0)
     ack = sent(made, "a", m.Ack)[-1]
     assert ack.status == "rejected" and "this lease needs 1 or newer" in ack.reason
-
-
-def test_a_prompt_is_poison_once_its_attempts_are_used_up():
-    made = service(replay__max_attempts=2)
-    for attempt in (1, 2):
-        given = next(x for x in lease(made) if x.index == 0)
-        assert given.attempt == attempt
-        made.handle("a", m.Cancel(pass_=0, index=0, attempt=attempt, reason="engine_error"), 1.0)
-    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
-    assert made.counters["leases_released/engine_error"] == 2
-
-
-def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
-    made = service(replay__max_attempts=2)
-    for end in range(19):
-        given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
-        assert given.attempt == end + 1
-        if end % 2:
-            made.desk.expire(100.0 * end + 50.0)
-        else:
-            made.lost("b", "closed", 100.0 * end)
-            made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
-    assert not [name for name in made.counters if name.startswith("dropped/")]
-    lease(made, "b", now=5000.0)
-    made.desk.expire(6000.0)
-    assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
-
-
-def test_a_prompt_is_poison_by_its_failures_however_often_it_was_interrupted():
-    made = service(replay__max_attempts=2)
-    for reason in ("aborted", "reward_error", "aborted", "engine_error"):
-        given = next(x for x in lease(made) if x.index == 0)
-        made.handle("a", m.Cancel(pass_=0, index=0, attempt=given.attempt, reason=reason), 1.0)
-    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
-
-
-def test_only_who_holds_a_lease_renews_it():
-    made = service()
-    (given,) = lease(made)
-    for server, attempt in (("b", 1), ("a", 2)):
-        made.handle(server, m.Renew(leases=[[0, given.index, attempt, 5]]), 9.0)
-        assert sent(made, server, m.Cancel)[-1].reason == "this lease is no longer held"
-    assert made.counters["renewals_refused"] == 2
-    assert made.buffer.slots[0, given.index].deadline == 10.0
-    made.handle("a", m.Renew(leases=[[0, given.index, 1, 5]]), 9.0)
-    assert made.buffer.slots[0, given.index].deadline == 19.0
-
-
-def gives_up(made, count, reason="prompt_not_rendered"):
-    """Server 'a' cannot do anything with the next prompts."""
-    for number in range(count):
-        for given in lease(made):
-            cancel = {"pass_": given.pass_, "index": given.index, "attempt": given.attempt}
-            made.handle("a", m.Cancel(**cancel, reason=reason, detail=f"no template, {number}"), 1.0)
-            if made.ended:
-                return
-
-
-def test_a_pass_that_gives_no_group_ends_the_run_with_the_counts_and_the_last_reason():
-    made = service(num_rows=12)
-    gives_up(made, 11)
-    assert made.ended is None
-    gives_up(made, 5, "prompt_too_long")
-    assert made.failed and "12 prompts in a row, a whole pass over the data, were dropped" in made.ended
-    assert "11 prompt_not_rendered, 1 prompt_too_long" in made.ended and "prompt_too_long: no template, 0" in made.ended
-
-
-def test_one_group_of_a_pass_is_enough_to_go_on():
-    made = service(num_rows=12)
-    gives_up(made, 11)
-    (given,) = lease(made)
-    made.handle("a", group_message(given, [0]), 1.0)
-    gives_up(made, 11)
-    assert made.ended is None and made.counters["dropped/prompt_not_rendered"] == 22
-
-
-def test_what_is_dropped_without_end_is_not_logged_without_end(caplog):
-    made = service(num_rows=1000)
-    gives_up(made, 350)
-    lines = [record.getMessage() for record in caplog.records if "gave up group" in record.getMessage()]
-    assert len(lines) == 102 and lines[-1].endswith("(no. 300)")
-
-
-def test_status_says_why_no_batch_can_be_formed():
-    made = service()
-    gives_up(made, 3)
-    make_step(made, 1)
-    learner(made, "l2", version=0)
-    made.handle("l2", m.Take(step=1, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
-    made.handle("a", m.LeaseRequest(capacity=4, version=1, incarnation=1), 0.0)
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="d2"), 0.0)
-    made.handle("l2", m.Take(step=3, rank=0), 0.0)
-    made.handle("x", m.StatusRequest(), 1.0)
-    found = sent(made, "x", m.Status)[-1].state["waiting"]
-    assert found["step"] == 3 and found["dropped"] == {"prompt_not_rendered": 3}
-    assert "prompt_not_rendered: no template, 2" in found["last_drop"]
-    replaced = {"name": "rollout-a", "version": 1, "incarnation": 1}
-    (mine,) = [server for server in found["idle_servers"] if server["name"] == "rollout-a"]
-    assert mine == replaced | {"why": "it serves version 1 of incarnation 1, which incarnation 2 has replaced"}
-    for part in ("batch 3 has ", "3 prompt_not_rendered", found["last_drop"], "'rollout-a' has no lease: it serves"):
-        assert part in found["why"]
-
-
-def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
-    made = service(algorithm__dynamic_sampling=True, algorithm__max_flat_drops=0.5)
-    for given in lease(made, capacity=4):
-        made.handle("a", group_message(given, [0], reward=0.0), 1.0)
-    assert made.counters["dropped/flat_rewards"] == 2 and made.counters["flat_groups_kept"] == 2
-    assert made.buffer.count(SlotState.BUFFERED) == 2
-    for given in lease(made, capacity=4):
-        made.handle("a", group_message(given, [0]), 1.0)
-    made.handle("l", m.Take(step=1, rank=0), 1.0)
-    assert sent(made, "l", m.Batch) and made.desk.flat_drops == 0
 
 
 def test_a_server_of_an_earlier_learner_is_told_of_the_present_one_until_it_has_its_weights():

@@ -17,9 +17,9 @@ from torch_oracle import DEADLINE_S, Gate, hf_tensors, load_model, logprobs_of
 from configs import Config
 from replay import messages as m
 from replay.channel.frames import decode, encode
-from replay.leases import Slot, SlotState
-from replay.partials import Partials
-from replay.validation import Bounds, problem_with
+from replay.desks.leases import Slot, SlotState
+from replay.desks.partials import Partials
+from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator

@@ -18,9 +18,9 @@ import pytest
 from configs.loading import load as load_config
 from replay import messages as m
 from replay.channel import load_keys
-from replay.leases import Slot
+from replay.desks.leases import Slot
+from replay.desks.validation import Bounds, problem_with
 from replay.prompts import load_rows
-from replay.validation import Bounds, problem_with
 from scripts import bench_replay
 from scripts.bench_replay_parts.board import FIELDS, Board
 from scripts.bench_replay_parts.learner import Fault, Learner

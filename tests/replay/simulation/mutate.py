@@ -1,7 +1,7 @@
-"""`python -m scripts.mutate`: takes away one guard of replay after the other, and shows which test notices.
+"""`python -m tests.replay.simulation.mutate`: takes away one guard of replay after the other; which test notices?
 
-Each mutant (scripts/simulation/mutants.txt) is one exact replacement in a copy of the packages; the tree stays as it
-is. Some simulated runs come first, then the fast tests of replay, then more runs. The last line is JSON:
+Each mutant (mutants.txt) is one exact replacement in a copy of the packages; the tree stays as it is. Some simulated
+runs come first, then the fast tests of replay, then more runs. The last line is JSON:
 
     {"mutants": 60, "caught": 60, "survived": []}
 
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-MUTANTS = ROOT / "scripts" / "simulation" / "mutants.txt"
+ROOT = Path(__file__).parents[3]
+MUTANTS = Path(__file__).with_name("mutants.txt")
 COPIED = ("configs", "replay", "weight_bus", "scripts", "tests/replay", "pyproject.toml")
-TESTS = ("test_service.py", "test_recovery.py", "test_line.py", "test_journal.py")
+TESTS = ("test_service.py", "test_leases.py", "test_recovery.py", "test_line.py", "test_journal.py")
 SEEDS = 300
 FIRST_SEEDS = 60
 """Of them before the tests: what they miss, a test mostly finds faster than more seeds."""
@@ -71,7 +71,7 @@ def change(root: Path, mutant: Mutant) -> str:
     if source.count(mutant.old) != 1:
         raise SystemExit(
             f"{mutant.path}: mutant {mutant.name!r} replaces a text that is there {source.count(mutant.old)} times;"
-            " bring scripts/simulation/mutants.txt up to date"
+            " bring tests/replay/simulation/mutants.txt up to date"
         )
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
     return source
@@ -86,7 +86,7 @@ def caught_by(root: Path, seeds: int, processes: int) -> str | None:
 def simulated(root: Path, first: int, last: int, processes: int) -> str | None:
     """What the simulation finds in seeds from `first` up to `last`."""
     seeds = ["--first", str(first), "--seeds", str(last - first)]
-    code, output = run(root, ["-m", "scripts.simulate", *seeds, "--processes", str(processes), "--stop-at", "1"])
+    code, output = run(root, ["-m", "tests.replay.simulation", *seeds, "--processes", str(processes), "--stop-at", "1"])
     if code == 0:
         return None
     found = re.findall(r"^(?:\S+\.)?(\w*(?:Violation|Error)\b.*)$", output, re.MULTILINE)
@@ -118,7 +118,7 @@ def run(root: Path, arguments: list[str]) -> tuple[int, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.replay.simulation.mutate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="simulated runs for each mutant")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose name contains this")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from configs.schema import Config
-from replay import batches
 from replay import messages as m
-from replay.buffer import GroupBuffer, OutOfStep
 from replay.channel import Message
+from replay.desks import batches
+from replay.desks.buffer import GroupBuffer, OutOfStep
+from replay.desks.lease_desk import LeaseDesk
 from replay.journal import Journal
-from replay.lease_desk import LeaseDesk
 from replay.peers import Peer, Peers
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from configs.schema import Config
+from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.line import LineStep, Taken
 from replay.journal.format import JournalError, Location, Record
-from replay.leases import GroupId, Slot, SlotState
-from replay.line import LineStep, Taken
-from replay.snapshot import group_id_of, line_from, take_over, taken_of
+from replay.journal.snapshot import group_id_of, line_from, take_over, taken_of
 
 if TYPE_CHECKING:
     from replay.service import Service

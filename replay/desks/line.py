@@ -9,8 +9,8 @@ must get the digests that the journal has. So a step stays on the line until a d
 
 from dataclasses import dataclass, field
 
+from replay.desks.leases import GroupId
 from replay.journal.format import Location
-from replay.leases import GroupId
 
 
 @dataclass(frozen=True, slots=True)

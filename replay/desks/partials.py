@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.leases import INTERRUPTIONS, GroupId, Slot
+from replay.desks.leases import INTERRUPTIONS, GroupId, Slot
+from replay.desks.validation import LOGPROB_SLACK, Bounds
 from replay.messages import Float32, Int32, Renew
-from replay.validation import LOGPROB_SLACK, Bounds
 
 MAX_BYTES = 1024**3
 TOKEN_BYTES = 12

@@ -8,17 +8,17 @@ from functools import partial
 from typing import Any
 
 from configs import Config
+from replay.desks.leases import SlotState
 from replay.journal import JournalError
-from replay.leases import SlotState
+from replay.journal.apply import boot_fields, restore
+from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource
-from replay.recovery import boot_fields, restore
 from replay.service import Service
-from replay.snapshot import snapshot_of
-from scripts.simulation.books import Books, Violation, expect
-from scripts.simulation.journal import SimulatedJournal
-from scripts.simulation.learners import Checkpoints, SimulatedLearner
-from scripts.simulation.network import Network
-from scripts.simulation.servers import SimulatedServer
+from tests.replay.simulation.books import Books, Violation, expect
+from tests.replay.simulation.journal import SimulatedJournal
+from tests.replay.simulation.learners import Checkpoints, SimulatedLearner
+from tests.replay.simulation.network import Network
+from tests.replay.simulation.servers import SimulatedServer
 
 NOT_JOURNALED = (
     "corrupt", "duplicate", "peers_", "renewals_", "servers_lost", "learner_ranks", "journal_full", "tokens_masked",

@@ -1,9 +1,9 @@
-"""`python -m scripts.simulate --seeds 10000`: whole runs around the pure replay service, with every kind of fault.
+"""`python -m tests.replay.simulation --seeds 10000`: whole runs around the pure replay service, with every fault.
 
 Each seed is a run with a configuration of its own (lag 0 to 4, every on_stale, partial rollouts, dynamic sampling, one
 or two ranks) in which replay, the learner and rollout servers are killed at any moment, the disk fills up, messages are
 lost, doubled and swapped, and a learner that was resumed may make other weights than before. Independent books see only
-what peers see (scripts/simulation/books.py). After the faults every run must make ten more steps.
+what peers see (tests/replay/simulation/books.py). After the faults every run must make ten more steps.
 
 Progress goes to standard error. The last line is JSON; the exit code is 1 when a promise was broken.
 """
@@ -20,7 +20,7 @@ from random import Random
 from typing import Any
 
 from configs import Config
-from scripts.simulation.world import Faults, World
+from tests.replay.simulation.world import Faults, World
 
 MOVES = 120
 CHUNK = 25
@@ -99,7 +99,7 @@ def report(seeds: int, violations: int, counts: Counter[str]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.replay.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=10000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)

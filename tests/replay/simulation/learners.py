@@ -5,9 +5,9 @@ import zlib
 from dataclasses import dataclass, field
 
 from replay import messages as m
-from scripts.simulation.books import Books, checksum, expect
-from scripts.simulation.network import Network
-from scripts.simulation.servers import Policy
+from tests.replay.simulation.books import Books, checksum, expect
+from tests.replay.simulation.network import Network
+from tests.replay.simulation.servers import Policy
 
 
 @dataclass(slots=True)

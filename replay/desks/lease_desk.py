@@ -15,16 +15,16 @@ import numpy as np
 from configs.schema import Config
 from replay import messages as m
 from replay.bounded_log import BoundedLog
-from replay.buffer import GroupBuffer, drops
 from replay.channel import Message
 from replay.channel.frames import encode
+from replay.desks.buffer import GroupBuffer, drops
+from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
+from replay.desks.partials import Partials
+from replay.desks.validation import Bounds, problem_with
 from replay.journal import Journal
 from replay.journal.format import Frames
-from replay.leases import GroupId, Leases, Shares, Slot, SlotState
-from replay.partials import Partials
 from replay.peers import Peer, Peers
 from replay.prompts import PromptSource, stream_seed
-from replay.validation import Bounds, problem_with
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class LeaseDesk:
             peer = self.peers.get(slot.server or "")
             who = peer.describe(now) if peer else slot.server
             self._bounded.warning(
-                "expired", "replay: lease of group %s (attempt %d) expired: not renewed for %.0f s by %s",
-                slot.group_id, slot.attempt, self.leases.lease_s, who, symptom="slow",
+                "expired", "replay: lease of group %s (attempt %d) expired: not renewed for %.0f s by %s [slow]",
+                slot.group_id, slot.attempt, self.leases.lease_s, who,
             )  # fmt: skip
             if peer is not None:
                 self._cancel(slot, peer.identity, "lease expired")
@@ -270,10 +270,9 @@ class LeaseDesk:
         if reason in NEVER_AGAIN:
             self.drop(slot, reason, detail)
         elif dropped is not None:
-            self._bounded.warning(
-                dropped, "replay: group %s is %s: %d attempts failed and %d were interrupted, the last: %s",
-                slot.group_id, dropped, slot.failures, slot.interruptions, reason,
-            )  # fmt: skip
+            told = "%d attempts failed and %d were interrupted, the last: %s"
+            text = "replay: group %s is poison: " if dropped == "poison" else "replay: group %s is interrupted: "
+            self._bounded.warning(dropped, text + told, slot.group_id, slot.failures, slot.interruptions, reason)
             self.drop(slot, dropped, f"{reason}: {detail}")
 
     def drop(self, slot: Slot, reason: str, detail: str = "") -> None:
@@ -329,7 +328,7 @@ class LeaseDesk:
         if problem is not None:
             self.counters["groups_rejected"] += 1
             self._bounded.warning(
-                "rejected", "replay: group %s of %r rejected: %s", slot.group_id, peer.name, problem, symptom="corrupt"
+                "rejected", "replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem
             )
             self._ack(peer, group, "rejected", problem)
             if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):

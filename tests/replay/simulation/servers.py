@@ -7,8 +7,8 @@ import numpy as np
 
 from configs import Config
 from replay import messages as m
-from scripts.simulation.books import Books
-from scripts.simulation.network import Network
+from tests.replay.simulation.books import Books
+from tests.replay.simulation.network import Network
 
 Key = tuple[int, int, int]
 

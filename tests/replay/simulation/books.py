@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from replay import messages as m
+from replay.desks.leases import GroupId
 from replay.journal import Record
-from replay.leases import GroupId
 from replay.prompts import PromptSource
 
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from replay.buffer import GroupBuffer
-from scripts import simulate
-from scripts.mutate import MUTANTS, ROOT, read_mutants
+from replay.desks.buffer import GroupBuffer
+from tests.replay.simulation import __main__ as simulate
+from tests.replay.simulation.mutate import MUTANTS, ROOT, read_mutants
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))

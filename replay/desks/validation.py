@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Config
-from replay.leases import Slot
+from replay.desks.leases import Slot
 from replay.messages import EvaluationResult, Float32, Group
 
 LOGPROB_SLACK = 1e-3

@@ -4,7 +4,7 @@ Admission bound (invariant 1): leased + buffered + taken groups ≤ (async_lag +
 keep their order of admission. The group at position n of that order is trained in batch
 `version + n // groups_per_step`, so it may carry tokens of versions ≥ that − async_lag: its `min_version`.
 Groups that are dropped move later ones forward, which only makes them younger at training time. Batches that a
-resumed learner takes again (replay/line.py) come before all of them.
+resumed learner takes again (replay/desks/line.py) come before all of them.
 
     Example: groups_per_step 2, async_lag 1, version 5: up to 4 slots; positions 0 and 1 train version 5 and
     need tokens of version ≥ 4, positions 2 and 3 train version 6 and need tokens of version ≥ 5.
@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.line import Line, LineStep, Taken
 from replay.journal.format import Location
-from replay.leases import GroupId, Slot, SlotState
-from replay.line import Line, LineStep, Taken
 from replay.messages import Group
 
 OnStale = Literal["wait", "mask", "drop"]

@@ -3,10 +3,10 @@
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from replay.evaluations import Evaluation
+from replay.desks.evaluations import Evaluation
+from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.line import LineStep, Taken
 from replay.journal.format import Location
-from replay.leases import GroupId, Slot, SlotState
-from replay.line import LineStep, Taken
 
 if TYPE_CHECKING:
     from replay.service import Service

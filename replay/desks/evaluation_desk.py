@@ -10,16 +10,16 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.buffer import GroupBuffer
 from replay.channel import Message
 from replay.channel.frames import encode
-from replay.evaluations import EvaluationBoard
+from replay.desks.buffer import GroupBuffer
+from replay.desks.evaluations import EvaluationBoard
+from replay.desks.lease_desk import Send
+from replay.desks.validation import problem_with_evaluation
 from replay.journal import Journal, Location
 from replay.journal.format import Frames
-from replay.lease_desk import Send
 from replay.peers import Peer, Peers
 from replay.prompts import stream_seed
-from replay.validation import problem_with_evaluation
 
 log = logging.getLogger(__name__)
 

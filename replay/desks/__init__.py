@@ -1,0 +1,1 @@
+"""Policy without I/O: what becomes of prompts, leases, groups and batches. Time is an argument."""
