@@ -22,10 +22,6 @@ class Rollout(Section):
     """An answer is cut (finish reason `length`) after this many tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; behaviour and trainer logprobs are both taken at it."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Refused below 1 until the truncation mask is carried to the learner."""
-    top_k: int = -1
-    """Refused above 0 until the truncation mask is carried to the learner."""
     max_running: int = Field(default=256, ge=1)
     """Trajectories that one engine decodes at once."""
     on_new_weights: Literal["auto", "keep_kv", "recompute_kv", "drain"] = "auto"
@@ -38,10 +34,6 @@ class Rollout(Section):
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
     engine_deadline_s: float = Field(default=120.0, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""
-    forced_length_median: int = Field(default=0, ge=0)
-    """For benchmarks: answers ignore stop tokens and get lognormal lengths of this median; 0 is off."""
-    forced_length_sigma: float = Field(default=0.7, ge=0)
-    """Sigma of the forced lengths' logarithm; all are cut at max_new_tokens."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: float = Field(default=1.0, ge=0)
@@ -82,7 +74,7 @@ class Replay(Section):
     """A resumed step whose weights differ from the journalled ones: `supersede` throws away what the lost policies have
     sampled and goes on; `stop` ends the run."""
     wait_for_learner_s: float = Field(default=300.0, gt=0)
-    """How long replay waits for a learner that died to come back before the run stops with an error."""
+    """How long replay waits for a dead learner to return before the run stops with an error."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
@@ -94,8 +86,6 @@ class Algorithm(Section):
     """GRPO: reward minus group mean, over the group's standard deviation."""
     normalize_by_std: bool = True
     """Divide by the group's standard deviation (off: Dr. GRPO)."""
-    advantage_epsilon: float = Field(default=1e-4, gt=0)
-    """Added to the standard deviation."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
     max_flat_drops: float = Field(default=4.0, gt=0)

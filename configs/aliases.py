@@ -7,93 +7,98 @@ Accepting them would make two names for one thing; a suggestion by spelling misl
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-ALIASES = {
-    # verl
-    "actor_rollout_ref.model.path": "model.path",
-    "data.train_files": "data.train",
-    "data.val_files": "data.eval",
-    "data.train_batch_size": "rollout.groups_per_step",
-    "data.max_prompt_length": "data.max_prompt_tokens",
-    "data.max_response_length": "rollout.max_new_tokens",
-    "rollout.n": "rollout.group_size",
-    "rollout.name": "rollout.engine",
-    "tensor_model_parallel_size": "placement.tensor_parallel",
-    "gpu_memory_utilization": "rollout.sglang.mem_fraction_static",
-    "max_num_seqs": "rollout.max_running",
-    "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
-    "enable_gradient_checkpointing": "learner.recompute",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "grad_clip": "learner.max_grad_norm",
-    "optim.lr": "learner.lr",
-    "algorithm.adv_estimator": "algorithm.advantage",
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
-    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
-    "algorithm.rollout_correction": "algorithm.loss",
-    "custom_reward_function.path": "reward.function",
-    "max_off_policy_threshold": "replay.async_lag",
-    "trainer.save_freq": "checkpoint.every_steps",
-    "trainer.test_freq": "evaluation.every_steps",
-    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
-    "trainer.total_training_steps": "learner.total_steps",
-    "trainer.experiment_name": "run.name",
-    "trainer.project_name": "tracking.wandb_project",
-    "trainer.n_gpus_per_node": "placement.split",
-    # slime; its options are looked up without dashes
-    "hf_checkpoint": "model.path",
-    "prompt_data": "data.train",
-    "eval_prompt_data": "data.eval",
-    "n_samples_per_prompt": "rollout.group_size",
-    "rollout_batch_size": "rollout.groups_per_step",
-    "rollout_max_response_len": "rollout.max_new_tokens",
-    "rollout_max_prompt_len": "data.max_prompt_tokens",
-    "rollout_temperature": "rollout.temperature",
-    "rollout_num_gpus_per_engine": "placement.tensor_parallel",
-    "max_tokens_per_gpu": "learner.max_tokens_per_microbatch",
-    "eps_clip": "algorithm.clip_low",
-    "eps_clip_high": "algorithm.clip_high",
-    "use_tis": "algorithm.loss",
-    "custom_rm_path": "reward.function",
-    "num_rollout": "learner.total_steps",
-    "save_interval": "checkpoint.every_steps",
-    "eval_interval": "evaluation.every_steps",
-    "update_weight_transport": "weight_bus.transport",
-    # prime-rl
-    "model.name": "model.path",
-    "orchestrator.train.source": "data.train",
-    "orchestrator.group_size": "rollout.group_size",
-    "orchestrator.batch_size": "rollout.groups_per_step",
-    "max_completion_tokens": "rollout.max_new_tokens",
-    "max_off_policy_steps": "replay.async_lag",
-    "max_steps": "learner.total_steps",
-    "ckpt.interval": "checkpoint.every_steps",
-    "weight_broadcast.type": "weight_bus.transport",
-    # AReaL
-    "actor.path": "model.path",
-    "train_dataset.path": "data.train",
-    "train_dataset.batch_size": "rollout.groups_per_step",
-    "gconfig.n_samples": "rollout.group_size",
-    "gconfig.max_new_tokens": "rollout.max_new_tokens",
-    "max_tokens_per_mb": "learner.max_tokens_per_microbatch",
-    "use_decoupled_loss": "algorithm.loss",
-    "max_head_offpolicyness": "replay.async_lag",
-    "saver.freq_steps": "checkpoint.every_steps",
-    # TRL
-    "num_generations": "rollout.group_size",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "learning_rate": "learner.lr",
-    "gradient_checkpointing": "learner.recompute",
-    "max_staleness": "replay.async_lag",
-    "save_steps": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "evaluation.every_steps",
-    "output_dir": "run.dir",
-    "run_name": "run.name",
+FRAMEWORKS = {
+    "verl": {
+        "actor_rollout_ref.model.path": "model.path",
+        "data.train_files": "data.train",
+        "data.val_files": "data.eval",
+        "data.train_batch_size": "rollout.groups_per_step",
+        "data.max_prompt_length": "data.max_prompt_tokens",
+        "data.max_response_length": "rollout.max_new_tokens",
+        "rollout.n": "rollout.group_size",
+        "rollout.name": "rollout.engine",
+        "tensor_model_parallel_size": "placement.tensor_parallel",
+        "gpu_memory_utilization": "rollout.sglang.mem_fraction_static",
+        "max_num_seqs": "rollout.max_running",
+        "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
+        "enable_gradient_checkpointing": "learner.recompute",
+        "clip_ratio_low": "algorithm.clip_low",
+        "clip_ratio_high": "algorithm.clip_high",
+        "grad_clip": "learner.max_grad_norm",
+        "optim.lr": "learner.lr",
+        "algorithm.adv_estimator": "algorithm.advantage",
+        "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
+        "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
+        "algorithm.rollout_correction": "algorithm.loss",
+        "custom_reward_function.path": "reward.function",
+        "max_off_policy_threshold": "replay.async_lag",
+        "trainer.save_freq": "checkpoint.every_steps",
+        "trainer.test_freq": "evaluation.every_steps",
+        "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
+        "trainer.total_training_steps": "learner.total_steps",
+        "trainer.experiment_name": "run.name",
+        "trainer.project_name": "tracking.wandb_project",
+        "trainer.n_gpus_per_node": "placement.split",
+    },
+    "slime": {
+        "--hf-checkpoint": "model.path",
+        "--prompt-data": "data.train",
+        "--eval-prompt-data": "data.eval",
+        "--n-samples-per-prompt": "rollout.group_size",
+        "--rollout-batch-size": "rollout.groups_per_step",
+        "--rollout-max-response-len": "rollout.max_new_tokens",
+        "--rollout-max-prompt-len": "data.max_prompt_tokens",
+        "--rollout-temperature": "rollout.temperature",
+        "--rollout-num-gpus-per-engine": "placement.tensor_parallel",
+        "--max-tokens-per-gpu": "learner.max_tokens_per_microbatch",
+        "--eps-clip": "algorithm.clip_low",
+        "--eps-clip-high": "algorithm.clip_high",
+        "--use-tis": "algorithm.loss",
+        "--custom-rm-path": "reward.function",
+        "--num-rollout": "learner.total_steps",
+        "--save-interval": "checkpoint.every_steps",
+        "--eval-interval": "evaluation.every_steps",
+        "--update-weight-transport": "weight_bus.transport",
+    },
+    "prime-rl": {
+        "model.name": "model.path",
+        "orchestrator.train.source": "data.train",
+        "orchestrator.group_size": "rollout.group_size",
+        "orchestrator.batch_size": "rollout.groups_per_step",
+        "max_completion_tokens": "rollout.max_new_tokens",
+        "max_off_policy_steps": "replay.async_lag",
+        "max_steps": "learner.total_steps",
+        "ckpt.interval": "checkpoint.every_steps",
+        "weight_broadcast.type": "weight_bus.transport",
+    },
+    "AReaL": {
+        "actor.path": "model.path",
+        "train_dataset.path": "data.train",
+        "train_dataset.batch_size": "rollout.groups_per_step",
+        "gconfig.n_samples": "rollout.group_size",
+        "gconfig.max_new_tokens": "rollout.max_new_tokens",
+        "max_tokens_per_mb": "learner.max_tokens_per_microbatch",
+        "use_decoupled_loss": "algorithm.loss",
+        "max_head_offpolicyness": "replay.async_lag",
+        "saver.freq_steps": "checkpoint.every_steps",
+    },
+    "TRL": {
+        "num_generations": "rollout.group_size",
+        "max_completion_length": "rollout.max_new_tokens",
+        "max_prompt_length": "data.max_prompt_tokens",
+        "epsilon": "algorithm.clip_low",
+        "epsilon_high": "algorithm.clip_high",
+        "learning_rate": "learner.lr",
+        "gradient_checkpointing": "learner.recompute",
+        "max_staleness": "replay.async_lag",
+        "save_steps": "checkpoint.every_steps",
+        "save_total_limit": "checkpoint.keep",
+        "eval_steps": "evaluation.every_steps",
+        "output_dir": "run.dir",
+        "run_name": "run.name",
+    },
 }
-"""Foreign name (or its end) to the key here."""
+"""By framework: its name, or the end of it, to the key here."""
 
 ONE_UPDATE = "a step is one update and one broadcast here, on rollout.groups_per_step groups; there is nothing to set"
 NO_KL = "there is no KL term here"
@@ -114,6 +119,14 @@ NOT_HERE = {
     "beta": NO_KL,
 }
 """What other frameworks set and this one has no key for, with the reason."""
+
+
+def plain(name: str) -> str:
+    """A name as a file would have it: options without their dashes."""
+    return name.lstrip("-").replace("-", "_")
+
+
+ALIASES = {plain(name): key for names in FRAMEWORKS.values() for name, key in names.items()}
 
 
 def target_of(name: str) -> str | None:
@@ -141,5 +154,5 @@ def answers(name: str, value: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def _ends(name: str) -> Iterator[str]:
-    parts = name.lstrip("-").replace("-", "_").split(".")
+    parts = plain(name).split(".")
     return (".".join(parts[start:]) for start in range(len(parts)))

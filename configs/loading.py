@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,10 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs import aliases
+from configs import aliases, retired
 from configs.schema import Config
+
+log = logging.getLogger(__name__)
 
 PRESETS = Path(__file__).parent
 QUICKSTART = "quickstart"
@@ -163,38 +166,44 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
+    kept, ignored, texts = retired.split(tree)
+    config = None
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(kept)
     except ValidationError as error:
-        lines = [line for problem in error.errors() for line in _explain(dict(problem), source, overrides)]
-        raise ConfigError("\n".join(lines)) from error
+        texts += [text for problem in error.errors() for text in _explain(dict(problem))]
+    if texts or config is None:
+        raise ConfigError("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
+    if ignored:
+        log.warning("%s: ignored, they always have this value now: %s", source, ", ".join(ignored))
+    return config
 
 
-def _explain(problem: dict[str, Any], source: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Lines for one problem: one, or one for each foreign name below an unknown key."""
+def _explain(problem: dict[str, Any]) -> Iterator[str]:
+    """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
-    texts = []
     if problem["type"] == "extra_forbidden":
         foreign = dict(aliases.answers(key, value))
-        texts = [f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None]
-        if len(texts) < len(foreign):
-            texts.append(f"{key}: unknown key (value {value!r}){suggestion(key)}")
+        yield from (f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None)
+        if None in foreign.values():
+            yield f"{key}: unknown key (value {value!r}){suggestion(key)}"
     elif problem["type"] == "missing":
-        texts.append(f"{key}: missing; it has no default, give it in the file or with --set {key}=...")
+        yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:
         text = str(problem["msg"]).removeprefix("Value error, ")
-        texts.append(f"{key}: {text} (value {value!r})" if key else text)
-    for text in texts:
-        given = [override for override in overrides if _concerns(override.partition("=")[0].strip(), key, text)]
-        yield f"{' '.join(f'--set {override}' for override in given)}{' over ' if given else ''}{source}: {text}"
+        yield f"{key}: {text} (value {value!r})" if key else text
 
 
-def _concerns(name: str, key: str, text: str) -> bool:
-    """Whether the override of key `name` is behind a problem; one that crosses keys names them in its text."""
-    if key:
-        return f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.")
-    section = text.partition(":")[0]
-    return name.startswith(f"{section}.") or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text) is not None
+def _origin(text: str, overrides: Sequence[str]) -> str:
+    """The overrides that a text speaks of: of its key or section, or named anywhere in it."""
+    key = text.partition(":")[0]
+    given = []
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        is_near = f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")
+        if is_near or re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text):
+            given.append(f"--set {override}")
+    return f"{' '.join(given)} over " if given else ""
 
 
 def suggestion(key: str) -> str:

@@ -13,7 +13,7 @@ from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, Learner, Limits
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
@@ -40,7 +40,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
-    learner: Learner = Learner()
+    learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     weight_bus: WeightBus = WeightBus()
@@ -178,16 +178,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _sampling_is_carried(self) -> "Config":
-        if self.rollout.top_p < 1 or self.rollout.top_k > 0:
-            key, value = ("top_p", self.rollout.top_p) if self.rollout.top_p < 1 else ("top_k", self.rollout.top_k)
-            raise ValueError(
-                f"rollout.{key}: {value} truncates the sampling distribution, and the learner would not know the mask;"
-                " take top_p=1.0 and top_k=-1 and shape the distribution by rollout.temperature"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _engine_can_receive(self) -> "Config":
         if self.weight_bus.apply == "direct" and self.rollout.engine != "sglang":
             raise ValueError(
@@ -244,7 +234,7 @@ class Config(Section):
         if not is_loopback(network.host) and network.keys is None and not network.insecure:
             raise ValueError(
                 f"network.host: {network.host!r} leaves the loopback interface and no keys are configured;"
-                " bind 127.0.0.1, make keys (python -m scripts.make_keys --out keys) and set network.keys=keys, or set"
+                " bind 127.0.0.1, make keys (python -m replay.keys --out keys) and set network.keys=keys, or set"
                 " network.insecure=true on a network that you trust"
             )
         return self

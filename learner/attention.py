@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PretrainedConfig
 
-from configs.learner import Learner
+from configs.learner import LearnerSettings
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def choose(config: Learner, model: PretrainedConfig, device: torch.device) -> str:
+def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.device) -> str:
     """The attention implementation of a run: PADDED, VARLEN or LOOP.
 
     `auto` is VARLEN where that runs and padding elsewhere. `varlen` is an unpadded row in any case: where the kernel
@@ -92,7 +92,7 @@ def _varlen(
     max_length_q: int,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [1, heads, total, D], key and value [1, kv heads, total, D] to [1, total, heads, D]."""
+    """Attention over a packed row: [1, heads, total, D] to [1, total, heads, D]."""
     attend, keywords, knows_groups = _kernel()
     if not math.isclose(scaling, query.shape[-1] ** -0.5):
         raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
@@ -106,7 +106,7 @@ def _varlen(
 
 @functools.cache
 def _kernel() -> tuple[Any, dict[str, Any], bool]:
-    """torch's function, the keywords that make it causal, and whether it shares key heads among query heads.
+    """The kernel, the keywords that make it causal, and whether it groups key heads.
 
     Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads came later.
     """

@@ -5,15 +5,15 @@ from typing import Literal
 
 import torch
 
-from configs.learner import Learner
-from learner.policy import Policy
+from configs.learner import LearnerSettings
+from learner.model import Policy
 from learner.sharding import Shard
 
 FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
 
 
-def lr_at(step: int, config: Learner) -> float:
+def lr_at(step: int, config: LearnerSettings) -> float:
     """Learning rate of step `step`, the first being 1.
 
     Linear warm-up that reaches the peak at step `warmup_steps`, then constant, or cosine or linear down to
@@ -41,7 +41,7 @@ class Optimizer:
     Weight decay, 0 by default, applies to every parameter.
     """
 
-    def __init__(self, config: Learner, policy: Policy) -> None:
+    def __init__(self, config: LearnerSettings, policy: Policy) -> None:
         self._policy = policy
         self.masters = [shard.local for shard in policy.shards()]
         self.adamw = torch.optim.AdamW(
@@ -88,6 +88,6 @@ class Optimizer:
             master.grad = None
 
 
-def build_optimizer(config: Learner, policy: Policy) -> Optimizer:
+def build_optimizer(config: LearnerSettings, policy: Policy) -> Optimizer:
     """The optimizer of this configuration, with fresh moments."""
     return Optimizer(config, policy)

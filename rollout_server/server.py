@@ -17,6 +17,7 @@ from rollout_server.engines.base import Engine, EngineError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.progress import LeaseKey, ProgressReports
 from rollout_server.weights import WeightFollower
+from weight_bus import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,14 @@ class RolloutServer:
     """One engine and its leases."""
 
     def __init__(
-        self, config: Config, generator: Generator, dealer: AsyncDealer, *, name: str, fingerprint: dict[str, str]
+        self,
+        config: Config,
+        generator: Generator,
+        dealer: AsyncDealer,
+        *,
+        name: str,
+        fingerprint: dict[str, str],
+        subscriber: type[Subscriber] = Subscriber,
     ) -> None:
         self.config = config
         self.generator = generator
@@ -61,7 +69,12 @@ class RolloutServer:
         self.name = name
         self.fingerprint = fingerprint
         self.follower = WeightFollower(
-            config, self.engine, name, on_live=self._went_live, on_quarantine=self._went_dark
+            config,
+            self.engine,
+            name,
+            on_live=self._went_live,
+            on_quarantine=self._went_dark,
+            subscriber=subscriber,
         )
         self.version: int | None = None
         """Version that is live and proven; None while no lease may be asked for."""

@@ -45,6 +45,7 @@ class WeightFollower:
         *,
         on_live: Callable[[int, int], Awaitable[None]],
         on_quarantine: Callable[[str], Awaitable[None]],
+        subscriber: type[Subscriber] = Subscriber,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -55,6 +56,7 @@ class WeightFollower:
         self._on_live = on_live
         self._on_quarantine = on_quarantine
         self._loop = asyncio.get_running_loop()
+        self._make_subscriber = subscriber
         self._subscriber: Subscriber | None = None
         self._thread: threading.Thread | None = None
         self._paused_at = 0.0
@@ -81,7 +83,7 @@ class WeightFollower:
         if self._subscriber is not None:
             self._subscriber.stop()  # its thread ends by itself; joining it here would block this loop
         self.address = address
-        subscriber = Subscriber(
+        subscriber = self._make_subscriber(
             address,
             name=self.name,
             config=self.config.weight_bus,

@@ -1,1 +1,5 @@
-"""Commands around a run: data, summaries, checks. Each says in its docstring how to call it."""
+"""Commands for people who work on a clone; the wheel has none of them."""
+
+from scripts import moved
+
+__all__ = ["moved"]

@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.lag_report import ReportError, read_rows, report
-from scripts.summarize_run import evaluations
+from learner.report.lag import ReportError, read_rows, report
+from learner.report.summary import evaluations
 
 ROOT = Path(__file__).parents[1]
 VARIANTS = {
@@ -125,7 +125,7 @@ def main() -> int:
     data = ROOT / "data" / f"sort6-seed{args.seed}"
     outcomes: dict[str, Outcome] = {}
     try:
-        run_module(["scripts.make_sort6", "--out", str(data), "--seed", str(args.seed)])
+        run_module(["learner.examples.sort6", "--out", str(data), "--seed", str(args.seed)])
         for variant in VARIANTS:
             outcomes[variant] = train(variant, data, out, lag=args.lag, seed=args.seed, steps=args.steps)
     except CompareError as error:

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from configs.aliases import ALIASES, FRAMEWORKS
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.schema import Config
 
@@ -51,7 +52,22 @@ def page() -> str:
         section = field.annotation
         assert isinstance(section, type) and issubclass(section, BaseModel)
         parts.append("\n".join(_section(name, section)))
+    parts.append("\n".join(_foreign_names()))
     return "\n".join(parts)
+
+
+def _foreign_names() -> Iterator[str]:
+    """A table of the keys that other frameworks have as well, a line for each key."""
+    yield "## Names of other frameworks"
+    yield ""
+    yield "They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end."
+    yield ""
+    yield f"| key | {' | '.join(FRAMEWORKS)} |"
+    yield f"|---|{'---|' * len(FRAMEWORKS)}"
+    for key in dict.fromkeys(ALIASES.values()):
+        cells = [[name for name, ours in names.items() if ours == key] for names in FRAMEWORKS.values()]
+        yield f"| `{key}` | {' | '.join(', '.join(f'`{name}`' for name in cell) or '–' for cell in cells)} |"
+    yield ""
 
 
 def _section(name: str, section: type[BaseModel]) -> Iterator[str]:

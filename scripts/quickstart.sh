@@ -38,7 +38,7 @@ fi
 export OMP_NUM_THREADS=1
 
 data="data/sort6-seed$seed"
-"$python" -m scripts.make_sort6 --out "$data" --seed "$seed"
+"$python" -m learner.examples.sort6 --out "$data" --seed "$seed"
 settings=(--set "model.path=$data/model" --set "data.train=$data/train.jsonl" --set "data.eval=$data/eval.jsonl")
 if [[ "$engine" == sglang ]]; then settings+=(--set evaluation.every_steps=20); fi
 name="quickstart-seed$seed-$(date +%Y%m%d-%H%M%S)-$$"
@@ -46,4 +46,4 @@ started=$(date +%s.%N)
 "$python" -m learner.main --async-lag 1 --seed "$seed" --name "$name" \
   "${settings[@]}" "${overrides[@]}"
 seconds=$("$python" -c "import time; print(time.time() - $started)")
-"$python" -m scripts.summarize_run "runs/$name" --train-seconds "$seconds"
+"$python" -m learner.report.summary "runs/$name" --train-seconds "$seconds"

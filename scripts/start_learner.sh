@@ -6,14 +6,7 @@
 #   bash scripts/start_learner.sh --slurm [--dry-run] [--out FILE] ...                           a file for sbatch
 #   bash scripts/start_learner.sh --kubernetes [--dry-run] [--out FOLDER] [--image I] ...        manifests of a JobSet
 #
-# Replay listens at PORT (default 5757) of network.host. On this host the arguments go to `python -m learner.main`,
-# elsewhere to `python -m scripts.launch.main learner`, whose --help has the rest; docs/launching.md explains all of it.
+# The same as `python -m learner.launch learner`, whose --help has the rest; docs/launching.md explains all of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python="${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
-for argument in "$@"; do
-  case "$argument" in
-    --hosts | --hosts=* | --slurm | --kubernetes) exec "$python" -m scripts.launch.main learner "$@" ;;
-  esac
-done
-exec "$python" -m learner.main --set placement.local_rollouts=false --set "network.replay_port=${PORT:-5757}" "$@"
+exec "${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}" -m learner.launch learner "$@"

@@ -6,37 +6,8 @@
 #   bash scripts/start_rollout_nodes.sh --slurm [--dry-run] [--out FILE] ...                       a file for sbatch
 #   bash scripts/start_rollout_nodes.sh --kubernetes [--dry-run] [--out FOLDER] [--image I] ...    manifests of a JobSet
 #
-# On this host REPLAY is the address of replay (default tcp://127.0.0.1:5757), server I of N gets the GPUs of the
-# placement's engine I, and other arguments go to `python -m rollout_server.main`. Elsewhere they go to
-# `python -m scripts.launch.main rollout`. Give the same --config, --seed and --set as to the learner.
+# The same as `python -m learner.launch rollout`. On this host REPLAY is the address of replay, and server I of N gets
+# the GPUs of the placement's engine I. Give the same --config, --seed and --set as to the learner.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python="${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
-for argument in "$@"; do
-  case "$argument" in
-    --hosts | --hosts=* | --slurm | --kubernetes) exec "$python" -m scripts.launch.main rollout "$@" ;;
-  esac
-done
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-
-servers=1
-arguments=()
-while (($#)); do
-  case "$1" in
-    --servers) servers="$2"; shift 2 ;;
-    *) arguments+=("$1"); shift ;;
-  esac
-done
-
-pids=()
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true; wait || true; exit 130' INT TERM
-for ((i = 0; i < servers; i++)); do
-  "$python" -m scripts.launch.server --index "$i" -- --replay "${REPLAY:-tcp://127.0.0.1:5757}" --parent $$ \
-    --server-name "rollout-$(hostname)-$$-$i" "${arguments[@]}" &
-  pids+=($!)
-done
-status=0
-for pid in "${pids[@]}"; do
-  wait "$pid" || status=$?
-done
-exit "$status"
+exec "${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}" -m learner.launch rollout "$@"

@@ -13,32 +13,20 @@ from collections.abc import Callable
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError
+from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
-from weight_bus.jobs import Board, Event
 from weight_bus.membership import Member, State
-from weight_bus.messages import (
-    Abort,
-    Applied,
-    Commit,
-    EpochReady,
-    Goodbye,
-    Heartbeat,
-    Holding,
-    Join,
-    Paused,
-    ReceiveFailed,
-    Removed,
-    Staged,
-    Welcome,
-)
-from weight_bus.round import Rounds
+from weight_bus.offer import Board, Event
+from weight_bus.round import Ends, Round
+from weight_bus.sender import Sender
 from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
 
 MAX_HOLD_S = 24 * 3600.0
 """No engine may ask for more."""
+SPOILED = "its engine is spoiled and restarts,"
 
 
 class Bus:
@@ -53,9 +41,9 @@ class Bus:
         self._incarnation = incarnation
         self._facts = transport.facts()
         self._next_beat = 0.0
-        self._rounds = Rounds(
-            config, router=router, board=board, transport=transport, incarnation=incarnation, control=self
-        )
+        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake.set)
+        self._ends = Ends(config=config, router=router, board=board, sender=sender, incarnation=incarnation)
+        self._suspects: frozenset[str] = frozenset()
         self._thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
         self._thread.start()
 
@@ -71,9 +59,9 @@ class Bus:
                 self._take_up()
                 receivers = self._receivers()
                 if receivers:
-                    self._rounds.run(receivers)
+                    self._run_round(receivers)
                 else:
-                    self.pump(self._has_work, time.monotonic() + self._config.heartbeat_s)
+                    self._pump(self._has_work, time.monotonic() + self._config.heartbeat_s)
         except BusClosed as closed:
             self._say_goodbye(str(closed))
         except Exception as error:
@@ -83,12 +71,30 @@ class Bus:
                 self._board.changed.notify_all()
             self._say_goodbye(f"the publisher failed: {error}")
         finally:
-            self._rounds.close()
+            self._ends.sender.close()
             self._router.close()
+
+    def _run_round(self, receivers: list[Member]) -> None:
+        """Send the current version to members that are idle, and serve the control plane while that waits."""
+        offer = self._board.current
+        assert offer is not None
+        with self._board.changed:
+            receivers = [member for member in receivers if self._reach(member)]
+        if not receivers:
+            return
+        sending = Round(self._ends, offer, receivers, self._suspects)
+        for wait in sending.steps():
+            self._pump(wait.until, wait.deadline)
+        outcome, error = sending.outcome, sending.outcome.error
+        self._suspects = outcome.suspects
+        if error is not None and outcome.charged is not None:
+            self._charge(outcome.charged, str(error))
+        for member in outcome.spoiled:
+            self._lose(member, f"{error}; {SPOILED}", error.symptom if error is not None else "", rejoin=False)
 
     def _say_goodbye(self, reason: str) -> None:
         for member in self._board.membership.members.values():
-            self._router.send(member.identity, Goodbye(session=member.session, reason=reason))
+            self._router.send(member.identity, m.Goodbye(session=member.session, reason=reason))
 
     def _take_up(self) -> None:
         """The newest update becomes the current one; what the last one still owed is named in its report."""
@@ -104,15 +110,15 @@ class Bus:
 
     def _receivers(self) -> list[Member]:
         with self._board.changed:
-            job = self._board.current
-            if job is None or job.progress.stalled:
+            offer = self._board.current
+            if offer is None or offer.progress.stalled:
                 return []
-            return self._board.membership.needing(job.version, time.monotonic())
+            return self._board.membership.needing(offer.version, time.monotonic())
 
     def _has_work(self) -> bool:
         return self._board.pending is not None or bool(self._receivers())
 
-    def pump(self, until: Callable[[], bool], deadline: float) -> bool:
+    def _pump(self, until: Callable[[], bool], deadline: float) -> bool:
         """Serve the control plane until a condition holds (True) or the deadline has passed (False).
 
         Raises:
@@ -134,134 +140,137 @@ class Bus:
                 self._board.settle(time.monotonic())
 
     def _tend(self, now: float) -> None:
-        """Beat, and remove who is gone. After reading what has arrived, never before."""
+        """Send heartbeats, and remove members that are silent or slow. After reading what has arrived, never before."""
         if now >= self._next_beat:
             self._next_beat = now + self._config.heartbeat_s
             for member in list(self._board.membership.members.values()):
-                self.reach(member)
+                self._reach(member)
         for member, symptom, seconds in self._board.membership.overdue(now):
-            self.lose(member, f"{symptom} for {seconds:.1f} s", symptom)
+            self._lose(member, f"{symptom} for {seconds:.1f} s", symptom)
 
-    def reach(self, member: Member) -> bool:
+    def _reach(self, member: Member) -> bool:
         """Send a heartbeat to a member; without a connection it is removed at once."""
-        symptom = self._router.send(member.identity, Heartbeat(session=member.session))
+        symptom = self._router.send(member.identity, m.Heartbeat(session=member.session))
         if symptom:
-            self.lose(member, "its connection is gone" if symptom == "closed" else "does not read", symptom)
+            self._lose(member, "its connection is gone" if symptom == "closed" else "does not read", symptom)
         return not symptom
 
-    def lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
+    def _lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
         """Remove a member, name it in the log and in the report of the current version."""
         with self._board.changed:
-            job, membership = self._board.current, self._board.membership
+            offer, membership = self._board.current, self._board.membership
             quiet = time.monotonic() - member.heard_at
-            before = f"; before: {job.failed[member.name]}" if job is not None and member.name in job.failed else ""
-            doing = self._rounds.activity(member)
+            before = (
+                f"; before: {offer.failed[member.name]}" if offer is not None and member.name in offer.failed else ""
+            )
+            doing = self._activity(member)
             reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
-            version = job.version if job is not None else -1
+            version = offer.version if offer is not None else -1
             log.warning("weight bus: v%d epoch %d: %s %s; removed", version, membership.epoch, member, reason)
-            self._router.send(member.identity, Removed(session=member.session, reason=reason, rejoin=rejoin))
+            self._router.send(member.identity, m.Removed(session=member.session, reason=reason, rejoin=rejoin))
             membership.remove(member, rejoin=rejoin)
             self._board.counters["lost_peers"] += 1
-            if job is not None and job.report is None and member.version != job.version:
-                job.failed[member.name] = reason
-            self._board.emit(
-                Event(
-                    kind="removed",
-                    version=version,
-                    epoch=membership.epoch,
-                    name=member.name,
-                    detail=reason,
-                    symptom=symptom,
-                )
-            )
+            if offer is not None and offer.report is None and member.version != offer.version:
+                offer.failed[member.name] = reason
+            self._emit("removed", member, reason, symptom)
+
+    def _activity(self, member: Member) -> str:
+        """What a member is doing, in words."""
+        if member.state is State.RECEIVING:
+            return self._ends.sender.doing(member.target)
+        engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
+        return f"{member.state.value} v{member.target}" if engaged else member.state.value
 
     def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
         if isinstance(envelope, WireError):
             log.warning("weight bus: refused a message of %r: %s [corrupt]", identity, envelope)
             return
         message = envelope.message
-        if isinstance(message, Join):
+        if isinstance(message, m.Join):
             self._on_join(identity, message, envelope.run_id, now)
             return
         session = getattr(message, "session", "")
         member = self._board.membership.heard(session, now)
         if member is None:
-            if not isinstance(message, Goodbye):
-                # also reaches whoever comes back after being stopped: it joins anew and is refilled
-                self._router.send(identity, Removed(session=session, reason="this session has ended", rejoin=True))
+            if not isinstance(message, m.Goodbye):
+                # also for a subscriber that was stopped and continues: it joins anew and is refilled
+                self._router.send(identity, m.Removed(session=session, reason="this session has ended", rejoin=True))
             return
         match message:
-            case EpochReady():
+            case m.EpochReady():
                 self._board.membership.ready(session, message.epoch, now)
-            case Paused():
+            case m.Paused():
                 self._board.membership.paused(message, now, now + self._config.deadline_s)
-            case Staged():
+            case m.Staged():
                 self._on_staged(message, now)
-            case Applied():
+            case m.Applied():
                 self._on_applied(message, now)
-            case Holding():
+            case m.Holding():
                 self._on_holding(message, now)
-            case ReceiveFailed():
+            case m.ReceiveFailed():
                 self._on_receive_failed(message, now)
-            case Goodbye():
+            case m.Goodbye():
                 log.info("weight bus: %s leaves: %s", member, message.reason)
                 self._board.membership.remove(member, rejoin=True)
                 self._emit("left", member, message.reason)
 
-    def _on_join(self, identity: str, join: Join, run_id: str, now: float) -> None:
-        board = self._board
-        job = board.current
-        version, digest = (job.version, job.digest) if job is not None else (-1, "")
+    def _on_join(self, identity: str, join: m.Join, run_id: str, now: float) -> None:
+        board, offer = self._board, self._board.current
+        version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
-            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False), run_id)
+            self._refuse(identity, join.session, reason, run_id)
             return
         apart = differing(self._facts, join.facts)
         if apart:
-            reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
-            log.warning("weight bus: refused: %s", reason)
-            self._router.send(identity, Removed(session=join.session, reason=reason, rejoin=False))
+            self._refuse(
+                identity, join.session, f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
+            )
             return
         known = board.membership.find(join.session) is not None
         admission = board.membership.join(join, identity, now, version=version, digest=digest)
         member, old = admission.member, admission.replaced
         if member is None:
-            self._router.send(identity, Removed(session=join.session, reason=admission.refused, rejoin=False))
+            self._refuse(identity, join.session, admission.refused)
             return
         if old is not None and old.instance != join.instance:
             reason = f"a newer {old} joined as pid {join.pid} on {join.host} [duplicate]"
-            log.warning("weight bus: %s", reason)
-            self._router.send(old.identity, Removed(session=old.session, reason=reason, rejoin=False))
+            self._refuse(old.identity, old.session, reason)
             board.counters["lost_peers"] += 1
-        self._router.send(identity, Welcome(session=join.session, incarnation=self._incarnation, version=version))
+        self._router.send(identity, m.Welcome(session=join.session, incarnation=self._incarnation, version=version))
         if not known:
             board.counters["joins"] += 1
             log.info("weight bus: %s joined, it holds v%d", member, join.version)
             self._emit("join", member)
 
-    def _on_staged(self, staged: Staged, now: float) -> None:
-        board, job = self._board, self._board.current
+    def _refuse(self, identity: str, session: str, reason: str, run_id: str = "") -> None:
+        """End a session for good."""
+        log.warning("weight bus: refused: %s", reason)
+        self._router.send(identity, m.Removed(session=session, reason=reason, rejoin=False), run_id)
+
+    def _on_staged(self, staged: m.Staged, now: float) -> None:
+        board, offer = self._board, self._board.current
         member = board.membership.receiving(staged.session, staged.epoch, staged.version)
-        if member is None or job is None:
+        if member is None or offer is None:
             return
         session, epoch, version = staged.session, staged.epoch, staged.version
         off = (epoch, version) == board.called_off
-        if off or (not staged.corrupt and version != job.version):
-            reason = "called off" if off else f"superseded by v{job.version}"
-            self._router.send(member.identity, Abort(session=session, epoch=epoch, version=version, reason=reason))
+        if off or (not staged.corrupt and version != offer.version):
+            reason = "called off" if off else f"superseded by v{offer.version}"
+            self._router.send(member.identity, m.Abort(session=session, epoch=epoch, version=version, reason=reason))
             board.membership.release(member, now)
             return
         board.membership.staged(staged, now, now + self._config.deadline_s)
         for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
-            job.seconds[phase] = max(job.seconds.get(phase, 0.0), seconds)
+            offer.seconds[phase] = max(offer.seconds.get(phase, 0.0), seconds)
         if staged.corrupt:
             board.counters["corrupt"] += 1
             self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
         else:
-            commit = Commit(session=session, epoch=epoch, version=version, digest=member.expected)
+            commit = m.Commit(session=session, epoch=epoch, version=version, digest=member.expected)
             self._router.send(member.identity, commit)
 
-    def _on_applied(self, applied: Applied, now: float) -> None:
+    def _on_applied(self, applied: m.Applied, now: float) -> None:
         board = self._board
         healing = board.membership.find(applied.session)
         faults = healing.faults if healing is not None else 0
@@ -279,7 +288,7 @@ class Bus:
             reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
             self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
 
-    def _on_holding(self, holding: Holding, now: float) -> None:
+    def _on_holding(self, holding: m.Holding, now: float) -> None:
         if not 0 < holding.limit_s <= MAX_HOLD_S:
             log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", holding.version, holding.limit_s)
             return
@@ -289,12 +298,12 @@ class Bus:
             log.info(text, holding.version, member, holding.limit_s, holding.reason)
             self._emit("held", member, holding.reason)
 
-    def _on_receive_failed(self, failed: ReceiveFailed, now: float) -> None:
+    def _on_receive_failed(self, failed: m.ReceiveFailed, now: float) -> None:
         what = (failed.session, failed.epoch, failed.version)
         member = self._board.membership.receiving(*what)
         if member is not None and self._config.apply == "direct":
             self._board.membership.break_group()
-            self.lose(member, f"{failed.reason}; its engine is spoiled and restarts,", "corrupt", rejoin=False)
+            self._lose(member, f"{failed.reason}; {SPOILED}", "corrupt", rejoin=False)
             return
         member = member or self._board.membership.preparing(*what)
         if member is None:
@@ -305,9 +314,9 @@ class Bus:
         self._board.membership.break_group()
         log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
         if alone:
-            self.charge(member, failed.reason)
+            self._charge(member, failed.reason)
 
-    def charge(self, member: Member, reason: str) -> None:
+    def _charge(self, member: Member, reason: str) -> None:
         """Count a failed broadcast against the only receiver it had, which is tried again after a pause."""
         with self._board.changed:
             pause = self._config.heartbeat_s * 2.0**member.faults
@@ -316,20 +325,20 @@ class Bus:
 
     def _faulty(self, member: Member, kind: str, reason: str) -> None:
         """A member has a fault more: it is refilled by the next round, or removed when it has had its refills."""
-        job, limit = self._board.current, self._config.max_heals
-        if job is not None and job.report is None:
-            job.failed[member.name] = reason
+        offer, limit = self._board.current, self._config.max_heals
+        if offer is not None and offer.report is None:
+            offer.failed[member.name] = reason
         self._emit(kind, member, reason)
         if self._board.membership.hopeless(member):
-            self.lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
+            self._lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
         else:
             log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)
 
-    def _emit(self, kind: str, member: Member, detail: str = "") -> None:
-        job = self._board.current
-        version = job.version if job is not None else -1
+    def _emit(self, kind: str, member: Member, detail: str = "", symptom: str = "") -> None:
+        offer, epoch = self._board.current, self._board.membership.epoch
+        version = offer.version if offer is not None else -1
         self._board.emit(
-            Event(kind=kind, version=version, epoch=self._board.membership.epoch, name=member.name, detail=detail)
+            Event(kind=kind, version=version, epoch=epoch, name=member.name, detail=detail, symptom=symptom)
         )
 
 

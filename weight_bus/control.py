@@ -127,7 +127,7 @@ class Router:
             self.wake.clear()
         arrived: list[tuple[str, Envelope | WireError]] = []
         while self._socket.poll(0):
-            # of any run: a peer of another one is told so
+            # of any run: a peer of another run gets an answer that says so
             identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
             arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
         return arrived
@@ -155,7 +155,7 @@ class Dealer:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = sequence_numbers()
-        # no window as the publisher's: one that starts anew, on a machine whose clock is behind, counts from below
+        # no window like the publisher's: a publisher that restarts with its clock behind counts from below
         self._had: deque[int] = deque(maxlen=REMEMBERED)
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -221,7 +221,7 @@ class Pulse:
     """
 
     def __init__(self, address: str, identity: str, run_id: str, period_s: float, keys: Keys | None = None) -> None:
-        # beats that nobody heard must not reach a later publisher
+        # unheard beats must not reach a later publisher
         self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False, keys=keys)
         self._period_s = period_s
         self._stop = threading.Event()

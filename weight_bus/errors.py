@@ -43,5 +43,5 @@ class TransportError(WeightBusError):
         self.symptom = symptom
 
     def during(self, what: str) -> "TransportError":
-        """The same, with what it has stopped in front of it."""
+        """The same error, with what it prevented in front."""
         return TransportError(f"{what}: {self.message}", self.symptom)

@@ -11,7 +11,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from weight_bus.changes import ChangeReader
+from weight_bus.delta.changes import ChangeReader
 from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging
@@ -97,22 +97,23 @@ class Intake(Received):
         else:
             self._transport.finish(self.staging.digest)
         arrived = time.monotonic()
-        if begin.base:
-            self._change(begin, manifest)
-        corrupt = self.staging.corrupt()
+        corrupt = self._change(begin, manifest) if begin.base else self.staging.corrupt()
         self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
         if not corrupt:
             self.staged, self._holds = begin, begin.digest
         return corrupt
 
-    def _change(self, begin: Begin, manifest: Manifest) -> None:
-        """Make the new version of what is staged. After all has come, so that nobody waits for one that refuses."""
+    def _change(self, begin: Begin, manifest: Manifest) -> list[str]:
+        """Make the new version of what is staged, as `take`. Not before all has come: the others wait for this one."""
         held, self._holds = self._holds, ""
-        if held != begin.base or manifest.bucket_sizes != self.staging.manifest.bucket_sizes:
+        present = self.staging.manifest
+        if held != begin.base or (manifest.entries, manifest.bucket_sizes) != (present.entries, present.bucket_sizes):
             raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
-        layout = manifest if manifest.entries == self.staging.manifest.entries else None
-        grown = self._reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes, layout)
-        self.staging.follow(manifest, grown)
+        if not self._reader.arrived(begin.wire_bytes, begin.change_digest):
+            return [f"the change from {begin.base}"]
+        self._reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)
+        self.staging.manifest = manifest
+        return []
 
     def apply(self, version: int, load: Load) -> Mapping[str, int]:
         """Load what is staged; digests of what the engine holds then."""

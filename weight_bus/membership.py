@@ -1,4 +1,4 @@
-"""Who is on the weight bus, in which state, and which epoch they form. No socket, no clock: time is an argument.
+"""The members of the weight bus, their states, and the epoch that they form. No socket, no clock: time is an argument.
 
     WAITING ──invite──▶ INVITED ──ready──▶ READY ──begin──▶ RECEIVING ──commit──▶ APPLYING ──verified──▶ LIVE
        ▲                   │                 │                  │                     │                   │
@@ -6,12 +6,12 @@
        └───────────────────────────── a newer version, or a refill (invite) ◀─────────────────┴───────────┘
 
 APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine that finishes an evaluation of an older version first.
-Nobody waits for it meanwhile, and it is slow only after the time that it has asked for.
+It is not waited for meanwhile, and counts as slow only after the time that it has asked for.
 
 With weight_bus.apply `direct` a Begin leads to PAUSING instead, then the engine stands still (PAUSED), and RECEIVING
 follows when all of the round do. HOLDING then comes before that, and ends in WAITING.
 
-A member leaves the table by `remove`; what it says afterwards belongs to no session and is ignored.
+A member leaves the table by `remove`; its later messages belong to no session and are ignored.
 """
 
 import math
@@ -88,7 +88,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Answer to a Join: a member, whom it replaced, or why it is refused."""
+    """Answer to a Join: a member and the one that it replaced, or why it is refused."""
 
     member: Member | None = None
     replaced: Member | None = None

@@ -9,8 +9,8 @@
 | apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
 | always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
 
-A `session` names one membership, from a Join to its end. Whoever reads a message of another session or an
-older epoch ignores it, which fences peers that come back from the dead.
+A `session` names one membership, from a Join to its end. A message of another session or an
+older epoch is ignored, which fences off peers that were stopped and come back.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class Join(Message):
     session: str
     name: str
     instance: str
-    """Random per subscriber object; tells a restarted server from one that comes back."""
+    """Random per subscriber object; distinguishes a restarted server from one that reconnects."""
     pid: int
     host: str
     version: int = -1
@@ -60,7 +60,7 @@ class Heartbeat(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch(Message):
-    """A new membership is being formed; only those who answer are in it."""
+    """A new membership is being formed, of the subscribers that answer."""
 
     session: str
     epoch: int
@@ -105,6 +105,8 @@ class Begin(Message):
     """Of the change, as it comes."""
     change_bytes: int = 0
     """Of the change after decompression; no more than wire_bytes where it is not compressed."""
+    change_digest: str = ""
+    """Of the change as it comes, see `delta.changes.digest_of`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +189,8 @@ class Applied(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding(Message):
-    """The engine keeps an older version, for an evaluation, before it applies `version`: it is not slow, and nobody
-    waits for it, for `limit_s` from now."""
+    """The engine keeps an older version, for an evaluation, before it applies `version`: it does not
+    count as slow, and is not waited for, for `limit_s` from now."""
 
     session: str
     epoch: int

@@ -46,17 +46,17 @@ class Progress:
 
     @property
     def stalled(self) -> bool:
-        """Somebody has waited for too long for a bucket, and it is not there yet."""
+        """A wait for a bucket has timed out, and the bucket is still not packed."""
         return self._waited_in_vain and self._packed < self._buckets and not self.called_off
 
     def reach(self, packed: int) -> None:
-        """So many buckets are whole."""
+        """Mark the first `packed` buckets complete."""
         with self._changed:
             self._packed = packed
             self._changed.notify_all()
 
     def call_off(self, reason: str) -> None:
-        """What is in the buckets may be sent and is not to be applied."""
+        """Withdraw the version: its buckets may be sent and are not to be applied."""
         with self._changed:
             self.called_off = reason
             self._changed.notify_all()
@@ -70,7 +70,7 @@ class Progress:
 
 
 def ignore(packed: int) -> None:
-    """For callers of `pack` who do not follow its progress."""
+    """For callers of `pack` that do not follow its progress."""
 
 
 class Packer:
@@ -109,7 +109,7 @@ class Packer:
         Args:
             named_tensors: in wire dtype, on any device; read on the current stream. On a GPU all of a bucket are
                 read together, so none may be written before this returns.
-            into: the set that nobody reads now.
+            into: the set that is not being read.
             packed: from the second update on, called with how many buckets are whole and finite, as they get so.
 
         Returns:
@@ -190,7 +190,7 @@ class _Filling:
 
 
 def _fill(named_tensors: Named, layout: Manifest, views: Sequence[torch.Tensor], filled: Callable[[int], None]) -> None:
-    """Copy all tensors; `filled` is told of each bucket that has all of its own."""
+    """Copy all tensors; calls `filled` for each bucket that is complete."""
     places = zip(layout.entries, views, strict=True)
     filling = _Filling()
     present = 0

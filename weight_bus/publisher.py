@@ -9,20 +9,18 @@ Example:
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import MappingProxyType
 
 import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
 from weight_bus.bus import Bus
-from weight_bus.changes import Change, ChangeMaker
 from weight_bus.control import Router
+from weight_bus.delta.changes import ChangeMaker
 from weight_bus.errors import WeightBusError
-from weight_bus.jobs import Board, Event, Job, PublishReport
 from weight_bus.manifest import Manifest, alignment_of
 from weight_bus.membership import Membership
+from weight_bus.offer import Board, Event, Offer, PublishReport
 from weight_bus.packing import Packer, Pieces, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
@@ -32,7 +30,7 @@ SILENT_BEATS = 3
 
 
 class Publisher:
-    """Publishes versions to whoever has joined. Its methods are for one thread (except `members` and `stats`).
+    """Publishes versions to all subscribers. Its methods are for one thread (except `members` and `stats`).
 
     Args:
         config: the weight_bus section.
@@ -62,13 +60,13 @@ class Publisher:
         transport = (transport_factory or make_transport)(config, host)
         self._packer = Packer(config.bucket_bytes, transport.device, alignment_of(config))
         self._overlaps = config.transport == "collective" and config.apply == "staged"
-        """Buckets are sent while others are packed: nobody stands still for it, and nothing outlives a version."""
+        """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
-        self._last: Job | None = None
+        self._last: Offer | None = None
         self._closed = False
         self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
 
@@ -81,8 +79,8 @@ class Publisher:
     def version(self) -> int:
         """Last version handed to the bus, -1 before the first."""
         with self._board.changed:
-            job = self._board.pending or self._board.current
-            return job.version if job is not None else -1
+            offer = self._board.pending or self._board.current
+            return offer.version if offer is not None else -1
 
     @property
     def epoch(self) -> int:
@@ -103,7 +101,7 @@ class Publisher:
         *,
         evaluate: bool = False,
     ) -> PublishReport:
-        """`start_publish` and `wait`. Publishing to nobody succeeds at once."""
+        """`start_publish` and `wait`. Returns immediately when there are no subscribers."""
         self.start_publish(version, named_tensors, digests, evaluate=evaluate)
         return self.wait()
 
@@ -124,7 +122,7 @@ class Publisher:
             named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
             digests: of the parameters as the learner holds them, taken from its own shards. They are what
                 the engines' digests are held against, so they must not come from `named_tensors`.
-            evaluate: subscribers are told to keep this version for an evaluation.
+            evaluate: subscribers keep this version for an evaluation.
 
         Raises:
             NonFiniteWeights: nothing is applied, subscribers keep the last version.
@@ -138,29 +136,26 @@ class Publisher:
         spare, before = self._spare_buffer(version)
         base = before if before is not None and before.buffer != spare else None
         due = self._changes.due(base.digest if base is not None else "")
+        offer = Offer(version=version, evaluate=evaluate, buffer=spare, started_at=started)
         room = self._packer.room(spare) if self._overlaps and not due else None
-        post = partial(self._post, version, evaluate=evaluate, buffer=spare, started=started)
         if room is not None:
-            layout, buckets = room
-            last = self._last
-            job = post(layout.with_digests(digests), buckets, packed=0)
+            last, (layout, buckets) = self._last, room
+            self._post(offer, layout.with_digests(digests), buckets, packed=0)
             try:
-                self._pack_behind(job, named_tensors)
+                self._pack_behind(offer, named_tensors)
             except BaseException as error:
                 self._last = last
-                self._board.call_off(job, before, str(error))
+                self._board.call_off(offer, before, str(error))
                 log.warning("weight bus: v%d is called off: %s", version, error)
                 raise
             return
         layout, buckets = self._packer.pack(named_tensors, spare)
         manifest = layout.with_digests(digests)
-        packed = time.monotonic()
-        seconds = {"gather": packed - started}
-        change = None
+        packed = offer.spend("gather", started)
         if due and base is not None:
-            change = self._changes.change(base.digest, base.buckets, buckets, manifest)
-            seconds["encode"] = time.monotonic() - packed
-        post(manifest, buckets, packed=len(buckets), change=change, seconds=seconds)
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, manifest)
+            offer.spend("encode", packed)
+        self._post(offer, manifest, buckets, packed=len(buckets))
 
     def wait(self, deadline_s: float | None = None) -> PublishReport:
         """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
@@ -173,17 +168,17 @@ class Publisher:
         Raises:
             WeightBusError: nothing was published, or the bus thread has failed, with its cause.
         """
-        job = self._last
-        if job is None:
+        offer = self._last
+        if offer is None:
             raise WeightBusError("wait() before start_publish()")
         now = time.monotonic()
-        limit = job.deadline if deadline_s is None else min(job.deadline, now + deadline_s)
+        limit = offer.deadline if deadline_s is None else min(offer.deadline, now + deadline_s)
         with self._board.changed:
             self._board.changed.wait_for(
-                lambda: job.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
+                lambda: offer.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
             )
             self._raise_failure()
-            return self._board.report(job, time.monotonic())
+            return self._board.report(offer, time.monotonic())
 
     def members(self) -> dict[str, tuple[str, int]]:
         """Subscribers by name: what each is doing, and the version it verifiably serves (-1 for none)."""
@@ -193,13 +188,13 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and seconds per phase of the last version, for metrics."""
         with self._board.changed:
-            job = self._last
-            seconds = self._board.report(job, time.monotonic()).seconds if job is not None else {}
+            offer = self._last
+            seconds = self._board.report(offer, time.monotonic()).seconds if offer is not None else {}
             return {
                 **self._board.counters,
                 **{f"seconds/{phase}": value for phase, value in seconds.items()},
                 "members": float(len(self._board.membership.members)),
-                "num_bytes": float(job.wire_bytes or job.manifest.num_bytes) if job is not None else 0.0,
+                "num_bytes": float(offer.wire_bytes or offer.manifest.num_bytes) if offer is not None else 0.0,
             }
 
     def close(self, reason: str = "the learner is done") -> None:
@@ -220,53 +215,29 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(
-        self,
-        version: int,
-        manifest: Manifest,
-        buckets: list[torch.Tensor],
-        *,
-        evaluate: bool,
-        buffer: int,
-        started: float,
-        packed: int,
-        change: Change | None = None,
-        seconds: Mapping[str, float] = MappingProxyType({"gather": 0.0}),
-    ) -> Job:
+    def _post(self, offer: Offer, manifest: Manifest, buckets: list[torch.Tensor], *, packed: int) -> None:
         """Hand a version to the bus thread."""
-        now = time.monotonic()
-        job = Job(
-            version=version,
-            manifest=manifest,
-            buckets=buckets,
-            buffer=buffer,
-            evaluate=evaluate,
-            progress=Progress(len(buckets), packed),
-            started_at=started,
-            posted_at=now,
-            deadline=now + self._config.deadline_s,
-            seconds=dict(seconds),
-            change=change,
-        )
+        offer.manifest, offer.buckets, offer.progress = manifest, buckets, Progress(len(buckets), packed)
+        offer.posted_at = time.monotonic()
+        offer.deadline = offer.posted_at + self._config.deadline_s
         with self._board.changed:
             self._raise_failure()
-            self._board.pending = self._last = job
+            self._board.pending = self._last = offer
         self._router.wake.set()
-        return job
 
-    def _pack_behind(self, job: Job, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
+    def _pack_behind(self, offer: Offer, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
         """Pack a version that the bus sends meanwhile, a bucket behind."""
 
         def packed(count: int) -> None:
-            job.seconds["gather"] = time.monotonic() - job.started_at
-            job.progress.reach(count)
+            offer.seconds["gather"] = time.monotonic() - offer.started_at
+            offer.progress.reach(count)
 
         try:
-            self._packer.pack(named_tensors, job.buffer, packed)
+            self._packer.pack(named_tensors, offer.buffer, packed)
         finally:
             self._router.wake.set()
 
-    def _spare_buffer(self, version: int) -> tuple[int, Job | None]:
+    def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
         """The set of buffers that the bus does not use, and the version in the other one.
 
         A version it has not begun gives its set up.

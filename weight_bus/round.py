@@ -1,211 +1,214 @@
-"""One round: the current version to those who need it, in the group of one epoch.
+"""One round: the version on offer to members that need it, in the group of one epoch.
 
-The members of the last epoch use its group again; any other set forms the next epoch of exactly those who
-answer for it. Buckets travel on a thread of their own, so the control plane is served during a broadcast.
+The members of the last epoch use its group again; any other set forms the next epoch, of exactly those that answer
+for it. A round decides and sends. It does not wait: it yields what it waits for, the bus serves the control plane until
+then, and does in the end what the outcome says.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TypeVar
 
 from configs.infrastructure import WeightBus
-from weight_bus.changes import Change
 from weight_bus.control import Router
 from weight_bus.errors import TransportError, WeightBusError
-from weight_bus.jobs import Board, Event, Job
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
-from weight_bus.transports.base import FORMING, Formation, Labelled, Transport, group_prefix
+from weight_bus.offer import Board, Event, Offer
+from weight_bus.sender import NotPacked, Parcel, Sender
+from weight_bus.transports.base import Formation, group_prefix
 
 log = logging.getLogger(__name__)
-
-WORKER_SLACK_S = 15.0
-
-
-class NotPacked(TransportError):
-    """The learner is late with a bucket: no receiver's fault."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What travels in a round."""
+class Wait:
+    """Serve the control plane until a condition holds, or the deadline has passed."""
 
-    pieces: Sequence[torch.Tensor]
-    """Flat uint8, one broadcast each."""
-    change: Change | None
-    """None when they are the buckets themselves."""
+    until: Callable[[], bool]
+    deadline: float
 
 
-class Control(Protocol):
-    """What a round asks of the control plane."""
-
-    def pump(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Serve the control plane until a condition holds (True) or the deadline has passed (False)."""
-
-    def reach(self, member: Member) -> bool:
-        """Whether a member has a connection; it is removed if not."""
-
-    def charge(self, member: Member, reason: str) -> None:
-        """Count a failed broadcast against the only receiver it had."""
-
-    def lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
-        """Remove a member, and name it."""
+Steps = Generator[Wait, None, T]
+"""What is done between waits; ends with a T."""
 
 
-class Rounds:
-    """Runs rounds on the bus thread; `control` serves the control plane while a round waits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a round leaves to be done."""
 
-    def __init__(
-        self,
-        config: WeightBus,
-        *,
-        router: Router,
-        board: Board,
-        transport: Transport,
-        incarnation: int,
-        control: Control,
-    ) -> None:
-        self._config = config
-        self._direct = config.apply == "direct"
-        self._router = router
-        self._board = board
-        self._transport = transport
-        self._incarnation = incarnation
-        self._control = control
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
-        self._endpoint = transport.serve()
-        self._bucket = -1
-        """Bucket on the wire, -1 between rounds."""
-        self._forming = False
-        """The group of an epoch is being built."""
-        self._pieces = 0
-        """How many buckets this round has."""
-        self._failed: frozenset[str] = frozenset()
-        """Sessions of the last round if it failed."""
+    error: TransportError | None = None
+    """Why the group broke; None when all was sent."""
+    suspects: frozenset[str] = frozenset()
+    """Sessions of the receivers of a broken group, any of which may have broken it."""
+    charged: Member | None = None
+    """The only receiver of a broken group."""
+    spoiled: tuple[Member, ...] = ()
+    """`direct` only: their engines hold a part of the version."""
 
-    def run(self, receivers: list[Member]) -> None:
-        """Send the current version to `receivers`. Failures end in another state of the members, never in an error.
 
-        Raises:
-            BusClosed: close() was called.
-            WeightBusError: the transport does not keep its own timeout.
-        """
-        job = self._board.current
-        assert job is not None
-        started = time.monotonic()
-        with self._board.changed:
-            receivers = [member for member in receivers if self._control.reach(member)]
-            fresh = not self._board.membership.in_group(receivers)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What every round works with."""
+
+    config: WeightBus
+    router: Router
+    board: Board
+    sender: Sender
+    incarnation: int
+
+
+class Round:
+    """Sends the version on offer to some members, once.
+
+    Args:
+        ends: of this publisher.
+        offer: the version.
+        receivers: idle members.
+        suspects: of the last round, if its group broke.
+    """
+
+    def __init__(self, ends: Ends, offer: Offer, receivers: list[Member], suspects: frozenset[str]) -> None:
+        self._ends, self._offer, self._receivers, self._suspects = ends, offer, receivers, suspects
+        self._config, self._board, self._sender = ends.config, ends.board, ends.sender
+        self._membership = ends.board.membership
+        self._direct = ends.config.apply == "direct"
+        self._epoch = 0
+        self.outcome = Outcome()
+        """Of all steps."""
+
+    def steps(self) -> Steps[None]:
+        """Send, up to the outcome. Failures end in other states of the members and in it, never in an error."""
+        self.outcome = yield from self._run()
+
+    def _run(self) -> Steps[Outcome]:
+        offer, started = self._offer, time.monotonic()
+        fresh = not self._membership.in_group(self._receivers)
         if fresh:
-            receivers = self._form(job, receivers)
-        if not receivers:
-            return
-        job.seconds["epoch"] = job.seconds.get("epoch", 0.0) + time.monotonic() - started
-        self._send(job, receivers, fresh)
+            yield from self._form()
+        if not self._receivers:
+            return Outcome(suspects=self._suspects)
+        offer.spend("epoch", started)
+        started = time.monotonic()
+        parcel = self._begin()
+        if parcel is None:
+            return Outcome(suspects=self._suspects)
+        error = (yield from self._pause()) if self._direct else None
+        if error is None:
+            error = yield from self._transmit(parcel, fresh)
+        if error is None and self._direct:
+            # SGLang ends a transfer with no collective: only the subscribers know that everything is there
+            yield from self._settle(self._receivers, State.RECEIVING, self._config.deadline_s)
+        offer.sent_at = offer.spend("send", started)
+        if error is not None:
+            return (yield from self._abort(error))
+        self._board.emit(Event(kind="sent", version=offer.version, epoch=self._epoch))
+        if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
+            yield from self._settle(self._receivers, State.APPLYING, self._config.deadline_s)
+        return Outcome()
 
-    def activity(self, member: Member) -> str:
-        """What a member is doing, in words."""
-        job = self._board.current
-        if member.state is State.RECEIVING and job is not None:
-            if self._bucket >= 0:
-                return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{member.target}"
-            if self._forming:
-                return f"building the group of epoch {member.epoch} for v{member.target}"
-            return f"verifying what it received of v{member.target}"
-        engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
-        return f"{member.state.value} v{member.target}" if engaged else member.state.value
+    def _form(self) -> Steps[None]:
+        """Invite the receivers to the next epoch, and keep those that answer.
 
-    def close(self) -> None:
-        """End the data plane; a broadcast in flight ends by its own timeout."""
-        self._worker.submit(self._transport.close)
-        self._worker.shutdown(wait=True)
-
-    def _form(self, job: Job, receivers: list[Member]) -> list[Member]:
-        """Invite and return exactly those who answer. A survivor may sit in its own collective timeout meanwhile."""
+        A survivor of a broken group may sit in its own collective timeout meanwhile.
+        """
         if self._direct:
-            self._leave(job)  # the engines leave the old group, too, when they are invited
+            self._sender.leave()  # the engines leave the old group, too, when they are invited
         now = time.monotonic()
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
+        invited = self._receivers
         with self._board.changed:
-            membership = self._board.membership
-            epoch = membership.invite(receivers, now, now + patience)
+            membership = self._membership
+            epoch = membership.invite(invited, now, now + patience)
             self._board.counters["epochs"] += 1
-            names = [member.name for member in receivers]
-            for member in receivers:
-                self._router.send(member.identity, Epoch(session=member.session, epoch=epoch, members=names))
+            names = [member.name for member in invited]
+            for member in invited:
+                self._ends.router.send(member.identity, Epoch(session=member.session, epoch=epoch, members=names))
 
         def answered() -> bool:
-            return not any(m.state is State.INVITED and m.name in membership.members for m in receivers)
+            return not any(m.state is State.INVITED and m.name in membership.members for m in invited)
 
-        # the pump removes who is silent, and who has not answered when the patience is over
-        self._control.pump(answered, now + patience + self._config.heartbeat_s)
+        # the bus removes members that are silent, or have not answered when the patience is over
+        yield Wait(answered, now + patience + self._config.heartbeat_s)
         with self._board.changed:
-            ready = [m for m in receivers if m.state is State.READY and membership.find(m.session) is m]
-            if len(ready) > 1 and frozenset(m.session for m in ready) == self._failed:
-                # all live and yet their round failed: one at a time shows whose data plane is broken
+            ready = [m for m in invited if m.state is State.READY and membership.find(m.session) is m]
+            if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
+                # all live and yet their round failed: one at a time shows which data plane is broken
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
                 ready = ready[:1]
-        verb = "resends" if any(member.name in job.failed for member in ready) else "sends"
-        names = [member.name for member in ready]
-        log.info("weight bus: epoch %d (%s) %s v%d", epoch, ", ".join(names) or "nobody", verb, job.version)
-        self._board.emit(Event(kind="epoch", version=job.version, epoch=epoch, detail=", ".join(names)))
-        return ready
+        self._receivers = ready
+        verb = "resends" if any(member.name in self._offer.failed for member in ready) else "sends"
+        detail = ", ".join(member.name for member in ready)
+        log.info("weight bus: epoch %d (%s) %s v%d", epoch, detail or "nobody", verb, self._offer.version)
+        self._board.emit(Event(kind="epoch", version=self._offer.version, epoch=epoch, detail=detail))
 
-    def _send(self, job: Job, receivers: list[Member], fresh: bool) -> None:
-        started = time.monotonic()
+    def _begin(self) -> Parcel | None:
+        """Announce the version to every receiver; None when it was called off meanwhile."""
+        offer, now = self._offer, time.monotonic()
         with self._board.changed:
-            membership = self._board.membership
-            deadline = started + self._config.deadline_s
-            if job.progress.called_off:
-                for member in receivers:
+            if offer.progress.called_off:
+                for member in self._receivers:
                     if member.state is State.READY:
-                        membership.release(member, started)
-                return
-            parcel = self._parcel(job, receivers)
-            membership.begin(receivers, (job.version, job.digest), started, deadline, pause=self._direct)
-            epoch = membership.epoch
-            ranks, size = first_ranks(receivers)
+                        self._membership.release(member, now)
+                return None
+            parcel = self._parcel()
+            target, deadline = (offer.version, offer.digest), now + self._config.deadline_s
+            self._membership.begin(self._receivers, target, now, deadline, pause=self._direct)
+            self._epoch = self._membership.epoch
             self._board.counters["rounds"] += 1
-            job.rounds += 1
-            for rank, member in zip(ranks, receivers, strict=True):
-                self._router.send(member.identity, self._begin(job, parcel, member, rank=rank, size=size))
-        prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
-        formation = Formation(epoch=epoch, rank=0, size=size, endpoint=self._endpoint, prefix=prefix)
-        error = self._pause(job, receivers) if self._direct else None
-        if error is None:
-            future = self._worker.submit(self._transmit, job, parcel, formation if fresh else None)
-            future.add_done_callback(lambda _: self._router.wake.set())
-            error = self._await(future, job, len(parcel.pieces))
-        if error is None and self._direct:
-            # SGLang ends a transfer with no collective: only the subscribers know that everything is there
-            self._settle(job, receivers, State.RECEIVING, self._config.deadline_s)
-        self._bucket = -1
-        job.sent_at = time.monotonic()
-        job.seconds["send"] = job.seconds.get("send", 0.0) + job.sent_at - started
-        if error is None:
-            self._failed = frozenset()
-            self._board.emit(Event(kind="sent", version=job.version, epoch=epoch))
-            if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
-                self._settle(job, receivers, State.APPLYING, self._config.deadline_s)
-        else:
-            self._abort(job, receivers, error)
+            offer.rounds += 1
+            ranks, size = first_ranks(self._receivers)
+            for rank, member in zip(ranks, self._receivers, strict=True):
+                self._ends.router.send(member.identity, self._announcement(parcel, member, rank=rank, size=size))
+        return parcel
 
-    def _pause(self, job: Job, receivers: list[Member]) -> TransportError | None:
-        """Every engine stands still, and is told to receive; or why one does not, with all untouched."""
-        membership = self._board.membership
-        epoch = membership.epoch
+    def _parcel(self) -> Parcel:
+        """The change since the version before where every receiver has that one staged, else all of it."""
+        offer, change = self._offer, self._offer.change
+        if change is not None and all(member.base == change.base for member in self._receivers):
+            parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
+            self._board.counters["changes"] += 1
+        else:
+            parcel = Parcel(offer.buckets, None)
+        offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
+        return parcel
+
+    def _announcement(self, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
+        names, dtypes, shapes, digests = describe_manifest(self._offer.manifest)
+        return Begin(
+            session=member.session,
+            epoch=self._epoch,
+            version=self._offer.version,
+            incarnation=self._ends.incarnation,
+            evaluate=self._offer.evaluate,
+            rank=rank,
+            size=size,
+            endpoint=self._sender.endpoint,
+            bucket_bytes=self._config.bucket_bytes,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            digests=digests,
+            digest=self._offer.digest,
+            base=parcel.change.base if parcel.change is not None else "",
+            wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
+            change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
+            change_digest=parcel.change.digest if parcel.change is not None else "",
+        )
+
+    def _pause(self) -> Steps[TransportError | None]:
+        """Have every engine stand still, then receive; or the reason why one does not, with all untouched."""
+        membership, receivers = self._membership, self._receivers
 
         def answered() -> bool:
             return not any(m.state is State.PAUSING and membership.find(m.session) is m for m in receivers)
 
-        # the pump removes who is silent or too slow; who finishes an evaluation first has said so
-        self._control.pump(answered, time.monotonic() + self._config.deadline_s + self._config.heartbeat_s)
+        # the bus removes members that are silent or too slow; one that finishes an evaluation first has said so
+        yield Wait(answered, time.monotonic() + self._config.deadline_s + self._config.heartbeat_s)
         with self._board.changed:
             ready = [m for m in receivers if m.state is State.PAUSED and membership.find(m.session) is m]
             if ready != receivers:
@@ -215,126 +218,70 @@ class Rounds:
             now = time.monotonic()
             membership.go(receivers, now, now + self._config.deadline_s)
             for m in receivers:
-                self._router.send(m.identity, Go(session=m.session, epoch=epoch, version=job.version))
+                go = Go(session=m.session, epoch=self._epoch, version=self._offer.version)
+                self._ends.router.send(m.identity, go)
         return None
 
-    def _settle(self, job: Job, receivers: list[Member], busy: State, limit_s: float) -> None:
-        """Wait until no engine of the round is in this state any more."""
-        membership = self._board.membership
+    def _transmit(self, parcel: Parcel, fresh: bool) -> Steps[TransportError | None]:
+        """Send all pieces, in a new group where the epoch is fresh."""
+        formation = None
+        if fresh:
+            prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
+            _, size = first_ranks(self._receivers)
+            formation = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
+        future = self._sender.send(self._offer, parcel, formation)
+        limit_s = self._sender.limit_s(parcel)
+        yield Wait(future.done, time.monotonic() + limit_s)
+        if not future.done():
+            doing = self._sender.doing(self._offer.version)
+            raise WeightBusError(
+                f"the transport does not keep its timeout: {doing}, not done in {limit_s:.0f} s [silent]"
+            )
+        error = future.exception()
+        if error is not None and not isinstance(error, TransportError):
+            raise error
+        return error
+
+    def _settle(self, members: list[Member], busy: State, limit_s: float) -> Steps[None]:
+        """Wait until none of these members is in this state for the version any more."""
 
         def settled() -> bool:
-            engaged = [m for m in receivers if m.state is busy and m.target == job.version]
-            return not any(membership.find(m.session) is m for m in engaged)
+            engaged = [m for m in members if m.state is busy and m.target == self._offer.version]
+            return not any(self._membership.find(m.session) is m for m in engaged)
 
-        self._control.pump(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
+        yield Wait(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
 
-    def _parcel(self, job: Job, receivers: list[Member]) -> Parcel:
-        """The change since the version before where every receiver has that one staged, else all of it."""
-        change = job.change
-        if change is not None and all(member.base == change.base for member in receivers):
-            parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
-            self._board.counters["changes"] += 1
-        else:
-            parcel = Parcel(job.buckets, None)
-        job.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
-        self._pieces = len(parcel.pieces)
-        return parcel
-
-    def _begin(self, job: Job, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
-        names, dtypes, shapes, digests = describe_manifest(job.manifest)
-        return Begin(
-            session=member.session,
-            epoch=self._board.membership.epoch,
-            version=job.version,
-            incarnation=self._incarnation,
-            evaluate=job.evaluate,
-            rank=rank,
-            size=size,
-            endpoint=self._endpoint,
-            bucket_bytes=self._config.bucket_bytes,
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            digests=digests,
-            digest=job.digest,
-            base=parcel.change.base if parcel.change is not None else "",
-            wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
-            change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
+    def _abort(self, error: TransportError) -> Steps[Outcome]:
+        """Break the group. Members that have staged everything go on; the others are sent the version again."""
+        with self._board.changed:
+            log.warning("weight bus: v%d epoch %d: %s", self._offer.version, self._epoch, error)
+            self._membership.break_group()
+            touched = [m for m in self._receivers if self._direct and self._is_receiving(m)]
+            aborted = [m for m in self._receivers if m not in touched and self._release(m, error)]
+        self._sender.leave()
+        if touched:  # those that the end of the group wakes
+            yield from self._settle(touched, State.RECEIVING, self._config.collective_timeout_s)
+        if isinstance(error, NotPacked):
+            return Outcome(error=error)
+        return Outcome(
+            error=error,
+            suspects=frozenset(member.session for member in self._receivers),
+            charged=aborted[0] if aborted and len(self._receivers) == 1 else None,
+            spoiled=tuple(member for member in touched if self._is_receiving(member)),
         )
 
-    def _transmit(self, job: Job, parcel: Parcel, formation: Formation | None) -> None:
-        if formation is not None:
-            self._forming = True
-            try:
-                self._transport.form(formation)
-            finally:
-                self._forming = False
-        if isinstance(self._transport, Labelled):
-            self._transport.label(job.version, job.manifest.by_bucket() if parcel.change is None else None)
-        limit_s = self._config.collective_timeout_s / 2  # receivers wait for each bucket, too
-        for index, bucket in enumerate(parcel.pieces):
-            if self._board.closing:
-                raise TransportError(f"closed before bucket {index + 1}", "closed")
-            if not job.progress.wait(index, limit_s):
-                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{job.version}"
-                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
-            self._bucket = index
-            self._transport.broadcast(bucket, index)
-        self._transport.finish(self._follow)
+    def _is_receiving(self, member: Member) -> bool:
+        return self._membership.receiving(member.session, self._epoch, self._offer.version) is not None
 
-    def _follow(self, index: int) -> None:
-        """Buckets that are only launched arrive one by one afterwards."""
-        self._bucket = min(index + 1, self._pieces - 1)
-
-    def _await(self, future: "Future[None]", job: Job, pieces: int) -> TransportError | None:
-        limit = (2 * pieces + FORMING) * self._config.collective_timeout_s + WORKER_SLACK_S
-        if not self._control.pump(future.done, time.monotonic() + limit):
-            raise WeightBusError(
-                f"v{job.version}: the transport did not end bucket {self._bucket + 1} in {limit:.0f} s"
-            )
-        try:
-            future.result()
-        except TransportError as error:
-            return error
-        return None
-
-    def _abort(self, job: Job, receivers: list[Member], error: TransportError) -> None:
-        """The group is broken. Who has staged everything goes on; the others are sent the version again."""
-        now = time.monotonic()
-        with self._board.changed:
-            membership = self._board.membership
-            epoch = membership.epoch
-            log.warning("weight bus: v%d epoch %d: %s", job.version, epoch, error)
-            membership.break_group()
-            theirs = not isinstance(error, NotPacked)
-            self._failed = frozenset(member.session for member in receivers) if theirs else frozenset()
-            touched = [m for m in receivers if self._direct and membership.receiving(m.session, epoch, job.version)]
-            for member in receivers:
-                what = (member.session, epoch, job.version)
-                if member in touched or member.state is State.HOLDING:
-                    continue
-                if (membership.receiving(*what) or membership.preparing(*what)) is None:
-                    continue
-                abort = Abort(session=member.session, epoch=epoch, version=job.version, reason=str(error))
-                self._router.send(member.identity, abort)
-                membership.release(member, now)
-                job.failed[member.name] = str(error)
-                if len(receivers) == 1 and theirs:
-                    self._control.charge(member, str(error))
-        self._leave(job)
-        if touched:
-            self._settle(
-                job, touched, State.RECEIVING, self._config.collective_timeout_s
-            )  # those that the end of the group wakes
-        with self._board.changed:
-            for member in touched:
-                if membership.receiving(member.session, epoch, job.version) is not None:
-                    why = f"{error}; its engine is spoiled and restarts,"
-                    self._control.lose(member, why, error.symptom, rejoin=False)
-
-    def _leave(self, job: Job) -> None:
-        try:
-            self._worker.submit(self._transport.leave).result(WORKER_SLACK_S)
-        except TimeoutError as late:
-            reason = f"v{job.version}: the transport did not leave its broken group in {WORKER_SLACK_S:.0f} s [silent]"
-            raise WeightBusError(reason) from late
+    def _release(self, member: Member, error: TransportError) -> bool:
+        """Abort a member with an untouched engine; False when it has staged the version, or has left."""
+        what = (member.session, self._epoch, self._offer.version)
+        preparing = member.state is not State.HOLDING and self._membership.preparing(*what) is not None
+        if not preparing and not self._is_receiving(member):
+            return False
+        session, epoch, version = what
+        abort = Abort(session=session, epoch=epoch, version=version, reason=str(error))
+        self._ends.router.send(member.identity, abort)
+        self._membership.release(member, time.monotonic())
+        self._offer.failed[member.name] = str(error)
+        return True

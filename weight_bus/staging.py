@@ -1,11 +1,11 @@
 """Memory in which a subscriber receives an update, on the host or a GPU. It is used again: only the first allocates."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from replay.channel import WireError
-from weight_bus.digest import Digester, Launched, Part, add, slice_digests
+from weight_bus.digest import Digester, Launched, Part
 from weight_bus.manifest import Entry, Manifest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,8 +33,6 @@ class Staging:
         self._digesters: tuple[tuple[Entry, ...], list[Digester]] = ((), [])
         """Of each bucket, and the layout that they are for."""
         self._launched: dict[int, Launched] = {}
-        self._carried: dict[str, int] = {}
-        """Digests that are known without a look at the bytes."""
 
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
         """Make room for an update; keeps the buffers while layout and device stay.
@@ -43,7 +41,6 @@ class Staging:
             WireError: there is not so much memory.
         """
         self._launched.clear()
-        self._carried.clear()
         if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:
             self._device = device
             self._digesters = ((), [])
@@ -61,30 +58,12 @@ class Staging:
     def _empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def follow(self, manifest: Manifest, grown: Mapping[str, int]) -> None:
-        """A change has made the next version of what was staged, and proven.
-
-        Args:
-            manifest: of the next version, in the same buckets.
-            grown: by how much the digests of some tensors have grown (weight_bus/carried.py).
-        """
-        self._carried = {name: add((self.manifest.digests[name], value)) for name, value in grown.items()}
-        self.manifest = manifest
-
     def digest(self, index: int) -> None:
         """Bucket `index` has come: on a GPU, begin to digest it while others are on their way."""
         self._launched[index] = self._of_buckets()[index].launch()
 
     def corrupt(self) -> list[str]:
-        """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device.
-
-        After a change, digests that were carried forward are taken for those of the bytes, once.
-        """
-        held, self._carried = self._carried, {}
-        if held:
-            rest = [entry for entry in self.manifest.entries if entry.name not in held]
-            sums = slice_digests(Part(view_of(self.buckets, entry)) for entry in rest)
-            return self.manifest.differences(held | dict(zip((e.name for e in rest), sums, strict=True)))
+        """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device."""
         digesters = self._of_buckets()
         for index in range(len(digesters)):
             if index not in self._launched:
@@ -104,6 +83,6 @@ class Staging:
         return digesters
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The update as views into the buffers; whoever keeps them must copy."""
+        """The update as views into the buffers; copy them to keep them."""
         for entry in self.manifest.entries:
             yield entry.name, view_of(self.buckets, entry)

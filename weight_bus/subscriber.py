@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys, Message, WireError
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 SILENT_BEATS = 3
 MAX_NAMED = 16
 JOIN_AGAIN_BEATS = 10
+NOTHING = (-1, -1, "")
 
 Activate = Callable[[int, bool], None]
 """(version, evaluate): the engine verifiably holds this version and may serve it."""
@@ -56,8 +58,8 @@ class Subscriber:
         config: the weight_bus section.
         host: address of this machine's interface that the data plane binds.
         run_id: must be the publisher's.
-        incarnation: messages of an earlier one are refused; none takes what the publisher says.
         transport_factory: makes the data plane; none takes the configured one.
+        dealer: socket of the control plane.
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
@@ -76,8 +78,8 @@ class Subscriber:
         config: WeightBus,
         host: str,
         run_id: str,
-        incarnation: int | None = None,
         transport_factory: TransportFactory | None = None,
+        dealer: type[Dealer] = Dealer,
         keys: Keys | None = None,
         direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
@@ -86,7 +88,8 @@ class Subscriber:
         self.address = address
         self.name = name
         self._config = config
-        self._incarnation = incarnation if incarnation is not None else 0
+        self._incarnation = 0
+        """Of the learner that admitted this subscriber last."""
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
@@ -101,13 +104,13 @@ class Subscriber:
             transport = (transport_factory or make_transport)(config, host)
             self._intake = Intake(transport, run_id, alignment_of(config), staging)
         identity = f"{name}.{self._instance}"
-        self._dealer = Dealer(address, identity, run_id, keys=keys)
+        self._dealer = dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
-        self._held: tuple[int, int, str] = (-1, -1, "")
+        self._held = NOTHING
         """(incarnation, version, digest) that the engine verifiably holds."""
-        self._engaged: tuple[int, int] | None = None
-        """(epoch, version) that the engine is loading, or is being paused for, at this moment."""
+        self._engaged: m.Begin | m.Commit | None = None
+        """What the engine is loading, or is being paused for, at this moment."""
         self._heard_at = time.monotonic()
         self._joined_at = -math.inf
         self._silent = False
@@ -166,11 +169,8 @@ class Subscriber:
         """
         if self._engaged is None:
             raise WeightBusError("hold() is for the load callback: nothing is being applied")
-        epoch, version = self._engaged
-        self._pulse.activity = f"holding before v{version}: {reason}"
-        self._dealer.send(
-            m.Holding(session=self._session, epoch=epoch, version=version, limit_s=float(limit_s), reason=reason)
-        )
+        self._pulse.activity = f"holding before v{self._engaged.version}: {reason}"
+        self._answer(m.Holding, self._engaged, limit_s=float(limit_s), reason=reason)
 
     def stop(self) -> None:
         """Make `receive` raise BusClosed, from any thread."""
@@ -289,52 +289,46 @@ class Subscriber:
 
     def _pause(self, intake: DirectIntake, begin: m.Begin) -> None:
         """The engine must stand still before the first bucket, for each is loaded as it comes."""
-        session, epoch, version = self._session, begin.epoch, begin.version
-        self._pulse.activity = f"pausing for v{version}"
-        self._engaged = (epoch, version)
+        self._pulse.activity = f"pausing for v{begin.version}"
+        self._engaged = begin
         try:
             intake.prepare(begin)
         except (TransportError, WireError) as error:
-            log.warning("weight bus: %r: not paused for v%d: %s", self.name, version, error)
-            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            log.warning("weight bus: %r: not paused for v%d: %s", self.name, begin.version, error)
+            self._answer(m.ReceiveFailed, begin, reason=str(error))
             return
         finally:
             self._engaged = None
-        self._dealer.send(m.Paused(session=session, epoch=epoch, version=version))
+        self._answer(m.Paused, begin)
 
     def _go(self, go: m.Go) -> None:
         begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
         if begin is None:
             log.warning("weight bus: %r ignores a start of v%d: it does not wait for that", self.name, go.version)
             return
-        self._held = (-1, -1, "")
+        self._held = NOTHING
         self._receive(begin)
 
     def _receive(self, begin: m.Begin) -> None:
-        session, epoch, version = begin.session, begin.epoch, begin.version
-        self._pulse.activity = f"receiving v{version}"
+        self._pulse.activity = f"receiving v{begin.version}"
         try:
             corrupt = self._intake.take(begin)
         except (TransportError, WireError) as error:
-            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, version, error)
+            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
             self._intake.forget()
-            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            self._answer(m.ReceiveFailed, begin, reason=str(error))
             return
         except EngineSpoiled as error:
-            self._dealer.send(m.ReceiveFailed(session=session, epoch=epoch, version=version, reason=str(error)))
+            self._answer(m.ReceiveFailed, begin, reason=str(error))
             raise
         if corrupt:
-            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, version, corrupt[:5])
+            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
         seconds = self._intake.seconds
-        staged = m.Staged(
-            session=session,
-            epoch=epoch,
-            version=version,
-            corrupt=corrupt[:MAX_NAMED],
-            wire_s=seconds["wire"],
-            verify_s=seconds["verify"],
-        )
-        self._dealer.send(staged)
+        self._answer(m.Staged, begin, corrupt=corrupt[:MAX_NAMED], wire_s=seconds["wire"], verify_s=seconds["verify"])
+
+    def _answer(self, kind: Callable[..., Message], about: m.Begin | m.Commit, **fields: Any) -> None:
+        """Tell the publisher what became of a version."""
+        self._dealer.send(kind(session=about.session, epoch=about.epoch, version=about.version, **fields))
 
     def _expected(self, begin: m.Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
@@ -350,18 +344,18 @@ class Subscriber:
         """Apply, then hold what the engine says it holds against the manifest.
 
         Raises:
-            EngineSpoiled: a refill would not help; the publisher has been told.
+            EngineSpoiled: a refill would not help; the publisher knows.
         """
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
             return False
-        self._held = (-1, -1, "")
+        self._held = NOTHING
         self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
         spoiled: EngineSpoiled | None = None
-        self._engaged = (commit.epoch, commit.version)
+        self._engaged = commit
         try:
             held = self._intake.apply(commit.version, engine.load)
         except EngineSpoiled as error:
@@ -379,16 +373,8 @@ class Subscriber:
         else:
             engine.activate(commit.version, staged.evaluate)
             self._held = (staged.incarnation, commit.version, staged.digest)
-        self._dealer.send(
-            m.Applied(
-                session=self._session,
-                epoch=commit.epoch,
-                version=commit.version,
-                digest=combined(held) if held else "",
-                differences=differences[:MAX_NAMED],
-                reason=reason,
-            )
-        )
+        digest = combined(held) if held else ""
+        self._answer(m.Applied, commit, digest=digest, differences=differences[:MAX_NAMED], reason=reason)
         if spoiled is not None:
             raise spoiled
         return not reason

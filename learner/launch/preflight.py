@@ -56,7 +56,7 @@ def check_input(config: Config) -> None:
     if not folder.is_dir():
         raise PreflightError(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
-            " a tokenizer (python -m scripts.make_sort6 --out data/sort6 makes the quick start's)"
+            " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -163,12 +163,12 @@ def check_keys(config: Config) -> None:
     if keys is not None and keys.client_public not in keys.clients:
         raise PreflightError(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
-            f" {keys.name!r} that this node connects with; copy the whole folder that scripts/make_keys.py made"
+            f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"
         )
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when the run folder cannot be made; found out by making a file where it would be."""
+    """Raises PreflightError when a file cannot be created where the run folder would be."""
     folder = Path(config.run_dir).absolute()
     try:
         while not folder.exists():
@@ -185,7 +185,7 @@ def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightErro
 
 
 def claim_run_dir(config: Config, *, new: bool) -> Config:
-    """Make the run folder and write its config.yaml; a new run never takes the folder of another one.
+    """Create the run folder and its config.yaml; config.yaml claims it for one run.
 
     Returns:
         The configuration, with the next free name where another run of this name has started since the checks.

@@ -23,7 +23,7 @@ def is_missing(config: Config, source: str) -> bool:
 
 
 def make_if_missing(config: Config, source: str) -> bool:
-    """Run scripts/make_sort6.py when `source` is the quick start's preset and its input is not there.
+    """Run learner.examples.sort6 when `source` is the quick start's preset and its input is not there.
 
     Several processes may come at once: the script moves its result into place whole, and the first one counts.
 
@@ -37,8 +37,8 @@ def make_if_missing(config: Config, source: str) -> bool:
         return False
     folder = Path(config.model.path).parent
     sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
-    command = [sys.executable, "-m", "scripts.make_sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
-        raise InputError(f"scripts/make_sort6.py failed: {made.stderr.strip()[-500:]}")
+        raise InputError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
     return True

@@ -57,7 +57,7 @@ def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
     if nodes:
         problem += (
             f", or for ranks above 0 one of {sorted(nodes)}; a learner node has a key of its own name: python -m"
-            " scripts.make_keys --out keys --add NODE, and --export-node NODE --to DIR writes its folder"
+            " replay.keys --out keys --add NODE, and --export-node NODE --to DIR writes its folder"
         )
     return problem
 

@@ -103,14 +103,14 @@ class HandshakeWatch:
         return (
             f"refused the key of this node, {self._keys.name!r} of {self._keys.folder} (status {status}); the server"
             f" admits who is listed in {CLIENTS}/ of its own network.keys: {public.name} is not there, or is of other"
-            " keys (python -m scripts.make_keys)"
+            " keys (python -m replay.keys)"
         )
 
     def _other_mechanism(self) -> str:
         if self._keys is None:
             return (
                 "wants CURVE keys and this node has none; set network.keys to the folder that was made for this node"
-                " (python -m scripts.make_keys)"
+                " (python -m replay.keys)"
             )
         return (
             f"speaks without CURVE and this node has the keys of {self._keys.folder}; set network.keys there as well,"

@@ -6,7 +6,7 @@
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
     keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
-`python -m scripts.make_keys` writes such a folder, and from it the folder of another node. A server admits exactly
+`python -m replay.keys` writes such a folder, and from it the folder of another node. A server admits exactly
 the public keys that its folder lists.
 """
 
@@ -31,7 +31,7 @@ SHARED = "nodes"
 """The client key of all nodes that have none of their own name."""
 PUBLIC, SECRET = ".key", ".key_secret"
 OLD = ".key_old"
-"""Public key that a client had before; admitted as well while it is there (scripts/make_keys.py --rotate)."""
+"""Public key that a client had before; admitted as well while it is there (`python -m replay.keys --rotate`)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
 
@@ -77,12 +77,12 @@ class Keys:
         if self.server_secret is None:
             raise KeysError(
                 f"network.keys: {secret} is missing; replay and the weight bus serve on the node where"
-                " scripts/make_keys.py made the keys: start the learner there, or copy the whole folder"
+                " `python -m replay.keys` made the keys: start the learner there, or copy the whole folder"
             )
         if not self.clients:
             raise KeysError(
                 f"network.keys: {self.folder / CLIENTS} lists no *{PUBLIC}, so nobody could connect; copy the whole"
-                " folder that scripts/make_keys.py made"
+                " folder that `python -m replay.keys` made"
             )
         return self.server_secret
 
@@ -105,7 +105,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
     folder = Path(folder)
     if not folder.is_dir():
         raise KeysError(
-            f"network.keys: no folder {str(folder)!r}; make one with `python -m scripts.make_keys --out keys`, and copy"
+            f"network.keys: no folder {str(folder)!r}; make one with `python -m replay.keys --out keys`, and copy"
             " to every other node what its --export-node gives"
         )
     server_public, _ = read_key(folder / (SERVER + PUBLIC))
@@ -115,7 +115,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
         if public != server_public:
             raise KeysError(
                 f"network.keys: {folder / (SERVER + PUBLIC)} and {folder / (SERVER + SECRET)} are not of one pair;"
-                " files of two runs of scripts/make_keys.py were mixed: copy one folder whole"
+                " files of two runs of `python -m replay.keys` were mixed: copy one folder whole"
             )
     own = _own_client(folder)
     client_public, client_secret = _read_pair(own)
@@ -144,7 +144,7 @@ def _own_client(folder: Path) -> Path:
         found = ", ".join(path.name for path in secrets) or "none"
         raise KeysError(
             f"network.keys: {folder / CLIENTS} must hold one *{SECRET}, the key of this node (or {learner.name});"
-            f" found {found}. python -m scripts.make_keys --out keys --export-node NAME --to DIR gives a node's folder"
+            f" found {found}. python -m replay.keys --out keys --export-node NAME --to DIR gives a node's folder"
         )
     return secrets[0]
 
@@ -169,7 +169,7 @@ def read_key(path: Path) -> tuple[bytes, bytes | None]:
         mode = stat.S_IMODE(path.stat().st_mode)
     except FileNotFoundError as error:
         raise KeysError(
-            f"network.keys: {path} is missing; copy what python -m scripts.make_keys made for this node again"
+            f"network.keys: {path} is missing; copy what python -m replay.keys made for this node again"
         ) from error
     except OSError as error:
         raise KeysError(f"network.keys: {path} cannot be read: {error.strerror}") from error

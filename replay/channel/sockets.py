@@ -73,7 +73,7 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
     if not (is_loopback(host) or insecure or socket.getsockopt(zmq.MECHANISM) == zmq.CURVE):
         raise KeysError(
             f"network.host: tcp://{host}:{port} leaves the loopback interface and the socket has no keys; make them"
-            " with python -m scripts.make_keys --out keys and set network.keys=keys, or set network.insecure=true on a"
+            " with python -m replay.keys --out keys and set network.keys=keys, or set network.insecure=true on a"
             " network that you trust"
         )
     try:

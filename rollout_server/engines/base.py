@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from weight_bus.manifest import Entry
-    from weight_bus.remote import ReceiverLink, RemoteUpdate
+    from weight_bus.remote import Line, RemoteUpdate
     from weight_bus.transports.base import Formation
 
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
@@ -222,7 +222,7 @@ class DirectUpdates(Protocol):
 class StagesItself(Protocol):
     """An engine in whose own process updates are staged, while it decodes (weight_bus.stage_in: engine)."""
 
-    async def link(self) -> "ReceiverLink":
+    async def link(self) -> "Line":
         """The connection to the receiver in the engine, which is started first where none was.
 
         Raises:

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from scripts.chaos.faults import FAULTS, possible
 from scripts.chaos.settings import SERVERS, VARIANTS, Variant
-from scripts.chaos.table import FAULTS, possible
 
 
 @dataclass(frozen=True, slots=True)

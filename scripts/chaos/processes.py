@@ -1,21 +1,30 @@
-"""The processes of a run by role, found by their parents and command lines; signals by pid."""
+"""Processes by role, found by their parents and command lines; what can be done to one from outside, by its pid."""
 
+import ctypes
+import errno
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import suppress
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-ROLES = {
-    "replay": ("-m replay.main",),
-    "learner": ("-m learner.train",),
-}
-NOT_RANKS = "learner.launch.torchrun"
+PROC = Path("/proc")
+ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learner.launch.torchrun "),
+         "torchrun": (" learner.launch.torchrun ", "")}  # fmt: skip
+"""What the command line of a role has, and has not."""
+LIBC = ctypes.CDLL(None, use_errno=True)
+SYS_PIDFD_GETFD = 438
+CUT_EVERY_S = 0.02
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
+"""Two thirds of the time stopped, never for as long as a heartbeat."""
 
 
 def table() -> Iterator[tuple[int, int, str, str]]:
     """(pid, parent, state, command line) of every process."""
-    for entry in Path("/proc").iterdir():
+    for entry in PROC.iterdir():
         if not entry.name.isdigit():
             continue
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -24,22 +33,20 @@ def table() -> Iterator[tuple[int, int, str, str]]:
             yield int(entry.name), int(fields[1]), fields[0], command
 
 
-def below(root: int) -> dict[int, tuple[str, str]]:
-    """(state, command line) by pid of all living descendants of a process."""
+def below(root: int) -> dict[int, str]:
+    """Command line by pid of all living descendants of a process."""
     rows = list(table())
-    found = {root}
-    grown = True
-    while grown:
-        more = {pid for pid, parent, _, _ in rows if parent in found} - found
-        found |= more
-        grown = bool(more)
-    return {pid: (state, command) for pid, _, state, command in rows if pid in found - {root} and state != "Z"}
+    found, size = {root}, 0
+    while len(found) > size:
+        size = len(found)
+        found |= {pid for pid, parent, _, _ in rows if parent in found}
+    return {pid: command for pid, _, state, command in rows if pid in found - {root} and state != "Z"}
 
 
 def of_role(root: int, role: str) -> list[int]:
-    """Pids of replay, or of the learner ranks in the order of their start, below the launcher."""
-    (needle,) = ROLES[role]
-    return sorted(p for p, (_, c) in below(root).items() if needle in c and NOT_RANKS not in c)
+    """Pids of replay, of torchrun, or of the learner ranks in the order of their start, below the launcher."""
+    has, has_not = ROLES[role]
+    return sorted(p for p, c in below(root).items() if has in c and not (has_not and has_not in c))
 
 
 def send(pid: int, sig: signal.Signals) -> bool:
@@ -51,8 +58,138 @@ def send(pid: int, sig: signal.Signals) -> bool:
     return True
 
 
+def state(pid: int) -> str:
+    """One letter, as ps prints it; empty when there is no such process."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
+    return ""
+
+
 def is_alive(pid: int) -> bool:
     """Whether it runs and is no zombie."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
+    return state(pid) not in ("", "Z")
+
+
+def environment(pid: int) -> list[bytes]:
+    """Variables of a process; none when it has ended."""
+    with suppress(OSError):
+        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    return []
+
+
+# ---- faults of a process, which last as long as their context ------------------------------------------------
+
+
+@contextmanager
+def killed(pid: int) -> Iterator[None]:
+    """SIGKILL."""
+    send(pid, signal.SIGKILL)
+    yield
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP, then SIGCONT: every thread stands still, connections stay open."""
+    send(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        send(pid, signal.SIGCONT)
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[None]:
+    """SIGSTOP and SIGCONT in turns, as on a machine that is too busy: the process is never silent for long."""
+
+    def turn(over: threading.Event) -> None:
+        with stopped(pid):
+            over.wait(SLOW_STOPPED_S)
+        over.wait(SLOW_RUNNING_S)
+
+    with _repeated(turn):
+        yield
+
+
+@contextmanager
+def cut_off(pid: int) -> Iterator[None]:
+    """Every TCP connection of the process ends, at both ends, and so does each that it makes meanwhile."""
+    close_connections(pid)
+
+    def turn(over: threading.Event) -> None:
+        over.wait(CUT_EVERY_S)
+        close_connections(pid)
+
+    with _repeated(turn):
+        yield
+
+
+@contextmanager
+def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
+    """A thread that does something again and again while the process is there."""
+    over = threading.Event()
+
+    def run() -> None:
+        with suppress(ProcessLookupError):
+            while not over.is_set():
+                turn(over)
+
+    thread = threading.Thread(target=run, name="fault", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def may_cut() -> bool:
+    """Whether the kernel lets this process reach the sockets of its children."""
+    with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as child:
+        process = os.pidfd_open(child.pid)
+        try:
+            copy = LIBC.syscall(SYS_PIDFD_GETFD, process, 0, 0)
+            if copy >= 0:
+                os.close(copy)
+            return bool(copy >= 0)
+        finally:
+            os.close(process)
+            child.kill()
+
+
+def close_connections(pid: int) -> int:
+    """Shut down both directions of every TCP connection of a process; how many there were.
+
+    Raises:
+        ProcessLookupError: it has ended.
+        PermissionError: the kernel does not let this process reach that one's sockets.
+    """
+    process = os.pidfd_open(pid)
+    try:
+        return sum(_close(process, number) for number in _sockets(pid))
+    finally:
+        os.close(process)
+
+
+def _sockets(pid: int) -> Iterator[int]:
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith("socket:"):
+                yield int(entry.name)
+
+
+def _close(process: int, number: int) -> bool:
+    copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
+    if copy < 0:
+        error = ctypes.get_errno()
+        if error == errno.EPERM:
+            raise PermissionError(error, "may not reach into another process (pidfd_getfd)")
+        return False  # closed meanwhile
+    with socket.socket(fileno=copy) as connection:
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            return False
+        try:
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it listens, or has no peer any more
+            return False
+    return True

@@ -1,4 +1,4 @@
-"""A proxy between rollout servers and replay, in the hand of the harness: cut, slow, frozen, or with a message changed.
+"""A proxy in front of replay or a publisher: its links are cut, slow or frozen, or change a message.
 
 It passes TCP on and reads ZMTP as it goes, so identities, handshakes and reconnects are the real ones. One asyncio loop
 in a thread serves all links; the harness's thread changes their state.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from scripts.chaos.zmtp import GREETING_BYTES, Parcel, read_parcel
+from scripts.chaos.zmtp import GREETING_BYTES, ZmtpMessage, read_message
 
 Direction = Literal["up", "down"]
 """`up` is from the rollout server to replay."""
@@ -20,11 +20,11 @@ LOOK_S = 0.02
 
 
 @dataclass(slots=True)
-class Hand:
+class Intercept:
     """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""
 
-    wanted: Callable[[Parcel], bool]
-    change: Callable[[Parcel], list[bytes]]
+    wanted: Callable[[ZmtpMessage], bool]
+    change: Callable[[ZmtpMessage], list[bytes]]
     """The bytes that go on instead, a message each; none loses it."""
     hold_for_next: bool = False
     """Give it after the message that follows it."""
@@ -45,7 +45,7 @@ class Link:
     """Nothing passes in these directions; connections stay open."""
     closed_until: float = 0.0
     """No connection is accepted before this monotonic time."""
-    hands: dict[Direction, list[Hand]] = field(default_factory=lambda: {"up": [], "down": []})
+    intercepts: dict[Direction, list[Intercept]] = field(default_factory=lambda: {"up": [], "down": []})
     holding: dict[Direction, str] = field(default_factory=dict)
     """A kind of message that freezes its direction when it comes, before it passes."""
     held: dict[Direction, threading.Event] = field(
@@ -56,11 +56,6 @@ class Link:
     orphans: bool = False
     """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
     _open: set[asyncio.StreamWriter] = field(default_factory=set)
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether any direction is."""
-        return bool(self.frozen)
 
 
 class Proxy:
@@ -142,33 +137,33 @@ class Proxy:
         self, link: Link, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Pass one direction of a connection on, message by message, until it ends."""
-        late: Hand | None = None
+        late: Intercept | None = None
         behind: list[bytes] = []
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
             await _pass_greeting(reader, writer)
             while True:
-                parcel = await read_parcel(reader)
-                await self._wait(link, direction, parcel)
-                pieces = [parcel.wire()]
+                message = await read_message(reader)
+                await self._wait(link, direction, message)
+                pieces = [message.wire()]
                 if late is None:
-                    hand = _take_hand(link, direction, parcel)
-                    if hand is not None:
-                        pieces = hand.change(parcel)
-                        if hand.hold_for_next:
-                            late, behind, pieces = hand, pieces, []
+                    intercept = _intercept(link, direction, message)
+                    if intercept is not None:
+                        pieces = intercept.change(message)
+                        if intercept.hold_for_next:
+                            late, behind, pieces = intercept, pieces, []
                         else:
-                            hand.done.set()
-                elif parcel.is_message:
+                            intercept.done.set()
+                elif message.is_message:
                     pieces += behind
                     late.done.set()
                     late = None
                 writer.writelines(pieces)
                 await writer.drain()
 
-    async def _wait(self, link: Link, direction: Direction, parcel: Parcel) -> None:
+    async def _wait(self, link: Link, direction: Direction, message: ZmtpMessage) -> None:
         """Delays and freezes, before a message passes."""
-        if parcel.is_message:
-            kind = parcel.kind
+        if message.is_message:
+            kind = message.kind
             if link.holding.get(direction) == kind:
                 del link.holding[direction]
                 link.frozen.add(direction)
@@ -191,13 +186,13 @@ async def _pass_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWri
         writer.write(piece)
 
 
-def _take_hand(link: Link, direction: Direction, parcel: Parcel) -> Hand | None:
-    """The first hand that wants this message; it is used up."""
-    if not parcel.is_message:
+def _intercept(link: Link, direction: Direction, message: ZmtpMessage) -> Intercept | None:
+    """The first intercept that wants this message; it is used up."""
+    if not message.is_message:
         return None
-    for hand in link.hands[direction]:
-        if hand.wanted(parcel):
-            link.hands[direction].remove(hand)
-            hand.kind = parcel.kind
-            return hand
+    for intercept in link.intercepts[direction]:
+        if intercept.wanted(message):
+            link.intercepts[direction].remove(intercept)
+            intercept.kind = message.kind
+            return intercept
     return None

@@ -1,24 +1,22 @@
-"""The runs that faults are injected into: tiny, quick, and unlike each other where faults may matter."""
+"""Settings of the runs that faults are injected into: tiny, and quick to notice a fault."""
 
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.schema import Config
+from scripts.chaos.watch import replace_text
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0
 """How long a process may take to start on a busy machine; no key of the configuration says that."""
-STEPS_PER_FAULT = 12
-SPARE_STEPS = 30
 SERVERS = ("rollout-a", "rollout-b")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings of one run that differ from the others'."""
+    """Settings in which one run differs from the others."""
 
     name: str
     settings: tuple[str, ...]
@@ -50,8 +48,6 @@ SMALL = (
     "learner.lr=1e-4",
     "limits.flat_reward_steps=0",
     "placement.local_rollouts=false",
-    "tracking.live=plain",
-    "tracking.plot=false",
     # every deadline short, so that a fault costs seconds
     "network.heartbeat_s=0.5",
     "network.silent_after_s=5",
@@ -67,49 +63,79 @@ SMALL = (
     "rollout.wait_for_servers_s=120",
 )
 
-REWARD = '''"""The exact reward at a pace that the harness sets, so that a run lasts as long as its faults."""
+REWARD = '''"""The quick start's reward at a pace that the harness sets; evaluations are not slowed."""
 
 import time
 
+from rollout_server.rewards.exact import reward as exact
+
+
 def reward(sample):
-    with open({pace!r}, encoding="utf-8") as file:
-        time.sleep(float(file.read() or 0))
-    return float(sample["completion"] == sample["ground_truth"])
+    if sample["data_source"] == "train":
+        with open({pace!r}, encoding="utf-8") as file:
+            time.sleep(float(file.read()))
+    return exact(sample)
 '''
 
 
-def arguments(variant: Variant, work: Path, data: Path, name: str, num_faults: int) -> Sequence[str]:
-    """`--set` arguments of a run; writes the reward function and the keys that they name."""
-    pace = work / "pace"
-    pace.write_text("0", encoding="utf-8")
-    reward = work / "paced_reward.py"
-    reward.write_text(REWARD.format(pace=str(pace)), encoding="utf-8")
-    values = [
+@dataclass(slots=True)
+class Pace:
+    """How long the reward of one trajectory takes in a run; every rollout server has one reward process."""
+
+    work: Path
+    _seconds: str = field(default="")
+
+    def __post_init__(self) -> None:
+        self.set(0.0)
+        reward = REWARD.format(pace=str(self.work / "pace"))
+        (self.work / "paced_reward.py").write_text(reward, encoding="utf-8")
+
+    def set(self, seconds: float) -> None:
+        """From now on."""
+        text = f"{seconds:.6f}"
+        if text != self._seconds:
+            replace_text(self.work / "pace", text)
+            self._seconds = text
+
+
+def run_settings(work: Path, data: Path) -> list[str]:
+    """Settings of every run in a work folder that has a `Pace`."""
+    return [
         f"run.dir={work}",
-        f"run.name={name}",
+        "run.name=run",
         f"model.path={data}/model",
         f"data.train={data}/train.jsonl",
         f"data.eval={data}/eval.jsonl",
-        f"reward.function={reward}:reward",
-        f"learner.total_steps={STEPS_PER_FAULT * num_faults + SPARE_STEPS}",
-        "placement.split=2:1",
-        *SMALL,
-        *variant.settings,
+        f"reward.function={work}/paced_reward.py:reward",
+        "tracking.live=plain",
+        "tracking.plot=false",
     ]
+
+
+def variant_settings(variant: Variant, work: Path) -> list[str]:
+    """Settings of a small run; writes the keys that they name."""
+    values = ["placement.split=2:1", *SMALL, *variant.settings]
     if variant.keys:
-        command = (sys.executable, "-m", "scripts.make_keys", "--out", str(work / "keys"))
+        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
         subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
         values.append(f"network.keys={work}/keys")
-    return [word for value in values for word in ("--set", value)]
+    return values
+
+
+def make_data(folder: Path, *, seed: int = 0) -> Path:
+    """The quick start's model and prompts, made where they are missing."""
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return (ROOT / folder).resolve()
 
 
 def recovery_s(config: Config) -> float:
-    """How long a run may take until it goes on after a fault: its own deadlines in a row, and a process's start."""
+    """Deadline for a run to go on after a fault: its own deadlines in a row, and a process's start."""
     network, bus = config.network, config.weight_bus
     waits = 2 * network.silent_after_s + 2 * config.replay.lease_s + bus.deadline_s + 2 * bus.collective_timeout_s
     return waits + START_S
 
 
 def naming_s(config: Config) -> float:
-    """How long a fault may last until some log names it."""
+    """Deadline for some log to name a fault."""
     return config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s

@@ -1,69 +1,131 @@
-"""A run seen from outside: its journal as it grows, its checkpoints, what its producers note down."""
+"""A run seen from outside: its journal as it grows, its checkpoints, its logs, its probes and their gates."""
 
-import json
 import os
+import re
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos.journal import Tail
+from scripts.chaos.checker.account import Account
+from scripts.chaos.checker.journal import Tail
+from scripts.chaos.polling import JsonLines
+
+CLASSES = ("closed", "silent", "slow", "corrupt", "full", "duplicate")
+"""The symptom classes, which stand in brackets in a log line."""
+CLASS = re.compile(rf"\[({'|'.join(CLASSES)})\]")
+GATE_POLL_S = 0.002
 
 
-@dataclass(slots=True)
-class Producer:
-    """What the witness in one rollout server has written (scripts/chaos/producer.py)."""
+class Gate:
+    """Holds the process that it is in at a moment that the harness has aimed at.
 
-    events: Path
-    live: int = -1
-    """Newest version that it asked for leases with."""
-    acks: int = 0
-    broadcasts: int = 0
-    _offset: int = 0
+    A folder of files: `aim` names a moment and the longest time to wait there; a process that reaches the moment writes
+    `at`, and goes on when `aim` is gone. `spoil` asks a receiver to flip a bit of what it receives next.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._aim, self._at, self._spoil = folder / "aim", folder / "at", folder / "spoil"
+
+    def reach(self, moment: str) -> None:
+        """This process is at a moment: wait, if it is aimed at."""
+        try:
+            limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
+        except FileNotFoundError:
+            return
+        if aimed != moment:
+            return
+        self._at.touch()
+        until = time.monotonic() + float(limit)
+        while self.is_aimed and time.monotonic() < until:
+            time.sleep(GATE_POLL_S)
+
+    def take_spoil(self) -> bool:
+        """Whether a flip was asked for; once."""
+        asked = self._spoil.exists()
+        self._spoil.unlink(missing_ok=True)
+        return asked
+
+    # ---- the harness's end -------------------------------------------------------------------------------
+
+    def aim(self, moment: str, limit_s: float) -> None:
+        """Hold the process the next time that it reaches this moment, at most for so long."""
+        self._aim.parent.mkdir(parents=True, exist_ok=True)
+        self._at.unlink(missing_ok=True)
+        replace_text(self._aim, f"{limit_s} {moment}")
+
+    def spoil(self) -> None:
+        """Flip a bit of the next update, in its middle bucket."""
+        self._spoil.touch()
 
     @property
-    def hold(self) -> Path:
-        """While this exists, its next broadcast is held."""
-        return self.events.with_suffix(".hold")
+    def is_aimed(self) -> bool:
+        """Whether a process that is at the moment stays there."""
+        return self._aim.exists()
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the process is, or was, at the moment."""
+        return self._at.exists()
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the bit has been flipped."""
+        return not self._spoil.exists()
+
+    def release(self) -> None:
+        """Let the process go on; no moment is aimed at any more."""
+        self._aim.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that others read meanwhile: they find the old or the new text, never half of one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.rename(path)
+
+
+class Probe:
+    """The harness's end of a probe (scripts/chaos/probe.py): its record and its gate."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.gate = folder, Gate(folder)
+        self.record = JsonLines(folder / "events.jsonl")
+        self.live = -1
+        """Newest version that leases were asked for with."""
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All events so far."""
+        self.poll()
+        return self.record.events
 
     def poll(self) -> None:
-        """Read new lines."""
-        if not self.events.exists():
-            return
-        with self.events.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self._note(json.loads(line))
-
-    def _note(self, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "live":
+        """Read new events."""
+        for event in self.record.poll():
+            if event["event"] == "live":
                 self.live = event["version"]
-            case "ack":
-                self.acks += 1
-            case "broadcast":
-                self.broadcasts += 1
+
+    def first(self, event: str) -> dict[str, Any] | None:
+        """The first event of a kind."""
+        return next((e for e in self.events if e["event"] == event), None)
+
+    def versions(self, event: str) -> list[int]:
+        """Versions of all events of a kind."""
+        return [e["version"] for e in self.events if e["event"] == event]
 
 
 @dataclass(slots=True)
 class Watch:
-    """Poll it often; its fields say where the run is. `archive` keeps every journal file, also those replay deletes."""
+    """Where a run is. `archive` keeps every file of the journal, also those that replay deletes."""
 
     folder: Path
     archive: Path
-    producers: dict[str, Producer]
-    version: int = 0
-    """Last committed step of the newest incarnation's line."""
-    high: int = 0
-    """Highest step that was ever committed."""
-    taken: int = 0
-    """Step of the newest batch."""
-    incarnation: int = 0
-    boots: int = 0
-    records: int = 0
+    probes: dict[str, Probe] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
     _tail: Tail = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,51 +138,87 @@ class Watch:
             with suppress(FileExistsError, FileNotFoundError):
                 os.link(path, self.archive / path.name)  # the same file: it grows here as it grows there
         for record in self._tail.poll():
-            self.records += 1
-            self._note(record.kind, record.fields)
-        for producer in self.producers.values():
-            producer.poll()
-
-    def _note(self, kind: str, fields: dict[str, Any]) -> None:
-        match kind:
-            case "boot":
-                self.boots += 1
-            case "learner":
-                self.incarnation, self.version, self.taken = fields["incarnation"], fields["version"], fields["version"]
-            case "take":
-                self.taken = fields["step"]
-            case "commit":
-                self.version = fields["step"]
-                self.high = max(self.high, self.version)
+            self.account.apply(record)
+        for probe in self.probes.values():
+            probe.poll()
 
     @property
     def batch_is_formed(self) -> bool:
         """A batch was handed out and its step is not committed."""
-        return self.taken == self.version + 1
+        return self.account.taken == self.account.version + 1
 
     @property
     def newest_is_live(self) -> bool:
         """Some server has the last committed version."""
-        return any(producer.live >= self.version for producer in self.producers.values())
+        return any(probe.live >= self.account.version for probe in self.probes.values())
+
+    @property
+    def served(self) -> int:
+        """The newest version with which all rollout servers have asked for leases."""
+        return min(probe.live for probe in self.probes.values())
 
     @property
     def is_repeating(self) -> bool:
         """The learner has come back and has not yet repeated all journalled steps."""
-        return self.version < self.high
+        return self.account.version < self.account.high
 
     @property
     def steps_to_repeat(self) -> int:
         """Steps that a learner would repeat if it died now."""
-        complete = [int(path.parent.name.removeprefix("step_")) for path in self._checkpoints("*/COMPLETE")]
-        return self.version - max(complete, default=0)
+        complete = (_step_of(path) for path in self._checkpoints() if (path / "COMPLETE").exists())
+        return self.account.version - max(complete, default=0)
 
     @property
     def writes_checkpoint(self) -> bool:
         """A checkpoint folder of a step above all complete ones is there without its mark."""
-        return any(not (path / "COMPLETE").exists() and self._is_new(path) for path in self._checkpoints("step_*"))
+        new = (path for path in self._checkpoints() if _step_of(path) >= self.account.version)
+        return any(not (path / "COMPLETE").exists() for path in new)
 
-    def _is_new(self, path: Path) -> bool:
-        return int(path.name.removeprefix("step_")) >= self.version
+    def _checkpoints(self) -> Iterable[Path]:
+        return (self.folder / "checkpoints").glob("step_*")
 
-    def _checkpoints(self, pattern: str) -> list[Path]:
-        return list((self.folder / "checkpoints").glob(pattern))
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a log. Example: Line("replay.log", "... lost 'rollout-a' (pid 7) ... [closed]")"""
+
+    log: str
+    text: str
+
+    @property
+    def classes(self) -> set[str]:
+        """Symptom classes that it names."""
+        return set(CLASS.findall(self.text))
+
+
+class Logs:
+    """All logs of a run as one: the files of its folder, and others given by name."""
+
+    def __init__(self, folder: Path, others: list[Path]) -> None:
+        self.folder, self.others = folder, others
+
+    def mark(self) -> dict[Path, int]:
+        """This moment, for `since`: the length of each log."""
+        return {path: path.stat().st_size for path in self._paths()}
+
+    def since(self, mark: dict[Path, int]) -> Iterator[Line]:
+        """Whole lines that were written after `mark`."""
+        for path in self._paths():
+            with path.open("rb") as file:
+                file.seek(mark.get(path, 0))
+                data = file.read()
+            for text in data[: data.rfind(b"\n") + 1].decode("utf-8", "replace").splitlines():
+                yield Line(path.name, text)
+
+    def first(self, patterns: Iterable[str], mark: dict[Path, int]) -> Line | None:
+        """The first line since `mark` in which any of the patterns is found."""
+        searches = [re.compile(pattern) for pattern in patterns]
+        return next((line for line in self.since(mark) if any(s.search(line.text) for s in searches)), None)
+
+    def _paths(self) -> list[Path]:
+        found = [*sorted(self.folder.glob("*.log")), *self.others]
+        return [path for path in found if path.exists()]

@@ -32,7 +32,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class ZmtpMessage:
     """A command, or all frames of one message."""
 
     frames: tuple[Frame, ...]
@@ -57,15 +57,15 @@ class Parcel:
         """Its bytes."""
         return b"".join(frame.wire() for frame in self.frames)
 
-    def flipped(self, frame: int, position: float) -> "Parcel":
+    def flipped(self, frame: int, position: float) -> "ZmtpMessage":
         """The same with one bit of one frame's body turned; `position` from 0 (first byte) to 1 (last)."""
         body = bytearray(self.frames[frame].body)
         body[min(len(body) - 1, int(position * len(body)))] ^= 0x10
         changed = replace(self.frames[frame], body=bytes(body))
-        return Parcel((*self.frames[:frame], changed, *self.frames[frame + 1 :]))
+        return ZmtpMessage((*self.frames[:frame], changed, *self.frames[frame + 1 :]))
 
 
-async def read_parcel(reader: asyncio.StreamReader) -> Parcel:
+async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
     """The next command or whole message.
 
     Raises:
@@ -83,10 +83,10 @@ async def read_parcel(reader: asyncio.StreamReader) -> Parcel:
             raise ValueError(f"a frame of {length} bytes")
         frames.append(Frame(flags, await reader.readexactly(length)))
         if not flags & MORE:
-            return Parcel(tuple(frames))
+            return ZmtpMessage(tuple(frames))
 
 
-def largest_array(parcel: Parcel) -> int:
+def largest_array(message: ZmtpMessage) -> int:
     """Position of the largest frame behind the header; the header's own when there is none with bytes."""
-    sizes: Sequence[int] = [0 if i == 0 else len(frame.body) for i, frame in enumerate(parcel.frames)]
+    sizes: Sequence[int] = [0 if i == 0 else len(frame.body) for i, frame in enumerate(message.frames)]
     return max(range(len(sizes)), key=sizes.__getitem__)

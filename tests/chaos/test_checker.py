@@ -9,7 +9,7 @@ import pytest
 from written_journal import Journal, a_run, groups_of, record, wire_message
 
 from scripts.chaos.checker import check
-from scripts.chaos.journal import Tail, read
+from scripts.chaos.checker.journal import Tail, read
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +76,12 @@ def test_an_acked_group_that_is_not_in_the_journal_is_lost(tmp_path):
     report = checked(journal, tmp_path)
     assert report.lost == ["group [0, 55] attempt 1 was acked and is not in the journal"]
     assert not report.violations
+
+
+def test_producers_that_record_no_ack_are_not_in_order(tmp_path):
+    folder = a_run().write(tmp_path / "run")
+    (report,) = check(folder, acks=[]).violations
+    assert "no producer has recorded an ack" in report
 
 
 def test_another_attempt_than_the_acked_one_is_not_the_group(tmp_path):

@@ -7,7 +7,7 @@ import zmq
 
 from replay.channel import Dealer, WireError, decode, encode
 from replay.messages import FROM_REPLAY, TO_REPLAY, Cancel, Heartbeat, Renew
-from scripts.chaos.proxy import Hand, Proxy
+from scripts.chaos.proxy import Intercept, Proxy
 from scripts.chaos.zmtp import largest_array
 
 
@@ -40,10 +40,10 @@ def say(dealer, *activities):
         dealer.send(Heartbeat(activity=activity))
 
 
-def hand_on(link, direction, **fields):
-    hand = Hand(wanted=lambda parcel: True, **fields)
-    link.hands[direction].append(hand)
-    return hand
+def intercept_on(link, direction, **fields):
+    intercept = Intercept(wanted=lambda message: True, **fields)
+    link.intercepts[direction].append(intercept)
+    return intercept
 
 
 def test_messages_pass_both_ways_with_their_identity(ends):
@@ -60,36 +60,36 @@ def test_messages_pass_both_ways_with_their_identity(ends):
 @pytest.mark.parametrize("frame", ["header", "array"])
 def test_a_flipped_bit_is_found_by_the_checksum(ends, frame):
     router, dealer, _, link = ends
-    hand = hand_on(
+    intercept = intercept_on(
         link,
         "up",
-        change=lambda parcel: [parcel.flipped(largest_array(parcel) if frame == "array" else 0, 0.5).wire()],
+        change=lambda message: [message.flipped(largest_array(message) if frame == "array" else 0, 0.5).wire()],
     )
     dealer.send(Renew(leases=[[0, 1, 1, 5]], token_ids=[1, 2, 3]))
     with pytest.raises(WireError):
         arrived(router)
-    assert hand.done.is_set() and hand.kind == "Renew"
+    assert intercept.done.is_set() and intercept.kind == "Renew"
     say(dealer, "next")
     assert arrived(router).activity == "next", "the connection lives and the next message is whole"
 
 
 def test_a_message_is_given_twice(ends):
     router, dealer, _, link = ends
-    hand_on(link, "up", change=lambda parcel: [parcel.wire()] * 2)
+    intercept_on(link, "up", change=lambda message: [message.wire()] * 2)
     say(dealer, "once", "next")
     assert heard(router, 3) == ["once", "once", "next"]
 
 
 def test_a_message_is_given_after_the_next(ends):
     router, dealer, _, link = ends
-    hand = hand_on(link, "up", change=lambda parcel: [parcel.wire()], hold_for_next=True)
+    intercept = intercept_on(link, "up", change=lambda message: [message.wire()], hold_for_next=True)
     say(dealer, "first", "second", "third")
-    assert heard(router, 3) == ["second", "first", "third"] and hand.done.is_set()
+    assert heard(router, 3) == ["second", "first", "third"] and intercept.done.is_set()
 
 
 def test_a_message_is_lost(ends):
     router, dealer, _, link = ends
-    hand_on(link, "up", change=lambda parcel: [])
+    intercept_on(link, "up", change=lambda message: [])
     say(dealer, "first", "second")
     assert heard(router, 1) == ["second"]
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.chaos.faults import FAULTS, POINTS, as_markdown
 from scripts.chaos.injection import Injector
-from scripts.chaos.logs import CLASSES, Logs
 from scripts.chaos.plan import make_plan, pairs
 from scripts.chaos.settings import VARIANTS
-from scripts.chaos.table import FAULTS, POINTS, as_markdown
+from scripts.chaos.watch import CLASSES, Logs
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,84 +8,23 @@ from configs import ConfigError, load
 from configs.aliases import ALIASES, NOT_HERE
 from configs.loading import Parser, add_arguments, leaf_keys
 
-TABLE = [  # verl, slime, prime-rl, AReaL, TRL
-    ("model.path", "actor_rollout_ref.model.path", "--hf-checkpoint", "model.name", "actor.path", None),
-    (
-        "data.train",
-        "data.train_files",
-        "--prompt-data",
-        "orchestrator.train.source",
-        "train_dataset.path",
-        None,
-    ),
-    (
-        "rollout.group_size",
-        "actor_rollout_ref.rollout.n",
-        "--n-samples-per-prompt",
-        "orchestrator.group_size",
-        "gconfig.n_samples",
-        "num_generations",
-    ),
-    (
-        "rollout.groups_per_step",
-        "data.train_batch_size",
-        "--rollout-batch-size",
-        "orchestrator.batch_size",
-        "train_dataset.batch_size",
-        None,
-    ),
-    (
-        "rollout.max_new_tokens",
-        "data.max_response_length",
-        "--rollout-max-response-len",
-        "sampling.max_completion_tokens",
-        "gconfig.max_new_tokens",
-        "max_completion_length",
-    ),
-    (
-        "learner.max_tokens_per_microbatch",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "--max-tokens-per-gpu",
-        None,
-        "actor.mb_spec.max_tokens_per_mb",
-        None,
-    ),
-    ("algorithm.clip_low", "actor_rollout_ref.actor.clip_ratio_low", "--eps-clip", None, "actor.eps_clip", "epsilon"),
-    (
-        "algorithm.clip_high",
-        "actor_rollout_ref.actor.clip_ratio_high",
-        "--eps-clip-high",
-        None,
-        None,
-        "epsilon_high",
-    ),
-    ("algorithm.loss", "algorithm.rollout_correction", "--use-tis", None, "actor.use_decoupled_loss", None),
-    (
-        "replay.async_lag",
-        "max_off_policy_threshold",
-        None,
-        "orchestrator.max_off_policy_steps",
-        "rollout.max_head_offpolicyness",
-        "max_staleness",
-    ),
-    (
-        "placement.tensor_parallel",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size",
-        "--rollout-num-gpus-per-engine",
-        None,
-        None,
-        None,
-    ),
-    (
-        "checkpoint.every_steps",
-        "trainer.save_freq",
-        "--save-interval",
-        "ckpt.interval",
-        "saver.freq_steps",
-        "save_steps",
-    ),
-]
-PAIRS = [(key, name) for key, *names in TABLE for name in names if name is not None]
+TABLE = """
+key                | verl                                     | slime                | prime-rl                   | AReaL | TRL
+model.path         | actor_rollout_ref.model.path             | --hf-checkpoint      | model.name                 | actor.path |
+data.train         | data.train_files                         | --prompt-data        | orchestrator.train.source  | train_dataset.path |
+rollout.group_size | actor_rollout_ref.rollout.n              | --n-samples-per-prompt | orchestrator.group_size  | gconfig.n_samples | num_generations
+rollout.groups_per_step | data.train_batch_size               | --rollout-batch-size | orchestrator.batch_size    | train_dataset.batch_size |
+rollout.max_new_tokens | data.max_response_length             | --rollout-max-response-len | sampling.max_completion_tokens | gconfig.max_new_tokens | max_completion_length
+learner.max_tokens_per_microbatch | actor_rollout_ref.actor.ppo_max_token_len_per_gpu | --max-tokens-per-gpu | | actor.mb_spec.max_tokens_per_mb |
+algorithm.clip_low  | actor_rollout_ref.actor.clip_ratio_low  | --eps-clip           | | actor.eps_clip | epsilon
+algorithm.clip_high | actor_rollout_ref.actor.clip_ratio_high | --eps-clip-high      | | | epsilon_high
+algorithm.loss      | algorithm.rollout_correction            | --use-tis            | | actor.use_decoupled_loss |
+replay.async_lag    | max_off_policy_threshold | | orchestrator.max_off_policy_steps | rollout.max_head_offpolicyness | max_staleness
+placement.tensor_parallel | actor_rollout_ref.rollout.tensor_model_parallel_size | --rollout-num-gpus-per-engine | | |
+checkpoint.every_steps | trainer.save_freq                    | --save-interval      | ckpt.interval | saver.freq_steps | save_steps
+"""  # noqa: E501 - a table
+ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()[1:]]
+PAIRS = [(key, name) for key, *names in ROWS for name in names if name]
 
 
 @pytest.mark.parametrize(("key", "name"), PAIRS)

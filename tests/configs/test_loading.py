@@ -19,6 +19,7 @@ from configs.placement import node_devices
 from configs.schema import is_loopback
 from scripts import make_config_docs
 
+STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
 PRESET_NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 
 
@@ -125,6 +126,18 @@ def test_an_unknown_key_is_named_with_a_suggestion(override: str, key: str, sugg
         (["network.host=10.0.0.1"], ["network.host", "'10.0.0.1'", "network.insecure"]),
         (["network.host=0.0.0.0"], ["network.host", "loopback"]),
         (["network.host=example.org"], ["network.host", "loopback"]),
+        (["weight_bus.stage_in=engine"], ["weight_bus.stage_in", "rollout.engine 'torch'", "rollout.engine=sglang"]),
+        ([*STAGED, "weight_bus.apply=direct"], ["weight_bus.stage_in", "'direct'", "weight_bus.apply=staged"]),
+        (
+            [*STAGED, "weight_bus.transport=disk", "weight_bus.folder=/tmp"],
+            ["weight_bus.stage_in", "weight_bus.transport 'disk'", "weight_bus.transport=collective"],
+        ),
+        ([*STAGED, "weight_bus.backend=ucc"], ["weight_bus.stage_in", "'ucc'", "weight_bus.backend=gloo or nccl"]),
+        (
+            [*STAGED, "placement.tensor_parallel=2", "placement.split=2:1"],
+            ["weight_bus.stage_in", "'gloo'", "placement.tensor_parallel 2", "weight_bus.backend=nccl"],
+        ),
+        (["rollout.engine=sglang", "weight_bus.stage_in=gpu"], ["weight_bus.stage_in"]),
         (["learner.max_tokens_per_microbatch=20"], ["learner.max_tokens_per_microbatch", "20", "26"]),
     ],
 )
@@ -142,6 +155,10 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides: list[
         ["replay.async_lag=0", "algorithm.loss=policy_gradient"],
         ["algorithm.loss=policy_gradient", "algorithm.i_know_this_is_biased=true"],
         ["weight_bus.apply=direct", "rollout.engine=sglang"],
+        STAGED,
+        [*STAGED, "weight_bus.backend=nccl"],
+        [*STAGED, "weight_bus.backend=nccl", "placement.tensor_parallel=2", "placement.split=2:1"],
+        [*STAGED, "weight_bus.delta=true"],
         ["network.host=localhost"],
         ["network.host=10.0.0.1", "network.insecure=true"],
         ["placement.split=0:2", "placement.local_rollouts=false"],

@@ -1,4 +1,4 @@
-"""Presets: every YAML file in configs/ loads by its name, and says what its model and reward need."""
+"""Presets: what their models, rewards and GPUs need. What they resolve to: tests/frozen/test_frozen_presets.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 import configs
 from configs.learner import Checkpoint
-from configs.loading import PRESETS, leaf_keys
+from configs.loading import PRESETS
 from configs.schema import Config
 
 GB = 1e9
@@ -41,18 +41,6 @@ SHAPES = {
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 GSM8K = "gsm8k-qwen2.5-1.5b-4gpu"
 TWO_NODES = "qwen3-8b-2nodes"
-
-
-def test_presets_are_there() -> None:
-    assert {"quickstart", GSM8K, TWO_NODES} <= set(NAMES)
-    assert len(leaf_keys()) <= 150
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_preset_loads_by_name(name: str) -> None:
-    config = configs.load(name)
-    assert isinstance(config, Config)
-    assert str(config.trajectories_per_step) in config.arithmetic()
 
 
 def learner_gb(config: Config, shape: Shape) -> float:
@@ -91,16 +79,6 @@ def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed() -
     assert configs.load("quickstart").replay.journal_keep == "all"
 
 
-def test_gsm8k_is_what_its_name_says() -> None:
-    config = configs.load(GSM8K)
-    assert (config.num_rollout_servers, config.num_learner_ranks) == (2, 2)
-    assert (config.rollout.engine, config.weight_bus.backend, config.placement.device) == ("sglang", "nccl", "cuda")
-    assert (config.rollout.group_size, config.rollout.groups_per_step) == (8, 128)
-    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (512, 1024)
-    assert config.rollout.dtype == config.learner.compute_dtype == "bfloat16"
-    assert config.learner.lr == 1e-6 and config.reward.function == "numeric"
-
-
 def test_gsm8k_runs_small_on_a_cpu(tmp_path: Path) -> None:
     config = configs.load(
         GSM8K,
@@ -111,14 +89,11 @@ def test_gsm8k_runs_small_on_a_cpu(tmp_path: Path) -> None:
             f"data.eval={tmp_path}/test.jsonl",
             "placement.device=cpu",
             "placement.split='1:2'",
-            "rollout.engine=torch",
-            "rollout.dtype=float32",
             "rollout.groups_per_step=4",
-            "learner.compute_dtype=float32",
-            "weight_bus.backend=gloo",
         ],
     )
-    assert config.model.path == f"{tmp_path}/model" and config.weight_bus.backend == "gloo"
+    assert config.model.path == f"{tmp_path}/model" and config.rollout.engine == "torch"
+    assert (config.weight_bus.backend, config.rollout.dtype, config.learner.compute_dtype) == ("gloo", *["float32"] * 2)
     assert config.trajectories_per_step == 32
 
 

@@ -1,4 +1,4 @@
-"""Two faults of replay at points of an update, in a real run; `python -m scripts.bus_faults` has the others."""
+"""Two faults of replay at points of an update, in a real run; `python -m scripts.chaos bus` has the others."""
 
 import json
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):
-    command = [sys.executable, "-m", "scripts.bus_faults", "--roles", "replay", "--faults", "kill,slow"]
+    command = [sys.executable, "-m", "scripts.chaos", "bus", "--roles", "replay", "--faults", "kill,slow"]
     done = subprocess.run(
         [*command, "--only", "gathering", "--work", str(tmp_path / "work"), "--data", str(sort6.folder)],
         cwd=ROOT,

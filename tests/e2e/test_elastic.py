@@ -1,4 +1,4 @@
-"""Rollout servers join and leave a run (scripts/elastic); each rule of its judge, with a run that breaks it."""
+"""Rollout servers join and leave a run; each rule of the judge, with a run that breaks it."""
 
 import json
 import os
@@ -9,13 +9,13 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 import msgpack
 import pytest
 
-from scripts.chaos.journal import MAGIC, read
-from scripts.elastic.judge import Judge
-from scripts.elastic.run import Facts
+from scripts.chaos.campaigns.elastic_judge import Facts, Judge
+from scripts.chaos.checker.journal import MAGIC, read
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
@@ -29,7 +29,7 @@ def played(tmp_path_factory, sort6):
     work = tmp_path_factory.mktemp("elastic") / "work"
     where = ("--work", str(work), "--data", str(sort6.folder))
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.elastic", "--short", "--seed", "0", *where],
+        [sys.executable, "-m", "scripts.chaos", "elastic", "--short", "--seed", "0", *where],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -37,7 +37,7 @@ def played(tmp_path_factory, sort6):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    return work, done.stdout
+    return work / "cluster", done.stdout
 
 
 def test_a_server_joins_in_the_middle_of_an_update_and_is_killed_and_no_group_is_lost(played):
@@ -58,12 +58,17 @@ def test_a_server_joins_in_the_middle_of_an_update_and_is_killed_and_no_group_is
 # ---- the judge -----------------------------------------------------------------------------------------
 
 
+class Verdict(NamedTuple):
+    result: dict
+    wrong: list
+
+
 class Doctored:
     """A copy of the run that is changed afterwards."""
 
-    def __init__(self, work):
+    def __init__(self, work, facts):
         self.work = work
-        self.facts = Facts.read(work)
+        self.facts = facts
 
     def lines(self, path, change):
         """Rewrite a file of JSON lines: `change` gets all of them and returns what stays."""
@@ -72,7 +77,7 @@ class Doctored:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def diary(self, change, name=LATE):
-        self.lines(f"witnesses/{name}.jsonl", change)
+        self.lines(f"probes/{name}/events.jsonl", change)
 
     def journal(self, change):
         """Rewrite every record: `change` gets kind and fields, and changes the fields or returns both anew."""
@@ -88,7 +93,7 @@ class Doctored:
             (folder / name).write_bytes(data)
 
     def wrong(self):
-        verdict = Judge(self.work, self.facts).verdict()
+        verdict = Verdict(*Judge(self.work, self.facts).verdict())
         assert verdict.result["wrong"] == len(verdict.wrong)
         return verdict
 
@@ -96,7 +101,8 @@ class Doctored:
 @pytest.fixture
 def doctored(played, tmp_path):
     shutil.copytree(played[0], tmp_path / "work", ignore=shutil.ignore_patterns("checkpoints"))
-    return Doctored(tmp_path / "work")
+    (facts,) = json.loads((played[0].parent / "state.json").read_text())["done"]
+    return Doctored(tmp_path / "work", Facts(**facts))
 
 
 def first(events, kind):
@@ -144,9 +150,9 @@ def test_a_lease_of_a_quarantined_engine_is_found(doctored):
     assert doctored.wrong().result["leases_before_proof"] > 0
 
 
-def test_a_witness_that_saw_no_lease_proves_nothing(doctored):
+def test_a_probe_that_saw_no_lease_proves_nothing(doctored):
     doctored.diary(lambda events: [e for e in events if e["event"] != "lease"])
-    assert doctored.wrong().wrong == [f"{LATE}: its witness saw no lease"]
+    assert doctored.wrong().wrong == [f"{LATE}: its probe saw no lease"]
 
 
 def test_an_engine_that_held_something_else_has_proven_nothing(doctored):

@@ -32,7 +32,19 @@ def test_every_kind_of_message_is_frozen() -> None:
     assert set(FROZEN["frames"]) == {f"{owner}.{kind}" for owner, kinds in KINDS.items() for kind in kinds}
 
 
-@pytest.mark.parametrize("name", sorted(FROZEN["frames"]))
+GREW = {"weight_bus.Begin"}
+"""Messages with a field more since, which has a default. They are no part of a journal, and PROTOCOL of
+weight_bus/transports/base.py keeps releases apart that differ in it."""
+
+
+@pytest.mark.parametrize("name", sorted(GREW))
+def test_a_frozen_message_that_has_grown_is_read(name: str) -> None:
+    frames = [base64.b64decode(frame) for frame in FROZEN["frames"][name]]
+    envelope = decode(frames, KINDS["weight_bus"])
+    assert decode(encode(envelope.message, "frozen", 7), KINDS["weight_bus"]).message == envelope.message
+
+
+@pytest.mark.parametrize("name", sorted(FROZEN["frames"].keys() - GREW))
 def test_a_frozen_message_is_read_and_written_again_alike(name: str) -> None:
     frames = [base64.b64decode(frame) for frame in FROZEN["frames"][name]]
     envelope = decode(frames, KINDS[name.split(".")[0]])

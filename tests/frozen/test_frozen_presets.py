@@ -10,7 +10,14 @@ from configs.loading import load
 
 FROZEN = json.loads((Path(__file__).parent / "presets.json").read_text())
 CHANGED: dict[str, dict[str, Any]] = {
-    "*": {"network.silent_after_s": 30.0},
+    "*": {
+        "network.silent_after_s": 30.0,
+        "rollout.forced_length_median": "gone",
+        "rollout.forced_length_sigma": "gone",
+        "rollout.top_p": "gone",
+        "rollout.top_k": "gone",
+        "algorithm.advantage_epsilon": "gone",
+    },
     "quickstart": {"replay.journal_keep": "all"},
     "qwen3-8b-2nodes": {"learner.recompute": True},
 }

@@ -5,25 +5,18 @@ python -m pytest tests/gpu/test_bus_cuda.py -q
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "weight_bus"))
-
-from bus_harness import CONFIG, HOST, RUN, digests, until, weights
-
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Process, digests, printed, receiver_process, until, weights
 from weight_bus import NonFiniteWeights, Publisher, PublishReport
-from weight_bus.digest import Part, combined, reference_digest, slice_digests
+from weight_bus.digest import Part, reference_digest, slice_digests
 from weight_bus.manifest import plan
 from weight_bus.packing import Packer, Pieces
 from weight_bus.staging import Staging, view_of
@@ -36,11 +29,11 @@ pytestmark = [
 ]
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs 2 CUDA devices, torch finds {NUM_GPUS}")
 
-HARNESS = Path(__file__).parents[1] / "weight_bus"
 GPU = torch.device("cuda", 0)
 OVER_NCCL = {"backend": "nccl", "collective_timeout_s": 8.0, "deadline_s": 60.0, "bucket_bytes": 4_000_000}
 BUS = CONFIG.model_copy(update=OVER_NCCL)
 ROWS = 8000
+line = partial(printed, rows=ROWS)
 MEMBERS = 4
 DTYPES = (torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float16, torch.float32, torch.int64)
 SHAPES = [(), (1,), (2047,), (2048,), (32_768,), (32_769,), (3, 5), (7, 1000), (40, 1024), (130, 4096), (2, 3, 4)]
@@ -143,45 +136,10 @@ def test_a_value_that_is_not_finite_is_named() -> None:
 # ---- epochs over NCCL -----------------------------------------------------------------------------------
 
 
-class Worker:
-    """A subscriber process on a GPU of its own, and the lines that it has printed."""
-
-    def __init__(self, publisher: Publisher, name: str, gpu: int, *faults: str, **environment: str) -> None:
-        paths = os.pathsep.join([str(HARNESS), str(HARNESS.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, str(HARNESS / "bus_worker.py"), publisher.address, name, *faults],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": paths,
-                "CUDA_VISIBLE_DEVICES": str(gpu),
-                "BUS_CONFIG": json.dumps(OVER_NCCL),
-                **environment,
-            },
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
-
-
-@contextmanager
-def worker(
-    publisher: Publisher, name: str, gpu: int, *faults: str, joins: bool = True, **environment: Any
-) -> Iterator[Worker]:
-    made = Worker(publisher, name, gpu, *faults, **environment)
-    try:
-        if joins:
-            until(lambda: name in publisher.members(), f"{name} joins", 90.0)
-        yield made
-    finally:
-        made.process.kill()
-        made.process.wait(10.0)
+def worker(publisher: Publisher, name: str, gpu: int, *faults: str, joins: bool = True, **environment: Any) -> Any:
+    """A receiver process on a GPU of its own."""
+    on_gpu = {"CUDA_VISIBLE_DEVICES": str(gpu), "BUS_CONFIG": json.dumps(OVER_NCCL), **environment}
+    return receiver_process(publisher, name, *faults, joins_in_s=90.0 if joins else 0.0, **on_gpu)
 
 
 @pytest.fixture
@@ -194,10 +152,6 @@ def publisher() -> Iterator[Publisher]:
 def publish(publisher: Publisher, version: int) -> PublishReport:
     named = {name: tensor.to(GPU) for name, tensor in weights(version, rows=ROWS).items()}
     return publisher.publish(version, named.items(), digests(named))
-
-
-def line(version: int) -> str:
-    return f"{version} {combined(digests(weights(version, rows=ROWS)))}"
 
 
 @two_gpus
@@ -236,7 +190,7 @@ def seat(number: int) -> tuple[int, dict[str, Any]]:
 
 
 @contextmanager
-def seated(publisher: Publisher, name: str, number: int, *faults: str) -> Iterator[Worker]:
+def seated(publisher: Publisher, name: str, number: int, *faults: str) -> Iterator[Process]:
     gpu, environment = seat(number)
     with worker(publisher, name, gpu, *faults, **environment) as made:
         yield made

@@ -28,8 +28,8 @@ from learner import attention
 from learner.advantages import grpo
 from learner.logprobs import head_logprobs
 from learner.losses import build_loss
+from learner.model import Policy, build_policy
 from learner.packing import pack
-from learner.policy import Policy, build_policy
 from learner.step import accumulate_gradients, take_peak_bytes
 
 pytestmark = [
@@ -72,6 +72,7 @@ def configured(folder: Path, mode: str, dtype: str, **learner: Any) -> Config:
     return make_config(
         folder,
         replay={"async_lag": 2},
+        rollout={"dtype": "float32"},
         placement={"device": "cuda"},
         learner={"attention": mode, "compute_dtype": dtype, "adam_epsilon": 1e-6, **learner},
     )

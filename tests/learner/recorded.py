@@ -9,9 +9,9 @@ from reference import Recorded
 from configs import Config
 from learner.advantages import grpo
 from learner.losses import build_loss
+from learner.model import Policy
 from learner.optimizer import Optimizer, lr_at
 from learner.packing import active_trajectories, pack
-from learner.policy import Policy
 from learner.step import StepSums, UpdateResult, accumulate_gradients, apply_update
 from replay.messages import Batch
 
@@ -82,7 +82,6 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
         batch.all_rewards,
         batch.all_groups,
         normalize_by_std=algorithm.normalize_by_std,
-        epsilon=algorithm.advantage_epsilon,
     )
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
     packed = pack(batch, advantages, active, async_lag=config.replay.async_lag, unpadded=policy.unpadded)

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs import Config
+from learner.advantages import EPSILON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
         rewards = [t.reward for t in trajectories if t.group == trajectory.group]
         advantage = trajectory.reward - statistics.fmean(rewards)
         if config.algorithm.normalize_by_std and len(rewards) > 1:
-            advantage /= statistics.stdev(rewards) + config.algorithm.advantage_epsilon
+            advantage /= statistics.stdev(rewards) + EPSILON
         result.append(0.0 if len(set(rewards)) == 1 else advantage)
     return result
 

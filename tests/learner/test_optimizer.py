@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from configs.learner import Learner
+from configs.learner import LearnerSettings
 from learner.optimizer import lr_at
 
 
 def rates(**changes: Any) -> list[float]:
-    config = Learner(**{"lr": 1.0, "total_steps": 10, "warmup_steps": 4, **changes})
+    config = LearnerSettings(**{"lr": 1.0, "total_steps": 10, "warmup_steps": 4, **changes})
     return [lr_at(step, config) for step in range(1, 13)]
 
 
@@ -32,4 +32,4 @@ def test_no_step_has_rate_zero() -> None:
         assert min(rates(schedule=schedule)) > 0
     assert min(rates(warmup_steps=10, schedule="cosine")) > 0
     with pytest.raises(ValueError, match="first step is 1"):
-        lr_at(0, Learner())
+        lr_at(0, LearnerSettings())

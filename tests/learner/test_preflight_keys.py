@@ -6,7 +6,7 @@ import pytest
 
 from configs.loading import ConfigError, load
 from learner.launch.preflight import PreflightError, check_keys
-from scripts import make_keys
+from replay import keys as make_keys
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_what_cannot_serve_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_keys_open_other_interfaces() -> None:
     away = ["network.host=10.0.0.1"]
-    with pytest.raises(ConfigError, match=r"network\.host: '10\.0\.0\.1' .*scripts\.make_keys.*network\.insecure=true"):
+    with pytest.raises(ConfigError, match=r"network\.host: '10\.0\.0\.1' .*replay\.keys.*network\.insecure=true"):
         load("quickstart", away)
     assert load("quickstart", [*away, "network.keys=keys"]).network.keys == "keys"
     assert load("quickstart", [*away, "network.insecure=true"]).network.insecure

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from replay import keys as make_keys
 from replay.channel import (
     AsyncDealer,
     AsyncRouter,
@@ -30,7 +31,6 @@ from replay.channel import (
     registry,
 )
 from replay.channel.frames import Message
-from scripts import make_keys
 from weight_bus import control
 from weight_bus.messages import Heartbeat
 
@@ -316,7 +316,7 @@ def test_the_wire_shows_nothing(keys: dict[str, Keys], name: str | None) -> None
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "10.1.2.3", "eth0"])
 def test_sockets_that_leave_the_machine_need_keys(host: str) -> None:
     for server in (AsyncRouter, control.Router):
-        with pytest.raises(KeysError, match=r"leaves the loopback interface.*scripts\.make_keys.*network\.insecure"):
+        with pytest.raises(KeysError, match=r"leaves the loopback interface.*replay\.keys.*network\.insecure"):
             server(host, 0, RUN, KINDS) if server is AsyncRouter else server(host, 0, RUN)
 
 

@@ -7,7 +7,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,40 +21,24 @@ from replay.channel import WireError, decode, encode, registry
 from rollout_server.engines.sglang import receiver
 from rollout_server.engines.sglang.receiver import Handles, Receiver
 from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_bytes, in_words
+from tests.support import bus_receiver
+from tests.support.bus_receiver import HOST, Weights, digests, until
 from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
-from weight_bus.digest import slice_digest
-from weight_bus.local_line import LENGTH, MAX_MESSAGE_BYTES, Line
 from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
-from weight_bus.remote import Done, Forget, Hosting, ReceiverLink, RemoteIntake, RemoteUpdate, Taken
+from weight_bus.remote import Line, RemoteIntake, RemoteUpdate
+from weight_bus.remote.line import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Taken
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 
 CONFIG = WeightBus(bucket_bytes=20_000, collective_timeout_s=1.0, heartbeat_s=0.25, deadline_s=8.0)
 RUN = "receiver-test"
-HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 EPOCHS = itertools.count(1)
-Weights = dict[str, torch.Tensor]
-
-
-def weights(version: int) -> Weights:
-    generator = torch.Generator().manual_seed(version)
-    return {f"layers.{i}.weight": torch.randn(60, 70, generator=generator).bfloat16() for i in range(5)}
-
-
-def digests(named: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: slice_digest(tensor) for name, tensor in named.items()}
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
+weights = partial(bus_receiver.weights, rows=30)
 
 
 @pytest.fixture
@@ -79,7 +63,7 @@ class Pair:
             listener.listen(1)
             self.receiver = Receiver(order, CPU, after, factory)
             self.receiver.start()
-            self.link = ReceiverLink.accept(listener, 5.0)
+            self.link = Line.accept(listener, 5.0)
         self._slack_s = slack_s
         self.live: Weights = {}
         self.intake = self.another()
@@ -256,7 +240,7 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
 
 
 def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_bus.remote.FORMING", -2)
+    monkeypatch.setattr("weight_bus.remote.intake.FORMING", -2)
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
         started = time.monotonic()
@@ -277,7 +261,7 @@ def test_a_receiver_that_hangs_up_and_a_server_that_does_wake_who_waits(folder: 
     for hang_up in ("receiver", "server"):
         go = threading.Event()
         with Pair(folder, partial(Stuck, go=go)) as pair:
-            line = pair.link._line
+            line = pair.link
             cut = line._socket.shutdown if hang_up == "receiver" else lambda _: pair.link.close()
             threading.Timer(0.5, cut, [socket.SHUT_RD]).start()
             started = time.monotonic()
@@ -299,7 +283,7 @@ def test_a_receiver_without_a_transport_and_none_at_all_are_named(folder: Path) 
         listener.bind(str(folder / "nobody.sock"))
         listener.listen(1)
         with pytest.raises(TransportError, match=r"did not connect in 0.2 s \[silent\]"):
-            ReceiverLink.accept(listener, 0.2)
+            Line.accept(listener, 0.2)
 
 
 def test_a_subscriber_with_a_receiver_follows_a_publisher_through_changes(folder: Path) -> None:
@@ -374,14 +358,14 @@ def test_a_line_carries_messages_of_any_length_and_refuses_what_is_none() -> Non
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     line, other = Line(ours), Line(theirs)
     facts = {f"fact {i}": "x" * 1000 for i in range(3000)}
-    thread = threading.Thread(target=lambda: other.send(Hosting(facts=facts), "run", limit_s=5))
+    thread = threading.Thread(target=lambda: other.send(Hosting(facts=facts), "run"))
     thread.start()
     envelope = line.receive(ACCEPTED, 5)
     assert envelope is not None and (envelope.message, envelope.run_id) == (Hosting(facts=facts), "run")
     thread.join()
     with pytest.raises(TimeoutError):
         line.receive(ACCEPTED, 0.05)
-    other.send(Forget(), limit_s=5)
+    other.send(Forget())
     with pytest.raises(WireError, match="message kind 'Forget' is not accepted here"):
         line.receive(ACCEPTED, 5)
     theirs.sendall(LENGTH.pack(5) + b"hello")

@@ -25,7 +25,7 @@ from rollout_server.weights import WeightFollower
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 
 RUNS = itertools.count()
 TIMEOUT_S = 4.0

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served_replay import greeting, read_until_closed, ready
 
+from replay import keys as make_keys
 from replay.channel import (
     AsyncRouter,
     Dealer,
@@ -29,7 +30,6 @@ from replay.channel import (
 from replay.channel import admission as rules
 from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
 from replay.channel.frames import Message, encode
-from scripts import make_keys
 
 RUN = "r1"
 PATIENT_S = 10.0

@@ -26,9 +26,9 @@ from served_replay import (
     served,
 )
 
+from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Keys, Message, decode, encode, handshake, load_keys, roster
-from scripts import make_keys
 
 TEN_GB = 10 * 1000**3
 TABLE: list[tuple[str, str, str]] = []

@@ -11,10 +11,10 @@ import pytest
 import zmq
 from served_replay import PATIENT_S, greeting, plain_connection, raw_dealer, read_until_closed, resident_bytes, served
 
+from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import AsyncRouter, Dealer, Keys, Limits, configure, load_keys, sockets
 from replay.channel.frames import encode
-from scripts import make_keys
 
 CONNECTIONS = 800
 HELD_BYTES = 64 * 1024

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from zmq.utils import z85
 
+from replay import keys as make_keys
 from replay.channel import AsyncRouter, ChannelError, Dealer, Envelope, Keys, WireError, load_keys, registry, roster
 from replay.channel.frames import Message
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
-from scripts import make_keys
 
 RUN = "r1"
 PATIENT_S = 10.0

@@ -8,8 +8,8 @@ import sys
 
 import torch
 
-from weight_bus.digest import MASK, Part, Task, reference_digest, rows_of
-from weight_bus.digest_cuda import Plan
+from weight_bus.digest.definition import MASK, Part, Task, reference_digest, rows_of
+from weight_bus.digest.device import Plan
 
 SHAPES = [(1,), (2047,), (2049,), (3, 5), (7, 1000), (40, 1024), (2, 3, 4), (33_000,), (3, 40_000)]
 DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)

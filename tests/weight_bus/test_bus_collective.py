@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from bus_harness import CONFIG, HOST
 
-from scripts.bus_faults.gates import GatedStore
+from scripts.chaos.probe import GatedStore
+from tests.support.bus_receiver import CONFIG, HOST
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 
 
 def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:

@@ -3,9 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
-from bus_harness import HOST, RUN
-
 from replay.channel import DuplicateMessage
+from tests.support.bus_receiver import HOST, RUN
 from weight_bus.control import Dealer, Router
 from weight_bus.messages import Goodbye, Heartbeat
 

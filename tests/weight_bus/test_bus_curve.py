@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bus_harness import CONFIG, HOST, RUN, Engine, digests, until, weights
 
+from replay import keys as make_keys
 from replay.channel import ChannelError, Keys, handshake, load_keys
-from scripts import make_keys
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, digests, until, weights
 from weight_bus import BusClosed, Publisher, Subscriber
 
 

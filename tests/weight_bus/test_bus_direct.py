@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, until, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.infrastructure import WeightBus
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, until, weights
 from weight_bus import (
     EngineSpoiled,
     Publisher,

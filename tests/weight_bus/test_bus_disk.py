@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Rollout, Weights, digests, until, weights
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from configs import Config
 from configs.infrastructure import WeightBus
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, Weights, digests, until, weights
 from weight_bus import Publisher, WeightBusError
 from weight_bus.errors import TransportError
 from weight_bus.manifest import WITHOUT_GAPS, plan

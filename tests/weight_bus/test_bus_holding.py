@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
 
 from configs.infrastructure import WeightBus
-from weight_bus import Publisher, RemovedFromBus, Subscriber, WeightBusError
-from weight_bus.jobs import Event
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
+from weight_bus import Event, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.membership import Membership, State
 from weight_bus.messages import Applied, Holding, Join, Staged
 from weight_bus.transports import Transport, differing, make_transport
+from weight_bus.transports.base import PROTOCOL
 
 QUICK = CONFIG.model_copy(update={"deadline_s": 1.0})
 
@@ -150,7 +150,7 @@ def stating(facts: dict[str, str]) -> Callable[[WeightBus, str], Transport]:
 def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(
     publisher: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = {"backend": "gloo", "protocol": "1", "NCCL_CUMEM_ENABLE": "1"}
+    other = {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
     misfit = Rollout(publisher, "misfit", factory=stating(other), config=QUICK)
     misfit.join(5.0)
     assert isinstance(misfit.ended, RemovedFromBus)
@@ -178,5 +178,5 @@ def test_every_differing_fact_is_named_with_both_values_and_a_remedy() -> None:
 def test_buckets_live_where_the_transport_says() -> None:
     transport = make_transport(QUICK, HOST)
     assert transport.device == torch.device("cpu")
-    assert transport.facts() == {"backend": "gloo", "protocol": "1"}
+    assert transport.facts() == {"backend": "gloo", "protocol": PROTOCOL}
     transport.close()

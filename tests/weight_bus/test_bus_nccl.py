@@ -9,11 +9,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Rollout, digests, until, weights
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, until, weights
 from weight_bus import Publisher, TransportError
 from weight_bus.transports import Formation, NcclCollective, set_nccl_defaults
 from weight_bus.transports.base import group_prefix

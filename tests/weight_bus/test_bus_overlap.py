@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Rollout, Weights, digests, faulty, until, weights
 
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, Weights, digests, faulty, until, weights
 from weight_bus import NonFiniteWeights, Publisher
 
 NAMES = list(weights(0))

@@ -1,57 +1,20 @@
 """Subscribers as processes that are stopped, killed and continued in the middle of a broadcast."""
 
-import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 import pytest
-from bus_harness import CONFIG, HOST, RUN, Rollout, digests, until, weights
 
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, printed, receiver_process, until, weights
 from weight_bus import Publisher, PublishReport
-from weight_bus.digest import combined
 
-HERE = Path(__file__).parent
 ROWS = 8000
 """Buckets of 4 MB: too large for the kernel's socket buffers, so that a sender really waits for the peer."""
+line = partial(printed, rows=ROWS)
 BOUND_S = CONFIG.collective_timeout_s + 4 * CONFIG.heartbeat_s + 3.0
 """Collective timeout, silence and control, and what two busy cores add."""
-
-
-@contextmanager
-def worker(publisher: Publisher, name: str, *faults: str) -> "Iterator[Worker]":
-    made = Worker(publisher, name, *faults)
-    try:
-        yield made
-    finally:
-        made.process.kill()
-        made.process.wait(10.0)
-
-
-class Worker:
-    """A child process and the lines that it has printed."""
-
-    def __init__(self, publisher: Publisher, name: str, *faults: str) -> None:
-        paths = os.pathsep.join([str(HERE), str(HERE.parent.parent)])
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "bus_worker.py"), publisher.address, name, *faults],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        )
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
-        until(lambda: name in publisher.members(), f"{name} joins", 60.0)
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
 
 
 @pytest.fixture
@@ -65,16 +28,12 @@ def publish(publisher: Publisher, version: int) -> PublishReport:
     return publisher.publish(version, named.items(), digests(named))
 
 
-def line(version: int) -> str:
-    return f"{version} {combined(digests(weights(version, rows=ROWS)))}"
-
-
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_peer_lost_mid_broadcast_costs_bounded_time(
     publisher: Publisher, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     survivor = Rollout(publisher, "rollout-0")
-    with worker(publisher, "rollout-1", f"{action}@2") as lost:
+    with receiver_process(publisher, "rollout-1", f"{action}@2") as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         until(lambda: lost.lines == [line(1)], "the process holds what was sent")
         started = time.monotonic()
@@ -104,7 +63,7 @@ def test_a_peer_lost_mid_broadcast_costs_bounded_time(
 
 def test_a_peer_killed_between_updates_is_named_before_the_next(publisher: Publisher) -> None:
     survivor = Rollout(publisher, "rollout-0")
-    with worker(publisher, "rollout-1") as lost:
+    with receiver_process(publisher, "rollout-1") as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         lost.process.kill()
         lost.process.wait(10.0)
@@ -113,6 +72,6 @@ def test_a_peer_killed_between_updates_is_named_before_the_next(publisher: Publi
         report = publish(publisher, 2)
         assert report.served == ["rollout-0"] and not report.failed
         assert publisher.stats()["rounds"] == rounds + 1, "no broadcast waited for the dead one until its timeout"
-        with worker(publisher, "rollout-1") as restarted:
+        with receiver_process(publisher, "rollout-1") as restarted:
             until(lambda: restarted.lines == [line(2)], "a restarted server of that name is filled")
     survivor.halt()

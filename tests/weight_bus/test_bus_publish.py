@@ -7,11 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bus_harness import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
 
 from configs.infrastructure import WeightBus
-from weight_bus import BusClosed, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
-from weight_bus.jobs import Event
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
+from weight_bus import BusClosed, Event, NonFiniteWeights, Publisher, RemovedFromBus, Subscriber, WeightBusError
 from weight_bus.staging import Staging
 
 

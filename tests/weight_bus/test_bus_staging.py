@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from bus_harness import digests, weights
 
 from replay.channel import WireError, decode, encode
+from tests.support.bus_receiver import digests, weights
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import Manifest, plan
 from weight_bus.messages import TO_SUBSCRIBER, Begin, describe_manifest, manifest_of

@@ -4,6 +4,7 @@ Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only the 
 """
 
 import errno
+import json
 import logging
 import os
 import signal
@@ -17,11 +18,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from bus_harness import CONFIG as GLOO
-from bus_harness import HOST, RUN, Faulty, Rollout, digests, until, weights
 from ucc_harness import (
     CONFIG,
     START_S,
+    STUB,
     Outcome,
     Pair,
     hit,
@@ -31,16 +31,18 @@ from ucc_harness import (
     processes,
     stub,
     together,
-    worker,
 )
 
 from configs.infrastructure import WeightBus
 from configs.loading import load
 from learner.launch.preflight import PreflightError, check_available
+from tests.support.bus_receiver import CONFIG as GLOO
+from tests.support.bus_receiver import HOST, RUN, Faulty, Rollout, digests, printed, receiver_process, until, weights
 from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
-from weight_bus.digest import combined
-from weight_bus.transports import Formation, make_transport, resolve_ucc, ucc, ucc_member, ucc_process
-from weight_bus.transports.ucc import SLACK_S, ucc_name
+from weight_bus.transports import Formation, make_transport, resolve_ucc
+from weight_bus.transports.ucc import collective, member, process
+from weight_bus.transports.ucc.collective import SLACK_S
+from weight_bus.transports.ucc.source import ucc_name
 
 BOUND_S = CONFIG.collective_timeout_s + SLACK_S + 1.5
 """Of one call whose peer is lost, and what two busy cores add."""
@@ -155,7 +157,7 @@ def test_ucx_stays_on_the_loopback_interface_with_the_run(
     monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     if given is not None:
         monkeypatch.setenv("UCX_NET_DEVICES", given)
-    assert ucc._environment(host).get("UCX_NET_DEVICES") == taken
+    assert collective._environment(host).get("UCX_NET_DEVICES") == taken
 
 
 # ---- one member's end -----------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def test_the_end_of_a_transfer_is_that_of_all(pair: Pair) -> None:
 @pytest.mark.parametrize("adds", [[0, 0], [1, 1]])
 def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.MonkeyPatch, adds: list[int]) -> None:
     """UCC was seen to return from a broadcast whose receiver was dead; the other member adds what is given here."""
-    group = ucc_process.Group(ucc_member.SharedBytes())
+    group = process.Group(member.SharedBytes())
     group._size = 2
     monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(torch.tensor(adds)))
@@ -273,9 +275,9 @@ def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.Mon
 
 def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub():
-        group = ucc_process.Group(ucc_member.SharedBytes())
-        monkeypatch.setattr(ucc_process.Meeting, "at", lambda *_: dist.HashStore())
-        monkeypatch.setattr(ucc_process.Meeting, "show_up", lambda *_: None)
+        group = process.Group(member.SharedBytes())
+        monkeypatch.setattr(process.Meeting, "at", lambda *_: dist.HashStore())
+        monkeypatch.setattr(process.Meeting, "show_up", lambda *_: None)
         monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
         monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
         order = {"epoch": 7, "rank": 1, "size": 2, "endpoint": "", "prefix": "", "timeout_s": 1.0, "patience_s": 1.0}
@@ -308,7 +310,7 @@ def test_an_error_that_nobody_foresaw_is_named_and_not_only_its_signal(pair: Pai
 
 @over_the_stub
 def test_a_member_that_stays_away_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucc, "START_S", 0.5)
+    monkeypatch.setattr(collective, "START_S", 0.5)
     pair.epoch += 1
     alone = Outcome(lambda: pair.root.form(pair.formation(0)))
     assert alone.seconds < 0.5 + BOUND_S
@@ -328,14 +330,14 @@ def test_a_lost_starter_takes_its_group_along_and_is_replaced(pair: Pair, monkey
     until(lambda: is_gone(member.pid), "the process of the group goes with it")
     outcomes, _ = pair.send(bucket(1), bucket(2, 3_000_000))
     assert all(outcome.error is not None for outcome in outcomes)
-    monkeypatch.setattr(ucc, "START_S", START_S)  # for two busy cores
+    monkeypatch.setattr(collective, "START_S", START_S)  # for two busy cores
     assert [outcome.error for outcome in pair.form()] == [None, None]
     assert is_gone(starter.pid) and pair.member._starter is not starter
 
 
 @over_the_stub
 def test_a_late_starter_goes_on_and_a_hopeless_one_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ucc, "START_S", 0.2)
+    monkeypatch.setattr(collective, "START_S", 0.2)
     pair.member.leave()
     pair.member._starter.kill()
     late = pair.member._present()
@@ -344,7 +346,7 @@ def test_a_late_starter_goes_on_and_a_hopeless_one_is_given_up(pair: Pair, monke
     words = f"epoch {pair.epoch} with 2 members did not form: the process that starts those of UCC (pid {late.pid})"
     assert f"{words} is not ready after 0." in str(outcome.error) and str(outcome.error).endswith(" s [silent]")
     assert pair.member._present() is late, "it goes on"
-    monkeypatch.setattr(ucc_member, "HOPELESS_S", 0.0)
+    monkeypatch.setattr(member, "HOPELESS_S", 0.0)
     assert Outcome(lambda: pair.member.form(pair.formation(1))).error is not None
     assert is_gone(late.pid)
     pair.member.facts()
@@ -357,7 +359,7 @@ def test_a_starter_that_does_not_answer_is_killed(pair: Pair) -> None:
     os.kill(pair.root._starter.pid, signal.SIGSTOP)
     started = time.monotonic()
     pair.root.leave()
-    assert time.monotonic() - started < ucc_member.REAP_S + 1.0 and is_gone(pair.root._starter.pid)
+    assert time.monotonic() - started < member.REAP_S + 1.0 and is_gone(pair.root._starter.pid)
     pair.root.facts()
     threads = list(Path(f"/proc/{pair.root._starter.pid}/task").iterdir())
     assert len(threads) == 1, "a fork takes one thread along"
@@ -382,10 +384,6 @@ def test_memory_that_is_not_there_is_an_error_of_the_bus(pair: Pair, monkeypatch
 def publish(publisher: Publisher, version: int) -> PublishReport:
     named = weights(version)
     return publisher.publish(version, named.items(), digests(named))
-
-
-def line(version: int) -> str:
-    return f"{version} {combined(digests(weights(version)))}"
 
 
 @over_the_stub
@@ -422,13 +420,16 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogC
     assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 3
 
 
+@pytest.mark.slow  # default witnesses: a process lost in a transfer (here), a receiver lost in one (test_bus_processes)
 @over_the_stub
 def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pytest.LogCaptureFixture) -> None:
     with stub(), Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
         survivor = Rollout(publisher, "rollout-0", factory=make_warm, config=CONFIG)
-        with worker(publisher, "rollout-1", "kill@2") as (process, lines):
+        stubbed = {"PYTHONPATH": str(STUB), "BUS_CONFIG": json.dumps(CONFIG.model_dump())}
+        with receiver_process(publisher, "rollout-1", "kill@2", joins_in_s=START_S, **stubbed) as lost:
+            process, lines = lost.process, lost.lines
             assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"], caplog.text
-            until(lambda: lines == [line(1)], "the process holds what was sent")
+            until(lambda: lines == [printed(1)], "the process holds what was sent")
             until(lambda: len(processes(process.pid)) == 2, "the starter, and the process of the group")
             (starter,) = [pid for pid in processes(process.pid) if parent_of(pid) == process.pid]
             os.kill(starter, signal.SIGSTOP)  # so that it cannot notice anything by itself

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.channel import WireError
-from weight_bus import delta
+from weight_bus.delta import coding
 
 
 def changed(rng: torch.Generator, elements: int, width: int, share: float, small: bool) -> tuple[torch.Tensor, ...]:
     """A bucket of random bits and the next one."""
-    integers = delta.INTEGERS[width]
+    integers = coding.INTEGERS[width]
     bounds = torch.iinfo(integers)
     old = torch.randint(bounds.min, bounds.max, (elements,), generator=rng).to(integers)
     where = torch.rand(elements, generator=rng) < share
@@ -22,7 +22,7 @@ def changed(rng: torch.Generator, elements: int, width: int, share: float, small
     return old.view(torch.uint8), new.view(torch.uint8)
 
 
-def joined(coded: delta.Coded) -> torch.Tensor:
+def joined(coded: coding.Coded) -> torch.Tensor:
     return coded.joined(torch.device("cpu"))
 
 
@@ -37,23 +37,23 @@ def joined(coded: delta.Coded) -> torch.Tensor:
 )
 def test_every_bit_comes_back(seed: int, elements: int, width: int, share: float, small: bool, section: int) -> None:
     old, new = changed(torch.Generator().manual_seed(seed), elements, width, share, small)
-    coded = delta.encode(old, new, width, section)
+    coded = coding.encode(old, new, width, section)
     joined = coded.joined(torch.device("cpu"))
     assert joined.numel() == coded.num_bytes
     bucket = old.clone()
-    delta.apply(delta.decode([bucket], joined))
+    coding.apply([bucket], joined)
     assert torch.equal(bucket, new)
     with pytest.raises(WireError, match="bytes has columns of"):
-        delta.decode([bucket], torch.cat([joined, joined.new_zeros(3)]))
+        coding.apply([bucket], torch.cat([joined, joined.new_zeros(3)]))
 
 
 def test_several_buckets_are_one_change() -> None:
     rng = torch.Generator().manual_seed(5)
     pairs = [changed(rng, n, width, share, True) for n, width, share in [(900, 2, 0.1), (0, 2, 0.0), (700, 4, 0.9)]]
-    coded = [delta.encode(old, new, width, 300) for (old, new), width in zip(pairs, (2, 2, 4), strict=True)]
-    whole = delta.Coded(b"".join(c.headers for c in coded), [column for c in coded for column in c.columns])
+    coded = [coding.encode(old, new, width, 300) for (old, new), width in zip(pairs, (2, 2, 4), strict=True)]
+    whole = coding.Coded(b"".join(c.headers for c in coded), [column for c in coded for column in c.columns])
     buckets = [old.clone() for old, _ in pairs]
-    delta.apply(delta.decode(buckets, whole.joined(torch.device("cpu"))))
+    coding.apply(buckets, whole.joined(torch.device("cpu")))
     assert all(torch.equal(bucket, new) for bucket, (_, new) in zip(buckets, pairs, strict=True))
 
 
@@ -61,7 +61,7 @@ def test_one_element_in_a_hundred_by_one_unit_in_the_last_place_is_80_times_smal
     rng = torch.Generator().manual_seed(0)
     old = (torch.randn(1_000_000, generator=rng) / 50).bfloat16().view(torch.int16)
     new = old + (torch.rand(old.numel(), generator=rng) < 0.01).short()
-    coded = delta.encode(old.view(torch.uint8), new.view(torch.uint8), 2)
+    coded = coding.encode(old.view(torch.uint8), new.view(torch.uint8), 2)
     assert new.numel() * 2 / coded.num_bytes > 80
 
 
@@ -69,14 +69,14 @@ def test_nan_infinity_and_both_zeros_are_bits_like_others() -> None:
     old = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 1.0] * 20, dtype=torch.bfloat16).view(torch.uint8)
     new = torch.tensor([1.0, float("-inf"), -0.0, 0.0, float("nan")] * 20, dtype=torch.bfloat16).view(torch.uint8)
     bucket = old.clone()
-    delta.apply(delta.decode([bucket], joined(delta.encode(old, new, 2))))
+    coding.apply([bucket], joined(coding.encode(old, new, 2)))
     assert torch.equal(bucket, new)
 
 
 def test_a_section_that_is_mostly_new_travels_whole() -> None:
     old, new = changed(torch.Generator().manual_seed(1), 1000, 2, 1.0, small=False)
-    assert delta.encode(old, new, 2).headers[0] == delta.WHOLE
-    assert delta.encode(old, old.clone(), 2).headers[0] == delta.SAME
+    assert coding.encode(old, new, 2).headers[0] == coding.WHOLE
+    assert coding.encode(old, old.clone(), 2).headers[0] == coding.SAME
 
 
 @settings(deadline=None, max_examples=300)
@@ -85,7 +85,7 @@ def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed: int, flips:
     """A damaged change may decode to other numbers, which the digests find; it is never another error."""
     rng = torch.Generator().manual_seed(seed)
     old, new = changed(rng, 800, 2, 0.05, small=True)
-    coded = joined(delta.encode(old, new, 2))
+    coded = joined(coding.encode(old, new, 2))
     # the header and the long lists are where sizes come from
     for position in torch.randint(0, coded.numel(), (flips,), generator=rng).tolist():
         coded[position] = int(torch.randint(0, 256, (1,), generator=rng))
@@ -93,15 +93,15 @@ def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed: int, flips:
         coded = coded[: max(0, coded.numel() - cut)]
     bucket = old.clone()
     try:
-        delta.apply(delta.decode([bucket], coded))
+        coding.apply([bucket], coded)
     except WireError:
         assert torch.equal(bucket, old), "what is refused writes nothing"
 
 
 def test_a_change_for_a_larger_bucket_is_refused() -> None:
     old, new = changed(torch.Generator().manual_seed(2), 64, 2, 0.1, small=True)
-    coded = joined(delta.encode(old, new, 2))
+    coded = joined(coding.encode(old, new, 2))
     with pytest.raises(WireError, match="of bucket 0 of 100"):
-        delta.decode([old[:100].clone()], coded)
+        coding.apply([old[:100].clone()], coded)
     with pytest.raises(WireError, match=r"a header that cannot be|ends within a header|from byte 128 on"):
-        delta.decode([torch.cat([old, old])], coded)
+        coding.apply([torch.cat([old, old])], coded)

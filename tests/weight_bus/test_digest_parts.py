@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_bus import digest
-from weight_bus.digest import (
+from weight_bus.digest import add, host, reference_digest, slice_digest, slice_digests
+from weight_bus.digest.definition import (
     BITS_KEY,
     CHUNK,
     HIGH_KEY,
@@ -24,13 +24,9 @@ from weight_bus.digest import (
     Part,
     Rows,
     Stretch,
-    add,
-    host_digest,
-    reference_digest,
     rows_of,
-    slice_digest,
-    slice_digests,
 )
+from weight_bus.digest.host import host_digest
 
 WORD = (1 << 32) - 1
 HERE = Path(__file__).parent
@@ -129,7 +125,7 @@ def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first: int) -> No
 @pytest.mark.parametrize("first", [0, (1 << 31) - 5, (1 << 32) - 40_000, (1 << 33) + 3])
 def test_numpy_and_torch_agree_at_any_place(dtype: torch.dtype, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever the number of threads chooses."""
-    monkeypatch.setattr(digest, "HOST_CHUNK", 5000)  # over its borders
+    monkeypatch.setattr(host, "HOST_CHUNK", 5000)  # over its borders
     values = random_tensor((12_345,), dtype, 10)
     part = Part(values, (1 << 34,), (first,))
     found = host_digest(Stretch(values, first, dtype))

@@ -1,11 +1,8 @@
 """What the tests of backend ucc share: the stub in place of the plugin, and the processes that a transport has."""
 
-import json
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,16 +12,16 @@ from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
-from bus_harness import CONFIG as GLOO
-from bus_harness import HOST, until
 from torch.distributed.distributed_c10d import Backend
 
 from configs.infrastructure import WeightBus
-from weight_bus import Publisher, TransportError
+from tests.support.bus_receiver import CONFIG as GLOO
+from tests.support.bus_receiver import HOST
+from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
 from weight_bus.transports.ucc import UccCollective
-from weight_bus.transports.ucc_member import MODULE
+from weight_bus.transports.ucc.member import MODULE
 
 STUB = Path(__file__).parent / "ucc_stub"
 CONFIG = GLOO.model_copy(update={"backend": "ucc", "collective_timeout_s": 2.0, "deadline_s": 60.0})
@@ -74,32 +71,6 @@ def processes(parent: int) -> list[int]:
         if MODULE.encode() in words and str(parent).encode() in words:
             found.append(int(folder.name))
     return found
-
-
-@contextmanager
-def worker(publisher: Publisher, name: str, *faults: str) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
-    """A rollout server as a process over the stub (bus_worker.py), and the lines that it prints."""
-    here = Path(__file__).parent
-    paths = os.pathsep.join(map(str, [STUB, here, here.parent.parent]))
-    process = subprocess.Popen(
-        [sys.executable, str(here / "bus_worker.py"), publisher.address, name, *faults],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "BUS_CONFIG": json.dumps(CONFIG.model_dump())},
-    )
-    lines: list[str] = []
-
-    def read() -> None:
-        assert process.stdout is not None
-        lines.extend(line.strip() for line in process.stdout)
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        until(lambda: name in publisher.members(), f"{name} joins", START_S)
-        yield process, lines
-    finally:
-        process.kill()
-        process.wait(10.0)
 
 
 def parent_of(pid: int) -> int:

@@ -3,9 +3,9 @@
 from configs.infrastructure import WeightBus
 from weight_bus.errors import NotAvailable
 from weight_bus.transports.base import DirectReceiver, Formation, Transport, TransportFactory, differing
-from weight_bus.transports.collective import Collective
 from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
 from weight_bus.transports.disk import Disk
+from weight_bus.transports.gloo import Collective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
 from weight_bus.transports.ucc import UccCollective, resolve_ucc
 

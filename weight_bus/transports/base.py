@@ -9,8 +9,9 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus.manifest import Entry
 
-PROTOCOL = "1"
-"""Version of what travels in a group (buckets in order, then the closing collective); a fact of every transport."""
+PROTOCOL = "2"
+"""Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
+every transport, so that two releases that differ in it refuse each other when they join."""
 
 FORMING = 4
 """Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
@@ -38,7 +39,7 @@ def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:
 
 
 def ignore(index: int) -> None:
-    """For callers of `finish` who do not follow its progress."""
+    """For callers of `finish` that do not follow its progress."""
 
 
 class Transport(Protocol):
@@ -78,7 +79,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class Labelled(Protocol):
-    """A transport that is told what the buckets are that follow, because it names what they hold."""
+    """A transport that takes a description of the next buckets, because it names what they hold."""
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
         """Before the first bucket: the tensors of each, or None for a change of the version before."""
@@ -87,7 +88,7 @@ class Labelled(Protocol):
 class DirectReceiver(Protocol):
     """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
 
-    Called by the subscriber's thread; every call ends in time by itself. Nothing but `prove` tells what is live.
+    Called by the subscriber's thread; every call ends in time by itself. Only `prove` says what is live.
     """
 
     @property

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixSto
 
 from configs.infrastructure import WeightBus
 from weight_bus.transports.base import PROTOCOL, Formation
-from weight_bus.transports.collective import Collective
+from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import Meeting
 from weight_bus.transports.nccl import NcclCollective, nccl_facts
 

@@ -44,7 +44,7 @@ class Meeting:
 
         Raises:
             TransportError: the endpoint is none.
-            RuntimeError: nobody serves there.
+            RuntimeError: there is no store.
         """
         if self._store is None or formation.endpoint != self._endpoint:
             host, _, port = formation.endpoint.rpartition(":")
@@ -55,10 +55,10 @@ class Meeting:
         return PrefixStore(formation.prefix, self._store)
 
     def show_up(self, store: PrefixStore, formation: Formation, within_s: float) -> None:
-        """Be seen by the other members and wait for them, so that nobody connects to one who is not there.
+        """Barrier: wait until every member has registered, so that none connects to one that is absent.
 
         Raises:
-            TransportError: who did not come in time, by rank.
+            TransportError: which ranks did not register in time.
         """
         keys = [f"{HERE}{rank}" for rank in range(formation.size)]
         store.set(keys[formation.rank], "1")

@@ -5,13 +5,13 @@ lost peer from costing more than a timeout:
 
 - The communicator is non-blocking: even building it ends after TORCH_NCCL_NONBLOCKING_TIMEOUT. It is built by the
   first collective, after all members have shown up in the store.
-- Collectives are launched on a stream of their own and polled; whoever waits too long aborts the communicator. The
-  next epoch builds another one under another prefix.
+- Collectives are launched on a stream of their own and polled; a member that waits too long aborts the communicator.
+  The next epoch builds another one under another prefix.
 - PyTorch's watchdog is off for these groups (TORCH_NCCL_BLOCKING_WAIT): it would end the process on an error, or
   raise a flag that lets the watchdog of FSDP's group end it. Nothing else then touches the communicator, which is
   used by one thread at a time.
 - Rank 0 closes every transfer with a reduction to itself. Its result is there only when every member has all
-  buckets, so a group that is aborted afterwards takes nothing from anybody.
+  buckets, so a group that is aborted afterwards loses nothing.
 """
 
 import logging
@@ -109,7 +109,7 @@ class NcclCollective:
         return nccl_facts()
 
     def serve(self) -> str:
-        """Start the store on the interface `host` only; NCCL is told its name."""
+        """Start the store on the interface `host` only; NCCL takes its name."""
         return self._meeting.serve()
 
     def form(self, formation: Formation) -> None:
@@ -150,7 +150,7 @@ class NcclCollective:
                 with self._here():
                     self._wait(work, index)
                 if index != CLOSING:
-                    arrived(index)  # on the caller's stream: who digests a bucket also reads the sums there
+                    arrived(index)  # on the caller's stream, where a digest of the bucket is also read
             self._launched.clear()
         except TransportError:
             self.leave()
@@ -191,7 +191,7 @@ class NcclCollective:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """The right device in whichever thread this is, and a stream that waits for nobody else's kernels."""
+        """This transport's device in any thread, and a stream that waits for no other kernels."""
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             yield
 
@@ -200,7 +200,7 @@ class NcclCollective:
         from torch.distributed.distributed_c10d import ProcessGroupNCCL  # only there in a PyTorch with NCCL
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=ABORT_S)  # bounds abort(); collectives are bounded by whoever polls them
+        options._timeout = timedelta(seconds=ABORT_S)  # bounds abort(); collectives are bounded by `_wait`
         options.config.blocking = 0
         options.group_name = formation.prefix  # type: ignore[assignment]  # GroupName is a str
         options.global_ranks_in_group = list(range(formation.size))

@@ -1,6 +1,6 @@
 """Runs in the scheduler of tensor-parallel rank 0 (weight_bus.stage_in: engine): receives updates while it decodes.
 
-A thread with the bus's `Intake`, which the rollout server drives over a socket (weight_bus/remote.py). On a GPU it has
+A thread with the bus's `Intake`, which the rollout server drives over a socket (weight_bus/remote). On a GPU it has
 a stream of its own, so that its kernels run beside the engine's instead of taking turns with them. It shares the
 interpreter with the scheduler, and so it mostly waits: in NCCL, in gloo, at the socket.
 """
@@ -21,10 +21,9 @@ from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_words
 from weight_bus.control import wake_quickly
 from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
-from weight_bus.local_line import Line
 from weight_bus.manifest import alignment_of
 from weight_bus.messages import Begin
-from weight_bus.remote import ORDERS, SEND_S, Close, Done, Forget, Hosting, NotTaken, Over, Taken
+from weight_bus.remote.line import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
 from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
 
@@ -96,7 +95,7 @@ class Receiver(threading.Thread):
             self._before = None  # and with it what it has staged
         wake_quickly()
         try:
-            with closing(Line.to(self._path, SEND_S)) as line, ExitStack() as stack:
+            with closing(Line.connect(self._path)) as line, ExitStack() as stack:
                 try:
                     for context in _beside_decoding(self._device):
                         stack.enter_context(context)
@@ -104,15 +103,15 @@ class Receiver(threading.Thread):
                 except Exception as error:
                     log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
                     reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
-                    line.send(Over(reason=reason, for_good=isinstance(error, NotAvailable)), limit_s=SEND_S)
-        except OSError as error:
+                    line.send(Over(reason=reason, for_good=isinstance(error, NotAvailable)))
+        except TransportError as error:
             log.warning("weight bus: the rollout server is gone: %s", error)
         finally:
             self._drop()
 
     def _serve(self, line: Line) -> None:
         transport = self._factory(self._config, self._host)
-        line.send(Hosting(facts=transport.facts()), limit_s=SEND_S)
+        line.send(Hosting(facts=transport.facts()))
         while (order := line.receive(ORDERS, None)) is not None:
             match order.message:
                 case Begin():
@@ -120,10 +119,7 @@ class Receiver(threading.Thread):
                 case Forget():
                     self._intake_of(order.run_id, transport).forget()
                     answer = Done()
-                case Close():
-                    self._intake_of(order.run_id, transport).close()
-                    continue
-            line.send(answer, limit_s=SEND_S)
+            line.send(answer)
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
         """The one of a run. The buffers stay, also for another run: other ranks may have them mapped."""

@@ -10,7 +10,7 @@ from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.staging import StagingFolder
 from weight_bus.errors import TransportError
-from weight_bus.remote import ReceiverLink, RemoteUpdate
+from weight_bus.remote import Line, RemoteUpdate
 
 
 class SGLangStaging:
@@ -19,15 +19,15 @@ class SGLangStaging:
     def __init__(self, config: Config, engine: SGLangEngine) -> None:
         self._config = config
         self._engine = engine
-        self._link: ReceiverLink | None = None
+        self._link: Line | None = None
 
-    async def link(self) -> ReceiverLink:
+    async def link(self) -> Line:
         """See `StagesItself.link`."""
         if self._link is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 await self._engine.in_schedulers(partial(self._invite, listener))
                 try:
-                    accept = partial(ReceiverLink.accept, listener, self._engine.sglang.deadline_s)
+                    accept = partial(Line.accept, listener, self._engine.sglang.deadline_s)
                     self._link = await asyncio.to_thread(accept)
                 except TransportError as error:
                     raise EngineError(str(error)) from error

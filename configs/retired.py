@@ -1,0 +1,44 @@
+"""Keys that are gone, with the value that they always have now: files of older runs hold them and still load."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+UNKNOWN_MASK = (
+    "truncates the sampling distribution, and the learner would not know the mask; take {key}={value}, which it always"
+    " is, and shape the distribution by rollout.temperature"
+)
+BENCHMARK = "is of benchmarks alone; leave it out, and run python -m scripts.bench pipeline --median ... --sigma ..."
+RETIRED: dict[str, tuple[Any, str]] = {
+    "rollout.top_p": (1.0, UNKNOWN_MASK),
+    "rollout.top_k": (-1, UNKNOWN_MASK),
+    "rollout.forced_length_median": (0, BENCHMARK),
+    "rollout.forced_length_sigma": (0.7, BENCHMARK),
+    "algorithm.advantage_epsilon": (1e-4, "can no longer be chosen; leave it out, it is always {value}"),
+}
+"""By key: its value, and what is said about another one."""
+
+
+def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The tree without retired keys; those that were left out; and what is wrong with those of another value."""
+    gone = dict(_given(tree))
+    kept = {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in gone}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in tree.items()
+    }
+    problems = [
+        f"{key}: {given!r} {reason.format(key=key.rpartition('.')[2], value=value)}"
+        for key, given in gone.items()
+        for value, reason in [RETIRED[key]]
+        if given != value
+    ]
+    return kept, sorted(gone), problems
+
+
+def _given(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in RETIRED:
+        name, _, leaf = key.partition(".")
+        section = tree.get(name)
+        if isinstance(section, Mapping) and leaf in section:
+            yield key, section[leaf]

@@ -1,0 +1,1 @@
+"""Small tasks to start with; their models and prompts are made here."""

@@ -1,0 +1,284 @@
+"""Make the quick-start input on disk: a tiny Qwen3 that can almost sort six digits, and prompts for it.
+
+`python -m learner.examples.sort6 --out data/sort6 --seed 0` writes
+
+    data/sort6/model/        Hugging Face folder: Qwen3, 102,784 parameters, float32, one token a character
+    data/sort6/train.jsonl   {"prompt": "492013=", "answer": "012349"} a row
+    data/sort6/eval.jsonl    the same, and no prompt of train.jsonl
+    data/sort6/made.json     the arguments and the size of every file, written last
+
+The warm-up is supervised: 250 steps on demonstrations of which half are right and half copy the input
+unsorted. The sorting skill is therefore mostly in the warm-up; what reinforcement learning adds is the
+choice between the two habits (sampled accuracy rises from about 0.3 to above 0.9).
+
+The folder appears whole or not at all: everything is written beside it and renamed. The same arguments
+give the same weights and prompts, bit by bit, on the same kind of processor. A folder that is complete and
+was made with the same arguments is left alone.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT = 1
+NUM_DIGITS = 6
+NUM_PROMPTS = 10**NUM_DIGITS
+NUM_HELD_OUT = 50_000
+"""Numbers kept from training and warm-up; a fixed count, so that --eval-prompts does not change the model."""
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+SYMBOLS = (*SPECIAL, *"0123456789", *"abcdefghijklmnopqrstuvwxyz", *"=+-*/,.:;? ")
+VOCAB_SIZE = 64
+PAD, EOS, UNK = range(3)
+FIRST_DIGIT = SYMBOLS.index("0")
+EQUALS = SYMBOLS.index("=")
+
+SFT_STEPS = 250
+SFT_BATCH = 128
+SFT_LR = 3e-3
+SFT_WARMUP_STEPS = 20
+COPY_SHARE = 0.5
+"""Share of demonstrations that copy the input instead of sorting it."""
+
+
+class MakeError(RuntimeError):
+    """The folder cannot be made; the message names the path and the way out."""
+
+
+def split_prompts(seed: int, train: int, evaluation: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw the numbers behind the prompts: [train] and [evaluation] of them, all distinct.
+
+    Raises:
+        MakeError: fewer than one of either, or more than there are.
+    """
+    for flag, wanted, most in (
+        ("--train-prompts", train, NUM_PROMPTS - NUM_HELD_OUT),
+        ("--eval-prompts", evaluation, NUM_HELD_OUT),
+    ):
+        if not 1 <= wanted <= most:
+            raise MakeError(f"{flag} {wanted}: give a number from 1 to {most}")
+    shuffled = shuffled_numbers(seed)
+    return shuffled[NUM_HELD_OUT:][:train], shuffled[:evaluation]
+
+
+def shuffled_numbers(seed: int) -> NDArray[np.int64]:
+    """[10^6] every number once; the first NUM_HELD_OUT are for evaluation alone."""
+    return np.random.default_rng([seed, 0]).permutation(NUM_PROMPTS)
+
+
+def to_digits(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n] numbers below 10^6 to their [n, 6] decimal digits, leading zeros included."""
+    return numbers[:, None] // 10 ** np.arange(NUM_DIGITS - 1, -1, -1) % 10
+
+
+def rows(numbers: NDArray[np.int64]) -> Iterator[dict[str, str]]:
+    """The JSONL rows of these numbers."""
+    digits = to_digits(numbers)
+    for given, answer in zip(digits, np.sort(digits, axis=1), strict=True):
+        yield {"prompt": "".join(map(str, given)) + "=", "answer": "".join(map(str, answer))}
+
+
+def demonstrations(seed: int) -> NDArray[np.int64]:
+    """Token ids [SFT_STEPS, SFT_BATCH, 14] of the warm-up: six digits, `=`, six digits, end of sequence.
+
+    They are drawn from the numbers that are not held out, so the evaluation prompts stay unseen.
+    """
+    rng = np.random.default_rng([seed, 3])
+    count = SFT_STEPS * SFT_BATCH
+    given = to_digits(rng.choice(shuffled_numbers(seed)[NUM_HELD_OUT:], size=count))
+    answer = np.where(rng.random(count)[:, None] < COPY_SHARE, given, np.sort(given, axis=1))
+    tokens = np.empty((count, 2 * NUM_DIGITS + 2), dtype=np.int64)
+    tokens[:, :NUM_DIGITS] = FIRST_DIGIT + given
+    tokens[:, NUM_DIGITS] = EQUALS
+    tokens[:, NUM_DIGITS + 1 : -1] = FIRST_DIGIT + answer
+    tokens[:, -1] = EOS
+    return tokens.reshape(SFT_STEPS, SFT_BATCH, -1)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of one token a character; decoding joins without spaces."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token=SPECIAL[UNK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[EOS],
+        unk_token=SPECIAL[UNK],
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_max_length=64,
+    ).save_pretrained(folder)
+
+
+def build_model(seed: int) -> "PreTrainedModel":
+    """A Qwen3 of 102,784 parameters with tied embeddings, float32, initialised from `seed`."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=192,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen3ForCausalLM(config).float()
+
+
+def warm_up(model: "PreTrainedModel", tokens: NDArray[np.int64]) -> float:
+    """Train on demonstrations [steps, batch, 14] and return the loss of the last step.
+
+    AdamW at 3e-3 after a linear warm-up, betas (0.9, 0.95), no weight decay, gradients clipped at norm 1.
+    Logits are taken where an answer token follows, which is all that the loss looks at.
+    """
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    batches = torch.from_numpy(tokens)
+    answer = slice(NUM_DIGITS + 1, None)
+    loss = torch.zeros(())
+    model.train()
+    for step, batch in enumerate(batches, start=1):
+        for group in optimizer.param_groups:
+            group["lr"] = SFT_LR * min(1.0, step / SFT_WARMUP_STEPS)
+        kept = batch.shape[1] - answer.start
+        logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=kept).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, answer].flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return float(loss.detach())
+
+
+def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
+    """Write everything but made.json into an empty folder; returns what the closing line reports."""
+    import torch
+    from transformers import GenerationConfig
+    from transformers.utils import logging as transformers_logging
+
+    torch.set_num_threads(1)  # two threads would save 2 s on a quiet machine and cost 7 s on a busy one
+    transformers_logging.disable_progress_bar()
+    seed = arguments["seed"]
+    train, evaluation = split_prompts(seed, arguments["train_prompts"], arguments["eval_prompts"])
+    for name, numbers in (("train.jsonl", train), ("eval.jsonl", evaluation)):
+        text = "".join(json.dumps(row) + "\n" for row in rows(numbers))
+        (folder / name).write_text(text, encoding="utf-8")
+    model = build_model(seed)
+    started = time.perf_counter()
+    loss = warm_up(model, demonstrations(seed))
+    seconds = time.perf_counter() - started
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, do_sample=True)
+    model.save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    for file in (folder / "model").iterdir():
+        file.chmod(0o644)  # safetensors writes 0600, which a rollout server of another user could not read
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sft_seconds": round(seconds, 2),
+        "final_loss": round(loss, 6),
+    }
+
+
+def complete(folder: Path, arguments: dict[str, int]) -> dict[str, Any] | None:
+    """What made.json reports if `folder` was made with these arguments and every file has its size, else None."""
+    try:
+        made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
+        if made["arguments"] != arguments:
+            return None
+        whole = all((folder / name).stat().st_size == size for name, size in made["files"].items())
+        return dict(made["report"]) if whole and made["files"] else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def make(
+    out: Path, *, seed: int = 0, train_prompts: int = 20000, eval_prompts: int = 512
+) -> tuple[dict[str, Any], bool]:
+    """Make `out` unless it is there already; returns (report, whether it was made now).
+
+    Raises:
+        MakeError: `out` exists and is not a folder of this script, or the numbers of prompts make no sense.
+    """
+    arguments = {"format": FORMAT, "seed": seed, "train_prompts": train_prompts, "eval_prompts": eval_prompts}
+    report = complete(out, arguments)
+    if report is not None:
+        return report, False
+    if out.exists() and not (out.is_dir() and ((out / "made.json").is_file() or not any(out.iterdir()))):
+        raise MakeError(f"--out {out}: exists and was not made by this script; remove it or take another folder")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    beside = out.parent / f".{out.name}.{os.getpid()}.new"
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    try:
+        report = fill(beside, arguments)
+        files = {str(p.relative_to(beside)): p.stat().st_size for p in sorted(beside.rglob("*")) if p.is_file()}
+        made = {"arguments": arguments, "report": report, "files": files}
+        (beside / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        move_into_place(beside, out)
+    except OSError as error:
+        # another process that makes the same folder may have been faster, and then its result is as good
+        report = complete(out, arguments)
+        if report is None:
+            raise MakeError(f"--out {out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return report, True
+
+
+def move_into_place(new: Path, out: Path) -> None:
+    """Rename `new` to `out`; an older `out` is moved aside first and then removed."""
+    aside = new.with_suffix(".old")
+    if out.exists():
+        out.rename(aside)
+    new.rename(out)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; the last line of the output is one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m learner.examples.sort6", description="Make the quick-start input.")
+    parser.add_argument("--out", type=Path, default=Path("data/sort6"), help="folder to make (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--train-prompts", type=int, default=20000, help="default: %(default)s")
+    parser.add_argument("--eval-prompts", type=int, default=512, help="default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error(f"--seed {args.seed}: must not be negative")
+    try:
+        report, fresh = make(args.out, seed=args.seed, train_prompts=args.train_prompts, eval_prompts=args.eval_prompts)
+    except MakeError as error:
+        sys.stderr.write(f"sort6: {error}\n")
+        return 2
+    if not fresh:
+        sys.stdout.write(f"{args.out} is complete and was made with the same arguments; nothing to do\n")
+    sys.stdout.write(json.dumps({"model": str(args.out / "model"), **report}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`python -m learner.launch.hosts.ready`: 0 once this node's processes take part in the run.
+
+A rollout server takes part when it serves proven weights; a learner node when its ranks have said Hello.
+"""
+
+import argparse
+import sys
+
+from learner.launch.hosts.node_spec import Assignment, add_spec_arguments, resolve, spec_of_arguments
+from learner.launch.hosts.status_client import ask_replay
+
+ANSWER_S = 3.0
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="python -m learner.launch.hosts.ready", description=__doc__)
+    add_spec_arguments(parser)
+    args = parser.parse_args()
+    assignment = resolve(spec_of_arguments(args), host=args.host, renumber=args.renumber, write=False)
+    answer = ask_replay(assignment.config, assignment.replay, ANSWER_S)
+    if answer is None:
+        sys.stderr.write(f"not ready: replay at {assignment.replay} does not answer\n")
+        return 1
+    present = {
+        peer["name"] for peer in answer.state["peers"] if peer["role"] == "learner" or peer["version"] is not None
+    }
+    missing = [name for name in wanted(assignment) if name not in present]
+    if missing:
+        sys.stderr.write(f"not ready: {', '.join(missing)}\n")
+    return 1 if missing else 0
+
+
+def wanted(assignment: Assignment) -> list[str]:
+    """Names under which this node's processes are known to replay."""
+    node, role = assignment.spec.node, assignment.spec.role
+    if role == "rollout":
+        return [process.name for process in assignment.plan.of(node, "rollout")]
+    first = 0
+    for share in assignment.config.shares:
+        if share.node == node:
+            return [f"learner-{rank}" for rank in range(first, first + len(share.learner))]
+        first += len(share.learner)
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

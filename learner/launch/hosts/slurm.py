@@ -1,0 +1,151 @@
+"""A file for `sbatch`: one allocation, one srun step for each node and role. Meant to be read and edited."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.placement import most_devices
+from configs.plan import Machine, Plan, uses_gpus
+from configs.schema import Config
+from learner.launch.hosts.node_spec import NodeRole
+
+HEAD = """#!/usr/bin/env bash
+# {what} of run {name}. Written by learner/launch/hosts/slurm.py; edit it as you need.
+#
+#   sbatch {file}
+#
+# The repository, the model, the data and the run folder must be on a file system that all nodes see at the same path.
+# Every step runs learner.launch.hosts.node, which starts its node's processes with their GPUs, ports and environment;
+# `--dry-run` of the start script shows them.
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+{gpus}#SBATCH --exclusive
+#SBATCH --output={folder}/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Add what your cluster asks for: --partition, --account, --time.
+set -euo pipefail
+cd {root}
+
+# The placement's nodes, in the order of the machines that Slurm gives.
+nodes=({names})
+mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+
+# One step on one machine. Steps share it (--overlap), and each sees all of its cores and GPUs.
+on() {{
+  srun --nodes=1 --ntasks=1 --nodelist="$1" --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \\
+    {step_gpus}"${{@:2}}"
+}}
+
+# Each machine's own address, of SLIPSTREAM_INTERFACE or else its first: what its sockets bind.
+address_of() {{
+  on "$1" bash -c 'if [[ -n "${{SLIPSTREAM_INTERFACE:-}}" ]]; then
+      ip -4 -o addr show dev "$SLIPSTREAM_INTERFACE" | awk "{{split(\\$4, a, \\"/\\"); print a[1]; exit}}"
+    else hostname -I | cut -d" " -f1; fi'
+}}
+hosts={folder}/hosts-$SLURM_JOB_ID
+for i in "${{!nodes[@]}}"; do
+  echo "${{nodes[i]}} $(address_of "${{machines[i]}}")"
+done >"$hosts"
+{others}declare -A machine_of
+for i in "${{!nodes[@]}}"; do machine_of[${{nodes[i]}}]=${{machines[i]}}; done
+
+# A name that no other job has: all nodes agree on the run folder, and a requeued job finds it and resumes the run.
+run_name={name}-$SLURM_JOB_ID
+echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name"
+step() {{ # ROLE NODE [ARGUMENT ...]
+  on "${{machine_of[$2]}}" {python} -m learner.launch.hosts.node --role "$1" --node "$2" --hosts "$hosts" \\
+    --config {config} --set "run.name=$run_name" --resume-if-begun "${{@:3}}" &
+  pids+=($!)
+}}
+pids=()
+trap 'kill "${{pids[@]}}" 2>/dev/null || true; wait || true' EXIT
+"""
+
+LEARNER_END = """
+# Replay and rank 0 are in the first step: its end is the end of the run. The others leave by themselves.
+status=0
+wait "${pids[0]}" || status=$?
+for ((i = 0; i < 60; i++)); do
+  [[ -z "$(jobs -rp)" ]] && break
+  sleep 1
+done
+exit "$status"
+"""
+
+ROLLOUT_END = """
+# Every server ends with the run.
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit "$status"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sbatch:
+    """The file, and what it needs beside it."""
+
+    path: Path
+    text: str
+    config_path: Path
+
+
+def nodes_of(config: Config, role: NodeRole) -> list[str]:
+    """Nodes of the allocation: all of the run, or for rollout servers alone those that have any."""
+    return [share.node for share in config.shares if role == "learner" or share.rollout]
+
+
+def machines(config: Config) -> dict[str, Machine]:
+    """Nodes as far as they are known before Slurm has chosen machines."""
+    return {share.node: Machine(f"address-of-{share.node}") for share in config.shares}
+
+
+def sbatch(
+    config: Config, plan: Plan, role: NodeRole, *, root: Path, python: str, path: Path | None, gpus: int | None
+) -> Sbatch:
+    """The file of a whole run (`learner`), or of rollout servers for a run elsewhere (`rollout`).
+
+    Args:
+        config: of the run.
+        plan: its processes.
+        role: of the start script.
+        root: folder of the repository.
+        python: interpreter.
+        path: where the file is to lie; none takes the run folder.
+        gpus: of a node; none takes the most that the placement uses on one.
+    """
+    folder = Path(config.run_dir) / "launch"
+    target = path or folder / ("run.sbatch" if role == "learner" else "rollout.sbatch")
+    names = nodes_of(config, role)
+    elsewhere = [share.node for share in config.shares if share.node not in names]
+    on_gpus = any(uses_gpus(config, plan.machines[name]) for name in names)
+    count = gpus or max(most_devices(share) for share in config.shares if share.node in names)
+    text = HEAD.format(
+        what="The whole" if role == "learner" else "More rollout servers",
+        name=config.run.name,
+        runs=config.run.dir,
+        file=target,
+        nodes=len(names),
+        gpus=f"#SBATCH --gpus-per-node={count}\n" if on_gpus else "",
+        step_gpus=f"--gpus-per-node={count} " if on_gpus else "",
+        folder=shlex.quote(str(folder)),
+        root=shlex.quote(str(root)),
+        names=" ".join(names),
+        others="".join(f'echo "{node} elsewhere-{node}" >>"$hosts"\n' for node in elsewhere),
+        python=shlex.quote(python),
+        config=shlex.quote(str(folder / "slurm.yaml")),
+    )
+    text += _steps(plan, role, names) + (LEARNER_END if role == "learner" else ROLLOUT_END)
+    return Sbatch(target, text, folder / "slurm.yaml")
+
+
+def _steps(plan: Plan, role: NodeRole, names: Sequence[str]) -> str:
+    if role == "learner":
+        lines = [f"step learner {node}" for node in plan.nodes("learner")]
+        lines += [f"step rollout {node}" for node in plan.nodes("rollout")]
+    else:
+        lines = [': "${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"']
+        lines += [f'step rollout {node} --replay "$REPLAY"' for node in names]
+    return "\n" + "\n".join(lines) + "\n"

@@ -1,1 +1,0 @@
-"""Flipped bits in weight updates, and who serves them: see __main__.py."""

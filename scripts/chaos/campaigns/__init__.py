@@ -1,0 +1,1 @@
+"""Campaigns, a module each: `main(arguments)` returns the exit code."""

@@ -1,0 +1,121 @@
+"""The points of a weight update at which a fault meets it, the faults, and what one case came to."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from scripts.chaos import processes
+from scripts.chaos.points import HOLD_S as HOLD_S
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where an update stands. Example: Point("Staged", "Staged", "all has come and is proven, the publisher knows")"""
+
+    name: str
+    moment: str
+    """Of scripts/chaos/probe.py, at which a receiver is held; empty where it need not be."""
+    what: str
+
+
+POINTS = (
+    Point("before Join", "before Join", "a receiver is about to send Join"),
+    Point("joining", "joining", "it has sent Join and has no answer"),
+    Point("late join", "middle bucket", "it is being filled with the last version, the others serve that"),
+    Point("gathering", "", "the next version is being put together on rank 0"),
+    Point("Epoch", "Epoch", "it is invited into the next epoch and has not answered"),
+    Point("EpochReady", "EpochReady", "it has answered, others may not have"),
+    Point("Begin", "Begin", "Begin has come, no group is there"),
+    Point("forming", "forming", "its address is with the others, and it connects to none of them"),
+    Point("first bucket", "first bucket", "the group is there, nothing has been sent"),
+    Point("middle bucket", "middle bucket", "half of the buckets have come"),
+    Point("last bucket", "last bucket", "all but one have come"),
+    Point("verifying", "verifying", "all have come and are to be digested"),
+    Point("Staged", "Staged", "it has sent that its bytes are proven"),
+    Point("Commit", "Commit", "Commit has come, the engine is untouched"),
+    Point("applying", "applying", "half of the tensors are in the engine"),
+    Point("proving", "proving", "all are in the engine, which does not serve them yet"),
+    Point("Applied", "Applied", "it has sent what the engine holds"),
+    Point("between updates", "", "the last version is served everywhere, nothing is under way"),
+    Point("overtaken", "middle bucket", "the next version is published while this one is half sent"),
+    Point("refill", "middle bucket", "bytes were corrupt, the version is being sent again"),
+)
+NAMED = {point.name: point for point in POINTS}
+JOINING = ("before Join", "joining", "late join")
+"""Points that a receiver passes once in its life."""
+
+
+Begin = Callable[[int], AbstractContextManager[None]]
+FAULTS: dict[str, tuple[str, Begin]] = {
+    "kill": ("SIGKILL", processes.killed),
+    "stop": ("SIGSTOP for longer than every deadline of the others, then SIGCONT", processes.stopped),
+    "cut": ("its TCP connections are closed, new ones at once, for longer than the bus's silence", processes.cut_off),
+    "slow": ("SIGSTOP and SIGCONT in turns, two thirds of the time stopped", processes.slowed),
+    "stuck": ("its receiving thread waits for longer than weight_bus.deadline_s, heartbeats go on", nullcontext),
+}
+"""By name: in words, and a context for as long as the fault lasts. `slow` must change nothing: no peer may take it for
+a failure. After `kill` the process is gone. `stuck` is done by a gate."""
+
+
+def chosen(number: int, among: Sequence[Point], rng: random.Random) -> list[Point]:
+    """So many of the points, drawn, in their order."""
+    return [among[i] for i in sorted(rng.sample(range(len(among)), min(number, len(among))))]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """One case."""
+
+    role: str
+    fault: str
+    point: str
+    seconds: float = 0.0
+    """From the fault until the next version was live wherever the fault did not hit."""
+    culprit: str = ""
+    """The line of a log that names the hit process; "changes nothing" where none may."""
+    digests_equal: bool = False
+    """Afterwards, everywhere."""
+    hung: str = ""
+    """Which wait was not over at its deadline."""
+    wrong: list[str] = field(default_factory=list)
+    """No line names the hit process, or another one was named or removed."""
+    deadline_s: float = 0.0
+
+    def row(self) -> str:
+        """A line of the table."""
+        state = "HUNG: " + self.hung if self.hung else "equal" if self.digests_equal else "DIFFERENT"
+        words = "; ".join(f"WRONG: {wrong}" for wrong in self.wrong) or self.culprit
+        return f"{self.role:8}  {self.fault:5}  {self.point:15}  {self.seconds:6.2f}  {state:9}  {words}"
+
+
+HEADER = f"{'role':8}  {'fault':5}  {'point':15}  {'s':>6}  {'digests':9}  which log says what"
+
+
+def totals(outcomes: Sequence[Outcome], skipped: int, violations: int) -> dict[str, Any]:
+    """The last line of the output."""
+    roles = list(dict.fromkeys(outcome.role for outcome in outcomes))
+    by_role = {role: [outcome for outcome in outcomes if outcome.role == role] for role in roles}
+    return {
+        "cases": len(outcomes),
+        "hung": sum(bool(o.hung) for o in outcomes),
+        "digests_equal": all(o.digests_equal for o in outcomes),
+        "unnamed": sum(bool(o.wrong) for o in outcomes),
+        "longest_s": _longest(outcomes),
+        "deadline_s": _deadline(outcomes),
+        "roles": {
+            role: {"cases": len(mine), "longest_s": _longest(mine), "deadline_s": _deadline(mine)}
+            for role, mine in by_role.items()
+        },
+        "skipped": skipped,
+        "violations": violations,
+    }
+
+
+def _longest(outcomes: Sequence[Outcome]) -> float:
+    return round(max((o.seconds for o in outcomes), default=0.0), 2)
+
+
+def _deadline(outcomes: Sequence[Outcome]) -> float:
+    return max((o.deadline_s for o in outcomes), default=0.0)

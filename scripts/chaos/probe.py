@@ -1,0 +1,278 @@
+"""A rollout server or learner rank 0 as it is, with a probe: `python -m scripts.chaos.probe MODULE ARGUMENTS`.
+
+The probe records one JSON line for everything that the process's life among its peers turns on, and has a gate at which
+the harness can hold it. CHAOS_PROBES names the folder of all probes. Its subclasses are handed to the product's own
+entry points; nothing of the product is replaced.
+
+    join                                a place on the weight bus was asked for
+    welcome    version                  the publisher's newest version at that moment
+    begin      version, digest          a version is about to be sent
+    proven     version, digest          what the engine holds after loading, digested in place, not yet compared
+    live       version                  leases are asked for
+    dark                                none are asked for any more: quarantined
+    lease      group, attempt           a prompt came
+    ack        group, attempt, status   replay keeps a group, or does not
+
+`at` is the machine's monotonic clock, the same for all processes.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, missing in the stubs
+
+from configs.infrastructure import WeightBus
+from replay import messages as m
+from replay.channel import AsyncDealer, Envelope, Message, WireError
+from scripts.chaos.watch import Gate
+from weight_bus import Subscriber, messages
+from weight_bus.control import Dealer
+from weight_bus.digest import combined
+from weight_bus.intake import Load
+from weight_bus.manifest import Entry
+from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
+from weight_bus.transports.base import Labelled, ignore
+from weight_bus.transports.gloo import Collective
+from weight_bus.transports.meeting import HERE, Meeting
+
+SENT: dict[type[Message], str] = {
+    messages.Join: "joining",
+    messages.EpochReady: "EpochReady",
+    messages.Staged: "Staged",
+    messages.Applied: "Applied",
+}
+RECEIVED: dict[type[Message], str] = {
+    messages.Epoch: "Epoch",
+    messages.Begin: "Begin",
+    messages.Commit: "Commit",
+}
+
+
+class Recorder:
+    """The process's end of a probe."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "events.jsonl"
+        self.gate = Gate(folder)
+
+    def note(self, event: str, **fields: Any) -> None:
+        """One line, with the kernel before anything follows from it: SIGKILL does not take it back."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n")
+
+
+def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
+    """The channel to replay, recorded."""
+
+    class RecordedDealer(AsyncDealer):
+        async def send(self, message: Message) -> None:
+            if isinstance(message, m.LeaseRequest):
+                if message.capacity:
+                    recorder.note("live", version=message.version)
+                else:
+                    recorder.note("dark")
+            await super().send(message)
+
+        async def receive(self, timeout_s: float) -> Envelope | None:
+            """Record a message before the server acts on it: after an Ack it may forget the group."""
+            envelope = await super().receive(timeout_s)
+            message = envelope.message if envelope is not None else None
+            if isinstance(message, m.Lease):
+                recorder.note("lease", group=[message.pass_, message.index], attempt=message.attempt)
+            elif isinstance(message, m.Ack):
+                group = [message.pass_, message.index]
+                recorder.note("ack", group=group, attempt=message.attempt, status=message.status)
+            return envelope
+
+    return RecordedDealer
+
+
+def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
+    """The rollout server's end of the weight bus, recorded and gated."""
+    gate = recorder.gate
+
+    class GatedDealer(Dealer):
+        """The control plane."""
+
+        def send(self, message: Message) -> bool:
+            if isinstance(message, messages.Join):
+                gate.reach("before Join")
+            sent = super().send(message)
+            if isinstance(message, messages.Join):
+                recorder.note("join")
+            if type(message) in SENT:
+                gate.reach(SENT[type(message)])
+            return sent
+
+        def poll(self, timeout_s: float) -> Message | WireError | None:
+            message = super().poll(timeout_s)
+            if isinstance(message, messages.Welcome):
+                recorder.note("welcome", version=message.version)
+            elif isinstance(message, messages.Begin):
+                recorder.note("begin", version=message.version, digest=message.digest)
+            if type(message) in RECEIVED:
+                gate.reach(RECEIVED[type(message)])  # type: ignore[index]
+            return message
+
+    class GatedSubscriber(Subscriber):
+        def __init__(self, address: str, **options: Any) -> None:
+            super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
+
+        def receive(self, load: Load, **callbacks: Any) -> int:
+
+            def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
+                held = load(version, halfway(list(named), lambda: gate.reach("applying")))
+                recorder.note("proven", version=version, digest=combined(held))
+                gate.reach("proving")
+                return held
+
+            return super().receive(loaded, **callbacks)
+
+    return GatedSubscriber
+
+
+def halfway(named: Sequence[tuple[str, torch.Tensor]], reach: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors one by one; `reach` is called when half of them were taken."""
+    for number, pair in enumerate(named):
+        if number == len(named) // 2:
+            reach()
+        yield pair
+
+
+def gated(gate: Gate) -> TransportFactory:
+    """A transport factory whose data plane has a gate."""
+
+    def make(config: WeightBus, host: str) -> Transport:
+        if (config.transport, config.backend, config.apply) == ("collective", "gloo", "staged"):
+            meeting = GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate)
+            return GatedTransport(Collective(config, host, meeting), gate)  # type: ignore[return-value]
+        return GatedTransport(make_transport(config, host), gate)  # type: ignore[return-value]
+
+    return make
+
+
+class Wrapped:
+    """A transport that differs from another one in what its subclass says."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        if isinstance(self._inner, Labelled):
+            self._inner.label(version, entries)
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        self._inner.broadcast(bucket, index)
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._inner.finish(arrived)
+
+
+def wrapping(kind: Callable[..., Wrapped], *arguments: Any) -> TransportFactory:
+    """A factory of such transports, around the one that the configuration names."""
+    return lambda config, host: kind(make_transport(config, host), *arguments)  # type: ignore[return-value]
+
+
+class GatedTransport(Wrapped):
+    """The data plane."""
+
+    def __init__(self, inner: Transport, gate: Gate) -> None:
+        super().__init__(inner)
+        self._gate, self._buckets = gate, 1
+
+    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        self._buckets = len(entries) if entries is not None else 1
+        super().label(version, entries)
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
+        if index in moments:
+            self._gate.reach(moments[index])
+        super().broadcast(bucket, index)
+        if moments.get(index) == "middle bucket" and self._gate.take_spoil():
+            bucket[0] ^= 1
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        super().finish(arrived)
+        self._gate.reach("verifying")
+
+
+class GatedMeeting(Meeting):
+    """Where the members of a group meet: the gate is behind one's own address, before connecting to the others."""
+
+    def __init__(self, host: str, timeout: timedelta, gate: Gate) -> None:
+        super().__init__(host, timeout)
+        self._gate = gate
+
+    def at(self, formation: Formation) -> Any:
+        self._gated = GatedStore(super().at(formation), self._gate)  # kept: the group keeps only its C++ half
+        return self._gated
+
+
+class GatedStore(Store):
+    """A store that reaches the gate once the member's address is known to the others."""
+
+    def __init__(self, inner: Store, gate: Gate) -> None:
+        super().__init__()
+        self._inner, self._gate = inner, gate
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, value)
+        if not key.startswith(HERE):
+            self._gate.reach("forming")
+
+    def get(self, key: str) -> bytes:
+        return self._inner.get(key)
+
+    def wait(self, *arguments: Any) -> None:
+        self._inner.wait(*arguments)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._inner.check(keys)
+
+    def add(self, key: str, number: int) -> int:
+        return self._inner.add(key, number)
+
+    def has_extended_api(self) -> bool:
+        """No: then only the methods above are called."""
+        return False
+
+
+def main() -> int:
+    """Entry point: the module's own, with the probe."""
+    module, folder = sys.argv[1], Path(os.environ["CHAOS_PROBES"])
+    sys.argv = sys.argv[1:]
+    if module == "learner.train":
+        from learner import train
+
+        gate = Recorder(folder / "learner").gate
+
+        class GatedLearner(train.Learner):
+            """While rank 0 is held here, the other ranks wait for it in the gather."""
+
+            def publish(self, version: int) -> None:
+                gate.reach("gathering")
+                super().publish(version)
+
+        train.main(GatedLearner)
+    from rollout_server import main as server
+
+    name = [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--server-name"]
+    recorder = Recorder(folder / name[-1])
+    parts = server.Parts(dealer=replay_dealer(recorder), subscriber=bus_subscriber(recorder))
+    return server.main(parts=parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Faults at the points of an update: a few against real processes, and a bench that notices what goes wrong."""
+
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scripts.chaos.__main__ import main
+from scripts.chaos.campaigns import bus_receivers
+from scripts.chaos.campaigns.bus import QUICK, make_plan
+from scripts.chaos.campaigns.bus_points import FAULTS, JOINING, NAMED, POINTS, Outcome, totals
+from scripts.chaos.campaigns.bus_receivers import Receivers
+from scripts.chaos.campaigns.bus_run import CONCERNED, ROLES, SAYS
+from scripts.chaos.polling import wait_until
+from scripts.chaos.processes import close_connections, may_cut, slowed, state, stopped
+from scripts.chaos.watch import CLASS, Gate
+
+ALL = ("receiver", *ROLES)
+
+
+def test_a_few_faults_of_a_receiver(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bus", "--quick"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    found = json.loads(rows[-1])
+    assert found["cases"] + found["skipped"] == len(QUICK) == 4
+    assert (found["hung"], found["unnamed"], found["digests_equal"]) == (0, 0, True)
+    assert 0 < found["longest_s"] <= found["deadline_s"]
+    named = [row for row in rows[1:-1] if re.search(r"'rollout-2' \(pid \d+, .*\[(closed|silent)\]", row)]
+    assert len(named) == found["cases"] - 1, "all but the slow one, which must change nothing"
+    assert any("slow" in row and "changes nothing" in row for row in rows)
+
+
+# ---- what the campaign notices -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receivers]:
+    with Receivers(tmp_path_factory.mktemp("bus")) as made:
+        yield made
+
+
+def test_silence_of_the_log_and_other_weights_are_noticed(bench: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("weight_bus.bus"), "warning", lambda *_: None)
+    truth = bus_receivers.bytes_digest
+    monkeypatch.setattr(bus_receivers, "bytes_digest", lambda named: truth(named)[::-1])
+    outcome = bench.case("kill", NAMED["between updates"])
+    assert not outcome.hung and outcome.wrong == ["no line names it"] and not outcome.digests_equal
+
+
+def test_a_wait_beyond_the_deadline_counts_as_hung(bench: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def late(pid: int) -> Iterator[None]:
+        monkeypatch.setattr(bus_receivers, "deadline_s", lambda config: 0.1)
+        with stopped(pid):
+            yield
+
+    monkeypatch.setitem(FAULTS, "stop", ("", late))
+    outcome = bench.case("stop", NAMED["middle bucket"])
+    assert re.match(r"v\d+ at rollout-0, rollout-1: not within", outcome.hung)
+    assert "HUNG" in outcome.row() and totals([outcome], 0, 0)["hung"] == 1
+
+
+# ---- the plan -------------------------------------------------------------------------------------------
+
+
+def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for() -> None:
+    assert len(POINTS) == len(NAMED) == 20 and set(JOINING) < set(NAMED)
+    cases = make_plan(ALL, tuple(FAULTS), 20, 1)
+    assert {(f, point) for role, f, point in cases if role == "receiver" and f != "stuck"} == {
+        (f, name) for f in ("kill", "stop", "cut", "slow") for name in NAMED
+    }
+    for role in ROLES:
+        mine = [case for case in cases if case[0] == role]
+        assert {point for _, _, point in mine} == {point.name for point in CONCERNED}
+        assert {f for _, f, _ in mine} == {"kill", "stop", "cut", "slow"}
+    few = make_plan(ALL, ("kill",), 5, 3)
+    assert [sum(case[0] == role for case in few) for role in ALL] == [5, 5, 5]
+    assert few == make_plan(ALL, ("kill",), 5, 3) != make_plan(ALL, ("kill",), 5, 4)
+
+
+def test_every_fault_of_a_run_is_named_or_must_change_nothing() -> None:
+    assert set(SAYS) == {(role, f) for role in ROLES for f in ("kill", "stop", "cut")}
+    for patterns in SAYS.values():
+        assert all(re.compile(pattern) and re.search(r"\\\[\(?\w+", pattern) for pattern in patterns)
+
+
+def test_names_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--roles", "nobody"], ["--faults", "flood"], ["--only", "nowhere"]):
+        with pytest.raises(SystemExit) as refused:
+            main(["bus", *wrong])
+        assert refused.value.code == 2 and f"{wrong[1]!r} is none of" in capsys.readouterr().err
+
+
+def test_rows_and_totals() -> None:
+    good = Outcome(role="receiver", fault="kill", point="Begin", seconds=2.5, culprit="it died", deadline_s=15.0)
+    good.digests_equal = True
+    bad = Outcome(role="replay", fault="cut", point="Begin", seconds=4.0, wrong=["no line names it"], deadline_s=100.0)
+    found = totals([good, bad], 3, 0)
+    assert (found["cases"], found["unnamed"], found["digests_equal"], found["skipped"]) == (2, 1, False, 3)
+    assert (found["longest_s"], found["deadline_s"]) == (4.0, 100.0)
+    assert found["roles"]["receiver"] == {"cases": 1, "longest_s": 2.5, "deadline_s": 15.0}
+    assert "equal" in good.row() and "DIFFERENT" in bad.row() and "WRONG: no line names it" in bad.row()
+
+
+# ---- gates and faults -----------------------------------------------------------------------------------
+
+
+def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp_path: Path) -> None:
+    harness, gate = Gate(tmp_path), Gate(tmp_path)
+    gate.reach("Commit")
+    assert not harness.arrived
+    harness.aim("Commit", 0.2)
+    gate.reach("Staged")
+    assert not harness.arrived
+    started = time.monotonic()
+    gate.reach("Commit")
+    assert harness.arrived and 0.2 <= time.monotonic() - started < 2.0
+    harness.release()
+    started = time.monotonic()
+    gate.reach("Commit")
+    assert time.monotonic() - started < 0.1
+
+
+def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        seen: set[str] = set()
+
+        def both() -> bool:
+            seen.add(state(child.pid))
+            return {"T", "R"} <= seen
+
+        with slowed(child.pid):
+            wait_until(both, "a process that is stopped, and that runs", 5.0)
+        assert {"T", "R"} <= seen and state(child.pid) != "T"
+        os.kill(child.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not may_cut(), reason="the kernel does not let a process reach the sockets of its children")
+def test_a_cut_closes_connections_at_both_ends_and_leaves_listeners_alone() -> None:
+    program = (
+        "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+        "while True: c = s.accept()[0]; print(len(c.recv(1)), flush=True)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port), 5.0) as mine:
+                wait_until(lambda: close_connections(child.pid), "an accepted connection", 5.0)
+                assert mine.recv(1) == b"" and child.stdout.readline() == "0\n"
+        child.kill()
+
+
+def test_symptom_classes_are_those_of_the_logs() -> None:
+    assert all(CLASS.search(f"[{name}]") for name in bus_receivers.CLASSES)

@@ -1,0 +1,268 @@
+"""Folders of keys: what is written, what a node is given, and every folder that is refused before a socket uses it."""
+
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from replay import keys as make_keys
+from replay.channel import KeysError, load_keys
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    assert make_keys.main(["--out", str(tmp_path / "keys"), "--clients", "node1, node2"]) == 0
+    return tmp_path / "keys"
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_has_one_server_and_the_named_clients(folder: Path) -> None:
+    clients = {f"clients/{name}{end}" for name in ("learner", "node1", "node2") for end in (".key", ".key_secret")}
+    assert files(folder) == {"server.key", "server.key_secret", *clients}
+    keys = load_keys(folder)
+    assert (keys.name, sorted(keys.clients.values())) == ("learner", ["learner", "node1", "node2"])
+    assert zmq.curve_public(keys.serving_secret()) == keys.server_public
+    assert len({keys.server_public, *keys.clients}) == 4, "no key is given twice"
+    assert keys.server_secret is not None
+    for secret in (keys.server_secret, keys.client_secret):
+        assert secret.decode() not in repr(keys)
+
+
+def test_only_this_user_may_read(folder: Path) -> None:
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.rglob("*"))}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+
+
+def test_one_key_for_all_other_nodes_unless_they_are_named(tmp_path: Path) -> None:
+    assert make_keys.main(["--out", str(tmp_path / "deep" / "keys")]) == 0
+    assert sorted(load_keys(tmp_path / "deep" / "keys").clients.values()) == ["learner", "nodes"]
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["keys"], "no half-made folder is left"
+
+
+def test_nothing_is_overwritten_unless_it_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = load_keys(folder)
+    assert make_keys.main(["--out", str(folder)]) == 2
+    assert f"{folder} exists" in capsys.readouterr().err and load_keys(folder) == before
+    assert make_keys.main(["--out", str(folder), "--force"]) == 0
+    assert load_keys(folder).server_public != before.server_public
+    assert [path.name for path in folder.parent.iterdir()] == ["keys"]
+
+
+def test_force_replaces_keys_and_nothing_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "thesis.txt").write_text("mine")
+    assert make_keys.main(["--out", str(folder), "--force"]) == 2
+    assert "thesis.txt was not made by this script" in capsys.readouterr().err
+    assert (folder / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("names", ["a/b", "..", "node1,node1", "learner", "server", "-x", "a b"])
+def test_names_are_file_names_and_come_once(names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_keys.main(["--out", str(tmp_path / "keys"), f"--clients={names}"]) == 2
+    assert "--clients" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_node_gets_its_own_key_and_never_the_server_secret(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "node1-keys"
+    assert make_keys.main(["--out", str(folder), "--export-node", "node1", "--to", str(out)]) == 0
+    assert files(out) == {"server.key", "clients/node1.key", "clients/node1.key_secret"}
+    all_keys, own = load_keys(folder), load_keys(out)
+    assert own.name == "node1" and all_keys.clients[own.client_public] == "node1"
+    assert own.server_public == all_keys.server_public and own.server_secret is None and own.clients == {}
+    with pytest.raises(KeysError, match=r"node1-keys/server\.key_secret is missing"):
+        own.serving_secret()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_two_files_are_enough_for_a_node(folder: Path, tmp_path: Path) -> None:
+    """What a Kubernetes Secret or a start script has to bring: the server's public key and the node's own secret."""
+    (tmp_path / "node" / "clients").mkdir(parents=True)
+    for name in ("server.key", "clients/node2.key_secret"):
+        shutil.copy(folder / name, tmp_path / "node" / name)
+    assert load_keys(tmp_path / "node").name == "node2"
+
+
+def test_unknown_nodes_are_not_exported(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_keys.main(["--out", str(folder), "--export-node", "node9", "--to", str(tmp_path / "x")]) == 2
+    assert "there are learner, node1, node2" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
+def mixed(folder: Path) -> None:
+    make_keys.make(folder.parent / "second", ["node1"], force=False)
+    shutil.copy(folder.parent / "second" / "server.key", folder / "server.key")
+
+
+def halves(folder: Path) -> None:
+    """A secret file with the public key of another."""
+    path = folder / "clients" / "learner.key_secret"
+    other = (folder / "clients" / "node1.key_secret").read_text().split("secret-key")[1]
+    path.write_text(path.read_text().split("secret-key")[0] + "secret-key" + other)
+
+
+def two_clients(folder: Path) -> None:
+    (folder / "clients" / "learner.key_secret").unlink()
+
+
+def no_client(folder: Path) -> None:
+    shutil.rmtree(folder / "clients")
+
+
+def cut(folder: Path) -> None:
+    path = folder / "server.key"
+    path.write_text(path.read_text()[:-8] + '"\n')
+
+
+def strange(folder: Path) -> None:
+    (folder / "server.key").write_text('public-key = "' + "~" * 40 + '"\n')
+
+
+def too_large(folder: Path) -> None:
+    (folder / "server.key").write_text('public-key = "' + "#" * 40 + '"\n')
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (shutil.rmtree, r"no folder .*replay\.keys --out keys"),
+    "no server key": (lambda f: (f / "server.key").unlink(), r"server\.key is missing"),
+    "readable secret": (
+        lambda f: (f / "server.key_secret").chmod(0o640),
+        r"server\.key_secret may be read .* chmod 600 ",
+    ),
+    "readable own": (lambda f: (f / "clients/learner.key_secret").chmod(0o604), r"learner\.key_secret may be read"),
+    "writable public": (lambda f: (f / "clients/node2.key").chmod(0o622), r"node2\.key may be changed .*mode 0622"),
+    "pairs mixed": (mixed, r"server\.key and .*server\.key_secret are not of one pair"),
+    "halves": (halves, r"the two keys in .*learner\.key_secret are not of one pair"),
+    "two clients": (two_clients, r"must hold one \*\.key_secret.*found node1\.key_secret, node2\.key_secret"),
+    "no client": (no_client, r"must hold one .*found none"),
+    "cut": (cut, r"server\.key does not hold a key of 40"),
+    "not Z85": (strange, r"server\.key does not hold a key of 40"),
+    "too large": (too_large, r"server\.key does not hold a key of 40"),
+    "empty": (lambda f: (f / "server.key").write_text(""), r'server\.key has no line public-key = "\.\.\."'),
+    "not secret": (
+        lambda f: shutil.copy(f / "clients/learner.key", f / "clients/learner.key_secret"),
+        r'learner\.key_secret has no line secret-key = "\.\.\."',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_folders_that_cannot_be_used_are_refused_by_file(folder: Path, case: str) -> None:
+    spoil, says = BROKEN[case]
+    spoil(folder)
+    with pytest.raises(KeysError, match=says) as caught:
+        load_keys(folder)
+    assert str(caught.value).startswith("network.keys: ") and caught.value.symptom == "closed"
+
+
+def test_a_server_that_would_admit_nobody_is_refused(folder: Path) -> None:
+    for path in (folder / "clients").glob("*.key"):
+        path.unlink()
+    with pytest.raises(KeysError, match=r"clients lists no \*\.key"):
+        load_keys(folder).serving_secret()
+
+
+def test_no_keys_are_no_error() -> None:
+    assert load_keys(None) is None
+
+
+# ---- changes of a folder in use -------------------------------------------------------------------------
+
+
+def command(folder: Path, *words: str) -> int:
+    return make_keys.main(["--out", str(folder), *words])
+
+
+def named(folder: Path, name: str) -> list[bytes]:
+    """Public keys that are admitted under a name."""
+    return [public for public, client in load_keys(folder).clients.items() if client == name]
+
+
+def test_a_client_is_added_and_removed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--add", "node3") == 0
+    assert "--export-node node3 --to node3-keys" in capsys.readouterr().out
+    after = load_keys(folder)
+    assert set(after.clients.values()) == {"learner", "node1", "node2", "node3"}
+    assert before.clients.items() <= after.clients.items() and after.server_secret == before.server_secret
+    assert stat.S_IMODE((folder / "clients" / "node3.key_secret").stat().st_mode) == 0o600
+    assert command(folder, "--export-node", "node3", "--to", str(tmp_path / "node3")) == 0
+    assert command(folder, "--rotate", "node3") == command(folder, "--remove", "node3") == 0
+    assert load_keys(folder) == before and not [path for path in files(folder) if "node3" in path]
+    assert all(not path.name.startswith(".") for path in folder.rglob("*")), "no half-made folder is left"
+
+
+def test_a_rotated_client_has_two_keys_until_the_old_one_is_removed(folder: Path, tmp_path: Path) -> None:
+    (old,) = named(folder, "node1")
+    assert command(folder, "--rotate", "node1") == 0
+    (new,) = {*named(folder, "node1")} - {old}
+    assert named(folder, "node1") == [new, old]
+    assert command(folder, "--export-node", "node1", "--to", str(tmp_path / "node1")) == 0
+    assert load_keys(tmp_path / "node1").client_public == new, "the node is given the new one"
+    assert command(folder, "--remove-old", "node1") == 0
+    assert named(folder, "node1") == [new]
+
+
+def test_the_learners_own_key_is_rotated_in_place(folder: Path) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--rotate", "learner") == 0
+    after = load_keys(folder)
+    assert after.client_public != before.client_public
+    assert after.clients[before.client_public] == after.clients[after.client_public] == "learner"
+
+
+def test_a_rotated_server_has_one_new_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = load_keys(folder)
+    assert command(folder, "--rotate", "server") == 0
+    after = load_keys(folder)
+    assert zmq.curve_public(after.serving_secret()) == after.server_public != before.server_public
+    assert after.clients == before.clients
+    assert "copy it to every node, and start the run again" in capsys.readouterr().out
+
+
+def test_a_rotation_of_the_server_that_was_cut_off_is_done_again(folder: Path) -> None:
+    mixed(folder)
+    with pytest.raises(KeysError, match="not of one pair"):
+        load_keys(folder)
+    assert command(folder, "--rotate", "server") == 0
+    load_keys(folder)
+
+
+def only_a_node(folder: Path) -> None:
+    (folder / "server.key_secret").unlink()
+
+
+CHANGES: dict[str, tuple[list[str], Callable[[Path], object], str]] = {
+    "twice": (["--add", "node1"], lambda f: None, "has that key; --rotate node1 replaces it"),
+    "no name": (["--add", "../x"], lambda f: None, "a name consists of letters"),
+    "unknown": (["--remove", "node9"], lambda f: None, "holds no such key; there are learner, node1, node2"),
+    "the learner": (["--remove", "learner"], lambda f: None, "the learner's node itself connects with it"),
+    "unknown rotation": (["--rotate", "node9"], lambda f: None, "holds no such key"),
+    "second rotation": (
+        ["--rotate", "node1"],
+        lambda f: make_keys.rotate(f, "node1"),
+        "node1.key_old is still valid; end that rotation first with --remove-old node1",
+    ),
+    "no rotation": (["--remove-old", "node1"], lambda f: None, "so no rotation is under way"),
+    "a node's folder": (["--add", "node3"], only_a_node, "keys are changed in the folder of the learner's node"),
+    "a node's server": (["--rotate", "server"], only_a_node, "keys are changed in the folder of the learner's node"),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_changes_that_make_no_sense_change_nothing(folder: Path, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, prepare, says = CHANGES[case]
+    prepare(folder)
+    before = {path: (folder / path).read_bytes() for path in files(folder)}
+    assert command(folder, *words) == 2
+    assert says in capsys.readouterr().err
+    assert {path: (folder / path).read_bytes() for path in files(folder)} == before
+
+
+def test_one_change_at_a_time(folder: Path) -> None:
+    with pytest.raises(SystemExit):
+        command(folder, "--add", "node3", "--remove", "node1")

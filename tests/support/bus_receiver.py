@@ -1,0 +1,273 @@
+"""A receiver of the weight bus for tests, as a thread or a process, with a scripted engine and faults of its transport.
+
+As a process: `python -m tests.support.bus_receiver ADDRESS NAME [ACTION@UPDATE[:POINT] ...]`, ACTION stop | kill at a
+point of the UPDATE-th update that it receives: `before-N` or `after-N`, around the call that receives bucket N (from 0;
+before-1 where nothing is said), or `closing`, when all of them are under way. It prints one line per activated version,
+version and digest; at the end why it ended. BUS_CONFIG in the environment holds JSON with other values for the
+weight_bus section.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from configs.infrastructure import WeightBus
+from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
+from weight_bus.digest import combined, slice_digest
+from weight_bus.staging import Staging
+from weight_bus.transports import Formation, Transport, make_transport
+from weight_bus.transports.base import ignore
+
+CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
+RUN = "bus-test"
+HOST = "127.0.0.1"
+ROOT = Path(__file__).parents[2]
+SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+NO_BUCKET = -1
+
+Weights = dict[str, torch.Tensor]
+
+
+def weights(version: int, *, rows: int = 500, dtype: torch.dtype = torch.bfloat16) -> Weights:
+    """Five matrices and a scalar-like vector that differ in every version."""
+    generator = torch.Generator().manual_seed(version)
+    named = {f"layers.{i}.weight": torch.randn(rows, 257, generator=generator).to(dtype) for i in range(5)}
+    named["norm.weight"] = torch.randn(33, generator=generator)
+    return named
+
+
+def digests(named: Weights) -> dict[str, int]:
+    return {name: slice_digest(tensor) for name, tensor in named.items()}
+
+
+def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+
+
+class Engine:
+    """Holds copies; `spoil` may change the live tensors after they were applied."""
+
+    def __init__(self, spoil: Callable[[int, Weights], None] | None = None) -> None:
+        self.live: Weights = {}
+        self.activated: list[int] = []
+        self.evaluated: list[int] = []
+        self.quarantined: list[tuple[int, str]] = []
+        self.loads = 0
+        self._spoil = spoil
+
+    def load(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
+        self.loads += 1
+        for name, tensor in named_tensors:
+            self.live[name] = tensor.clone()
+        if self._spoil is not None:
+            self._spoil(version, self.live)
+        return digests(self.live)
+
+    def activate(self, version: int, evaluate: bool) -> None:
+        self.activated.append(version)
+        if evaluate:
+            self.evaluated.append(version)
+
+    def quarantine(self, version: int, reason: str) -> None:
+        self.quarantined.append((version, reason))
+
+
+class Faulty:
+    """A transport with a fault around the broadcast of one bucket."""
+
+    def __init__(self, inner: Transport, bucket: int, fault: Callable[[torch.Tensor], None], *, before: bool) -> None:
+        self._inner = inner
+        self._bucket = bucket
+        self._fault = fault
+        self._before = before
+
+    @property
+    def device(self) -> torch.device:
+        return self._inner.device
+
+    def facts(self) -> dict[str, str]:
+        return self._inner.facts()
+
+    def serve(self) -> str:
+        return self._inner.serve()
+
+    def form(self, formation: Formation) -> None:
+        self._inner.form(formation)
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        if self._before and index == self._bucket:
+            self._fault(bucket)
+        self._inner.broadcast(bucket, index)
+        if not self._before and index == self._bucket:
+            self._fault(bucket)
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._inner.finish(arrived)
+
+    def leave(self) -> None:
+        self._inner.leave()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def faulty(
+    bucket: int, fault: Callable[[torch.Tensor], None], *, before: bool = False
+) -> Callable[[WeightBus, str], Transport]:
+    return lambda config, host: Faulty(make_transport(config, host), bucket, fault, before=before)
+
+
+class Rollout(threading.Thread):
+    """A rollout server without an engine to serve: receives until the bus ends."""
+
+    def __init__(
+        self,
+        publisher: Publisher | str,
+        name: str,
+        engine: Engine | None = None,
+        *,
+        factory: Callable[[WeightBus, str], Transport] | None = None,
+        config: WeightBus = CONFIG,
+        run_id: str = RUN,
+        staging: Staging | None = None,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self.engine = engine or Engine()
+        self.ended: BaseException | None = None
+        address = publisher if isinstance(publisher, str) else publisher.address
+        self.subscriber = Subscriber(
+            address, name=name, config=config, host=HOST, run_id=run_id, transport_factory=factory, staging=staging
+        )
+        self.start()
+
+    def run(self) -> None:
+        engine = self.engine
+        try:
+            while True:
+                self.subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
+        except (BusClosed, RemovedFromBus) as error:
+            self.ended = error
+        finally:
+            self.subscriber.close()
+
+    def halt(self) -> None:
+        self.subscriber.stop()
+        self.join(10.0)
+        assert not self.is_alive()
+
+
+# ---- as a process ---------------------------------------------------------------------------------------
+
+
+class Process:
+    """A receiver process, and the lines that it has printed."""
+
+    def __init__(self, publisher: Publisher, name: str, *faults: str, **environment: str) -> None:
+        paths = [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""), str(ROOT)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.bus_receiver", publisher.address, name, *faults],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                **environment,
+                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            },
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.strip())
+
+
+@contextmanager
+def receiver_process(
+    publisher: Publisher, name: str, *faults: str, joins_in_s: float = 60.0, **environment: str
+) -> Iterator[Process]:
+    """Joined, unless `joins_in_s` is 0; killed at the end."""
+    made = Process(publisher, name, *faults, **environment)
+    try:
+        if joins_in_s:
+            until(lambda: name in publisher.members(), f"{name} joins", joins_in_s)
+        yield made
+    finally:
+        made.process.kill()
+        made.process.wait(10.0)
+
+
+def printed(version: int, *, rows: int = 500) -> str:
+    """What a receiver process prints of the weights of a version."""
+    return f"{version} {combined(digests(weights(version, rows=rows)))}"
+
+
+class Watched(Faulty):
+    """A transport that says which point of which update has come."""
+
+    def __init__(self, inner: Transport, come: Callable[[int, str], None]) -> None:
+        super().__init__(inner, NO_BUCKET, lambda _: None, before=True)
+        self._come = come
+        self._updates = 0
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        self._updates += index == 0
+        self._come(self._updates, f"before-{index}")
+        super().broadcast(bucket, index)
+        self._come(self._updates, f"after-{index}")
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._come(self._updates, "closing")
+        super().finish(arrived)
+
+
+def planned(fault: str) -> tuple[tuple[int, str], signal.Signals]:
+    action, _, when = fault.partition("@")
+    update, _, point = when.partition(":")
+    return (int(update), point or "before-1"), SIGNALS[action]
+
+
+def main(address: str, name: str, *faults: str) -> None:
+    plan = dict(map(planned, faults))
+
+    def come(update: int, point: str) -> None:
+        if (update, point) in plan:
+            os.kill(os.getpid(), plan[update, point])
+
+    engine = Engine()
+    config = CONFIG.model_copy(update=json.loads(os.environ.get("BUS_CONFIG", "{}")))
+    with Subscriber(
+        address,
+        name=name,
+        config=config,
+        host=HOST,
+        run_id=RUN,
+        transport_factory=lambda config, host: Watched(make_transport(config, host), come),
+    ) as subscriber:
+        try:
+            while True:
+                version = subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
+                print(version, combined(digests(engine.live)), flush=True)
+        except BusClosed:
+            print("closed", flush=True)
+        except RemovedFromBus as removed:
+            print("removed", removed, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Versions as what has changed since the one before: how it is coded, and when it travels."""

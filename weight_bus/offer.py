@@ -1,0 +1,174 @@
+"""What the learner's thread and the bus thread share: the update on offer, what became of it, and counters."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from weight_bus.delta.changes import Change
+from weight_bus.manifest import Manifest
+from weight_bus.membership import Member, Membership
+from weight_bus.packing import Progress
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something worth counting or seeing happened on the bus."""
+
+    kind: str
+    """join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left."""
+    version: int
+    epoch: int
+    name: str = ""
+    detail: str = ""
+    symptom: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReport:
+    """What became of one version.
+
+    Example: PublishReport(version=12, served=["rollout-0"], failed={"rollout-1": "silent for 5.2 s while ..."}, ...)
+    """
+
+    version: int
+    served: list[str]
+    """Subscribers whose engine verifiably holds this version."""
+    failed: dict[str, str]
+    """Subscribers that do not, or not yet, and why."""
+    held: dict[str, str]
+    """Subscribers that finish an evaluation of an older version first, and why. They are not waited for."""
+    seconds: dict[str, float]
+    """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
+    total."""
+    epoch: int
+    num_bytes: int
+    """On the wire, to each subscriber."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Offer:
+    """One version on offer, with the packed buckets that joins and resends are served from."""
+
+    version: int
+    evaluate: bool
+    buffer: int
+    """Which of the two sets the buckets are."""
+    started_at: float
+    """Of `start_publish`."""
+    manifest: Manifest = field(default_factory=lambda: Manifest((), ()))
+    buckets: list[torch.Tensor] = field(default_factory=list)
+    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    posted_at: float = 0.0
+    deadline: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"gather": 0.0})
+    change: Change | None = None
+    """What leads here from the version before, where it is worth sending."""
+    wire_bytes: int = 0
+    """Of the last round, to each subscriber."""
+    failed: dict[str, str] = field(default_factory=dict)
+    report: PublishReport | None = None
+    """Set once every member is settled."""
+    sent_at: float = 0.0
+    rounds: int = 0
+
+    @property
+    def digest(self) -> str:
+        """Of the whole version."""
+        return self.manifest.digest
+
+    def spend(self, phase: str, since: float) -> float:
+        """Add the time since `since` to a phase; now."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - since
+        return now
+
+
+class Board:
+    """Shared state; `changed` guards all of it."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.changed = threading.Condition()
+        self.membership = membership
+        self.pending: Offer | None = None
+        """Packed and not yet taken up by the bus thread."""
+        self.current: Offer | None = None
+        self.called_off = (0, -1)
+        """Epoch and version that was sent last, or a part of it, and is not to be applied."""
+        self.failure: BaseException | None = None
+        self.closing = ""
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("rounds", "epochs", "joins", "heals", "quarantines", "corrupt", "lost_peers", "superseded", "changes"), 0.0
+        )
+        self.on_event: list[Callable[[Event], None]] = []
+
+    def emit(self, event: Event) -> None:
+        """Call the listeners; they run on the bus thread and must be quick."""
+        for listener in self.on_event:
+            listener(event)
+
+    def supersede(self, offer: Offer, newer: int, now: float) -> None:
+        """Close the report of a version that a newer one takes the place of, before all had it."""
+        offer.report = self.report(offer, now)
+        late = "; ".join(offer.report.failed.values())
+        if late:
+            self.counters["superseded"] += 1
+            log.warning("weight bus: v%d is superseded by v%d before all had it: %s", offer.version, newer, late)
+            self.emit(Event(kind="superseded", version=offer.version, epoch=offer.report.epoch, detail=late))
+
+    def call_off(self, offer: Offer, before: Offer | None, reason: str) -> None:
+        """Withdraw a version that the bus may be sending; the one before stands."""
+        with self.changed:
+            offer.progress.call_off(reason)
+            if self.pending is offer:
+                self.pending = None
+            elif self.current is offer:
+                self.current = before
+                self.called_off = (self.membership.epoch, offer.version)
+                self.membership.break_group()  # the number of the version may come again, then in another epoch
+            self.changed.notify_all()
+
+    def settle(self, now: float) -> None:
+        """Write the current report once no member waits for its version any more."""
+        offer = self.current
+        if offer is not None and offer.report is None and not self.membership.unsettled(offer.version):
+            offer.report = self.report(offer, now)
+        self.changed.notify_all()
+
+    def report(self, offer: Offer, now: float) -> PublishReport:
+        """The report of an offer as it stands; names each unsettled member with its state."""
+        if offer.report is not None:
+            return offer.report
+        members = self.membership.members.values()
+        served = [m.name for m in members if m.version == offer.version]
+        holders = self.membership.held()
+        held = {m.name: f"{m} holds an older version since {now - m.since:.1f} s: {m.hold}" for m in holders}
+        failed = {name: reason for name, reason in offer.failed.items() if name not in served and name not in held}
+        for member in self.membership.unsettled(offer.version):
+            failed[member.name] = laggard(member, offer, now, self.membership)
+        seconds = {**offer.seconds, "total": now - offer.started_at}
+        if offer.sent_at:
+            seconds["apply"] = now - offer.sent_at
+        return PublishReport(
+            version=offer.version,
+            served=served,
+            failed=failed,
+            held=held,
+            seconds=seconds,
+            epoch=self.membership.epoch,
+            num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
+        )
+
+
+def laggard(member: Member, offer: Offer, now: float, membership: Membership) -> str:
+    """Why a member does not serve a version at `now`, with its symptom class."""
+    quiet = now - member.heard_at
+    symptom = "silent" if quiet > membership.silent_after_s else "slow"
+    state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
+    text = f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"
+    return f"{offer.failed[member.name]}; {text}" if member.name in offer.failed else text

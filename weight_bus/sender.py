@@ -1,0 +1,113 @@
+"""The publisher's end of the data plane, on a thread of its own: the control plane is served meanwhile."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from weight_bus.delta.changes import Change
+from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.offer import Offer
+from weight_bus.transports.base import FORMING, Formation, Labelled, Transport
+
+SLACK_S = 15.0
+"""Beside what the transport takes by its own timeout."""
+
+
+class NotPacked(TransportError):
+    """The learner is late with a bucket: no receiver's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels in a round."""
+
+    pieces: Sequence[torch.Tensor]
+    """Flat uint8, one broadcast each."""
+    change: Change | None
+    """None when they are the buckets themselves."""
+
+
+class Sender:
+    """Owns the transport.
+
+    Args:
+        transport: used by the thread of this object only, but for `serve`.
+        timeout_s: weight_bus.collective_timeout_s.
+        closing: why the publisher is being closed; "" while it is not.
+        done: called on the thread when a parcel is sent, or was not.
+    """
+
+    def __init__(
+        self, transport: Transport, timeout_s: float, *, closing: Callable[[], str], done: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._closing, self._done = closing, done
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
+        self.endpoint = transport.serve()
+        self._bucket = -1
+        """On the wire, -1 between parcels."""
+        self._pieces = 0
+        self._forming = 0
+        """Epoch of the group that is being built."""
+
+    def doing(self, version: int) -> str:
+        """What a receiver of this version does at the moment."""
+        if self._bucket >= 0:
+            return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{version}"
+        if self._forming:
+            return f"building the group of epoch {self._forming} for v{version}"
+        return f"verifying what it received of v{version}"
+
+    def send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> "Future[None]":
+        """Begin to send; `formation` is the group to build first. The future raises TransportError."""
+        self._pieces = len(parcel.pieces)
+        future = self._worker.submit(self._send, offer, parcel, formation)
+        future.add_done_callback(self._end)
+        return future
+
+    def limit_s(self, parcel: Parcel) -> float:
+        """Seconds after which a transport that keeps its own timeouts has sent a parcel, or has failed."""
+        return (2 * len(parcel.pieces) + FORMING) * self._timeout_s + SLACK_S
+
+    def leave(self) -> None:
+        """Drop the group. Raises WeightBusError when the transport does not."""
+        try:
+            self._worker.submit(self._transport.leave).result(SLACK_S)
+        except TimeoutError as late:
+            raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
+
+    def close(self) -> None:
+        """End the data plane; a broadcast in flight ends by its own timeout."""
+        self._worker.submit(self._transport.close)
+        self._worker.shutdown(wait=True)
+
+    def _end(self, _: "Future[None]") -> None:
+        self._bucket = -1
+        self._done()
+
+    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
+        if formation is not None:
+            self._forming = formation.epoch
+            try:
+                self._transport.form(formation)
+            finally:
+                self._forming = 0
+        if isinstance(self._transport, Labelled):
+            self._transport.label(offer.version, offer.manifest.by_bucket() if parcel.change is None else None)
+        limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
+        for index, bucket in enumerate(parcel.pieces):
+            if self._closing():
+                raise TransportError(f"closed before bucket {index + 1}", "closed")
+            if not offer.progress.wait(index, limit_s):
+                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{offer.version}"
+                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
+            self._bucket = index
+            self._transport.broadcast(bucket, index)
+        self._transport.finish(self._follow)
+
+    def _follow(self, index: int) -> None:
+        """Buckets that are only launched arrive one by one afterwards."""
+        self._bucket = min(index + 1, self._pieces - 1)

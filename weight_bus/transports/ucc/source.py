@@ -1,0 +1,59 @@
+"""Where UCC comes from on this machine: PyTorch itself, or a plugin. Nothing takes its place where there is none."""
+
+from importlib import metadata
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from weight_bus.errors import NotAvailable, WeightBusError
+
+INSTEAD = "or take weight_bus.backend: gloo (nccl between GPUs)"
+
+
+def resolve_ucc() -> Literal["native", "plugin"]:
+    """Where UCC comes from in this process: PyTorch itself, or the plugin torch_ucc, which is imported.
+
+    torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
+
+    Raises:
+        WeightBusError: there is none, or the plugin cannot be loaded. Nothing else is taken in its place.
+    """
+    if dist.is_ucc_available():
+        return "native"
+    try:
+        import torch_ucc  # noqa: F401  # registers itself with torch.distributed
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
+            raise NotAvailable(
+                f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
+                " plugin torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that"
+                f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
+                ' print(d.is_ucc_available())"'
+            ) from error
+        raise _broken(error) from error
+    except OSError as error:  # of ctypes
+        raise _broken(error) from error
+    return "plugin"
+
+
+def ucc_name(kind: Literal["native", "plugin"]) -> str:
+    """What `resolve_ucc` has found, for logs and for a comparison: "native", or "plugin torch_ucc 1.0.0"."""
+    if kind == "native":
+        return kind
+    import torch_ucc
+
+    version = getattr(torch_ucc, "__version__", None)
+    if version is None:
+        try:
+            version = metadata.version("torch_ucc")
+        except metadata.PackageNotFoundError:
+            version = "of unknown version"
+    return f"plugin torch_ucc {version}"
+
+
+def _broken(error: ImportError | OSError) -> WeightBusError:
+    return WeightBusError(
+        f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc and"
+        f" libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
+    )
