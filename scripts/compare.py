@@ -94,8 +94,8 @@ def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, An
     low = [name for name in lags if lags[name] < enough]
     lines += [f"{name}: mean realised lag {lags[name]:.2f} of at most {args.lag}" for name in lags]
     lines.append(
-        f"NOT meaningful: the mean realised lag of {' and '.join(low)} is below {enough:g}; give the rollout servers more"
-        " room (placement.split, rollout.max_running)"
+        f"NOT meaningful: the mean realised lag of {' and '.join(low)} is below {enough:g}; give the rollout servers"
+        " more room (placement.split, rollout.max_running)"
         if low
         else f"meaningful: both runs realised a mean lag of {enough:g} or more"
     )
@@ -140,8 +140,11 @@ def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]
             f"{row['dropped']} ({row['dropped_share']:.1%})",
             row["leased_again"],
             f"{row['masked_share']:.1%}",
+            row["mean_length_trained"],
+            row["mean_length_of_all"],
+            row["mean_lag"],
+            f"× {row['step_over_wait']:.2f}",
         ]
-        + [row["mean_length_trained"], row["mean_length_of_all"], row["mean_lag"], f"× {row['step_over_wait']:.2f}"]
         for policy, row in results.items()
     ]
     table = [head, ["---"] * len(head), *rows]
