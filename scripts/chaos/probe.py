@@ -270,7 +270,8 @@ def main() -> int:
 
     name = [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--server-name"]
     recorder = Recorder(folder / name[-1])
-    return server.main(dealer=replay_dealer(recorder), subscriber=bus_subscriber(recorder))
+    parts = server.Parts(dealer=replay_dealer(recorder), subscriber=bus_subscriber(recorder))
+    return server.main(parts=parts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A rollout server with planted faults, for tests: the real process, with one fault in its own hands.
 
-`python faulty_rollout_server.py FAULT ORDINAL <arguments of rollout_server.main>` where FAULT, in the
+`python -m tests.e2e.faulty_rollout_server FAULT ORDINAL <arguments of rollout_server.main>` where FAULT, in the
 ORDINAL-th version that this server is sent, is
     wire    flip one byte of a received bucket, before it is staged
     live    flip one byte of the engine's fused qkv tensor, right after the load

@@ -1,4 +1,4 @@
-"""A reward that means nothing and is different for every answer, so that every token is trained on."""
+"""A reward that means nothing and is another one for every answer, so that every token is trained on."""
 
 import zlib
 from typing import Any
