@@ -15,8 +15,7 @@ import sys
 import torch
 
 from rollout_server import main as rollout_main
-from rollout_server import weights
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus import subscriber as subscriber_module
 from weight_bus.transports import make_transport
 
@@ -72,7 +71,6 @@ async def load_and_flip(self, named_tensors, new_version):
 
 TorchEngine.load = load_and_flip
 subscriber_module.make_transport = FaultyTransport
-weights.Subscriber = CountingSubscriber
 
 if __name__ == "__main__":
-    sys.exit(rollout_main.main())
+    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=CountingSubscriber)))
