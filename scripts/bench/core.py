@@ -221,7 +221,10 @@ def cost_of(pid: int) -> Cost:
     user, system = _times(folder / "stat")[1:]
     main = zmq_io = 0.0
     for thread in (folder / "task").iterdir():
-        name, thread_user, thread_system = _times(thread / "stat")
+        try:
+            name, thread_user, thread_system = _times(thread / "stat")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has ended since the folder was listed; the process's total has its seconds
         if thread.name == str(pid):
             main = thread_user + thread_system
         elif name.startswith(ZMQ_IO):

@@ -23,6 +23,7 @@ from replay.channel import load_keys
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from replay.prompts import load_rows
+from scripts.bench import core
 from scripts.bench import replay as bench_replay
 from scripts.bench.cases import VOCAB_SIZE, Case, Load, Prepared, config_of, prepare
 from scripts.bench.cases import write_files as prepare_files
@@ -157,6 +158,25 @@ def test_cpu_seconds_of_all_threads_are_counted_and_told_apart(tmp_path: Path) -
     assert both.total > with_main.total + 0.25, "a thread that has ended counts"
     assert both.main < with_main.main + 0.15, "but not as the main thread"
     assert before.zmq_io == both.zmq_io or both.zmq_io < 0.1
+
+
+def test_a_thread_that_ends_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = core._times
+
+    def times(path: Path) -> tuple[str, float, float]:
+        if path.parent.name != str(os.getpid()):
+            raise ProcessLookupError(3, "No such process", str(path))
+        return read(path)
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, args=(10,))
+    thread.start()
+    monkeypatch.setattr(core, "_times", times)
+    try:
+        assert cost_of(os.getpid()).main > 0
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_bytes_written_and_memory(tmp_path: Path) -> None:
