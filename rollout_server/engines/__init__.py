@@ -1,5 +1,7 @@
 """Engines, chosen once by name."""
 
+from collections.abc import Callable
+
 from configs.schema import Config
 from rollout_server.engines.base import (
     Completion,
@@ -29,10 +31,11 @@ __all__ = [
 ]
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = None) -> Engine:
     """The engine that `rollout.engine` names, with the weights of `model.path` as version 0.
 
-    SGLang needs the running event loop on which it will be used, and blocks it until it serves.
+    SGLang needs the running event loop on which it will be used, and blocks it until it serves. `sglang` makes a
+    variant of `SGLangEngine` in its place.
 
     Raises:
         EngineError: the model folder cannot be served, or the engine's package is not installed.
@@ -59,7 +62,7 @@ def build_engine(config: Config) -> Engine:
         from weight_bus.transports import set_nccl_defaults
 
         set_nccl_defaults(config.weight_bus)  # for the schedulers, which inherit it
-    return SGLangEngine(config)
+    return (sglang or SGLangEngine)(config)
 
 
 def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:

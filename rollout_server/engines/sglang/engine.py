@@ -26,7 +26,6 @@ from rollout_server.engines.prefixes import settled
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
 from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, Update, combine, folder_tensors
-from rollout_server.engines.sglang.token_gaps import TokenGaps
 from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class SGLangEngine:
         EngineStartFailed: SGLang did not start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         self._max_running = config.rollout.max_running
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
@@ -48,7 +47,7 @@ class SGLangEngine:
         os.environ[FOLDER] = str(self._staging.path)
         self._staging.name_tensors(folder_tensors(Path(config.model.path)))
         try:
-            self._sglang = SGLangProcess(config)
+            self._sglang = process(config)
         except BaseException:
             self._staging.close()
             raise
@@ -71,7 +70,6 @@ class SGLangEngine:
         """Tokens of answers that were called off, and parts that went on as others after an update."""
         self._busy_s, self._busy_since = 0.0, 0.0
         self._progress_at = time.monotonic()
-        self._gaps = TokenGaps() if config.rollout.forced_length_median else None
 
     @property
     def version(self) -> int:
@@ -161,26 +159,19 @@ class SGLangEngine:
 
     async def _run(self, answer: Answer, part: Part) -> FinishReason:
         """One part; its tokens are added to the answer."""
-        probe = self._gaps is not None and self._gaps.claim(part.rid)
         try:
             async for output in self._sglang.generate(
                 part,
                 answer.prompt + answer.token_ids,
                 answer.sampling,
                 answer.sampling.max_new_tokens - len(answer.token_ids),
-                every_token=probe,
             ):
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
-                if probe and self._gaps is not None:
-                    self._gaps.token(self._progress_at)
         except asyncio.CancelledError:
             self._sglang.abort(part.rid)
             raise
-        finally:
-            if probe and self._gaps is not None:
-                self._gaps.release(part.rid)
         count, reason = answer.take(part, part.output, self._sglang.late_tokens)
         self._tokens += count
         return reason
@@ -233,8 +224,6 @@ class SGLangEngine:
         self._open.clear()
         try:
             await self._stop_parts(mode)
-            if self._gaps is not None:
-                self._gaps.pause()
             await self._sglang.pause()
         except BaseException:
             self._open.set()  # nothing was touched: requests go on with the version that they have
@@ -340,8 +329,6 @@ class SGLangEngine:
         if self._paused:
             await self._sglang.resume()
             self._paused = False
-            if self._gaps is not None:
-                self._gaps.resume()
         self._open.set()
 
     async def pin(self, version: int) -> None:
@@ -383,7 +370,7 @@ class SGLangEngine:
             generated_tokens=self._tokens + in_flight,
             busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
             memory_bytes=memory[1] - memory[0],
-            detail={**self._counts, **self._seconds, **(self._gaps.detail() if self._gaps is not None else {})},
+            detail={**self._counts, **self._seconds},
         )
 
     async def close(self) -> None:

@@ -161,25 +161,16 @@ class SGLangProcess:
         return EngineError(f"SGLang is dead: {reason}")
 
     async def generate(
-        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int, *, every_token: bool
+        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
         """Outputs of one request, each with all tokens so far; the last one has a finish reason.
 
         Raises:
             EngineError: SGLang refuses the request.
         """
-        parameters: dict[str, Any] = {
-            "max_new_tokens": new_tokens,
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": not sampling.stop_token_ids,
-            "skip_special_tokens": False,
-        }
-        if every_token:
-            parameters["stream_interval"] = 1
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
-            sampling_params=parameters,
+            sampling_params=self.sampling_parameters(part, sampling, new_tokens),
             rid=part.rid,
             return_logprob=True,
             logprob_start_len=-1,
@@ -191,6 +182,16 @@ class SGLangProcess:
                 yield output
         except ValueError as error:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
+
+    def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
+        """SGLang's sampling parameters of one request."""
+        return {
+            "max_new_tokens": new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+        }
 
     def abort(self, rid: str) -> None:
         """End a request; it comes back with what it has. Unknown ones are ignored."""
