@@ -17,6 +17,8 @@ MOVED = {
     "scripts.exact_resume": "scripts.chaos resume",
     "scripts.check_export": "learner.report.check_export",
     "scripts.lag_report": "learner.report.lag",
+    "scripts.compare_corrections": "scripts.compare corrections",
+    "scripts.compare_staleness": "scripts.compare staleness",
     "scripts.launch": "learner.launch.hosts",
     "scripts.launch.main": "learner.launch",
     "scripts.launch.node": "learner.launch.hosts.node",
