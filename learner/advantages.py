@@ -16,7 +16,7 @@ def grpo(rewards: Float32, groups: NDArray[np.int32], *, normalize_by_std: bool,
     GRPO (Shao et al. 2024, DeepSeekMath, section 4.1); without the division Dr. GRPO (Liu et al. 2025). The paper
     leaves the kind of standard deviation open: this is the unbiased one (divisor n − 1), as in verl and TRL.
     Every rank computes all N values from the same arrays, in float64 and in index order, so that no rank
-    can disagree with another about who has an advantage of zero.
+    can disagree with another about which trajectory has an advantage of zero.
 
         Example: rewards [1, 0, 0, 0] of one group have mean 0.25 and std 0.5: advantages [1.5, -0.5, -0.5, -0.5].
 

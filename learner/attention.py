@@ -92,7 +92,7 @@ def _varlen(
     max_length_q: int,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Query [1, heads, total, D], key and value [1, kv heads, total, D] to [1, total, heads, D]."""
+    """Attention over a packed row: [1, heads, total, D] to [1, total, heads, D]."""
     attend, keywords, knows_groups = _kernel()
     if not math.isclose(scaling, query.shape[-1] ** -0.5):
         raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
@@ -106,7 +106,7 @@ def _varlen(
 
 @functools.cache
 def _kernel() -> tuple[Any, dict[str, Any], bool]:
-    """torch's function, the keywords that make it causal, and whether it shares key heads among query heads.
+    """The kernel, the keywords that make it causal, and whether it groups key heads.
 
     Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads came later.
     """

@@ -30,7 +30,7 @@ class RunEnded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """What arrived on the side: evaluation results, and versions whose evaluation is closed with a reason."""
+    """Evaluation results, and versions whose evaluation was closed with a reason."""
 
     results: list[m.EvaluationResult]
     closed: dict[int, str]
@@ -47,14 +47,14 @@ class BatchReader:
         self._fingerprint = dict(fingerprint)
         self._hello: m.Hello | None = None
         self._said: dict[str, Message] = {}
-        """What replay must know, to be said again when it was restarted; each of them may come twice."""
+        """Messages to repeat to a restarted replay; each of them may arrive twice."""
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
         identity = f"learner-{rank}.{secrets.token_hex(4)}"
         self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=load_keys(config.network.keys))
 
     def connect(self) -> tuple[str, int]:
-        """Find out which run replay serves, and how many learners it had: (run id, incarnation of the last one).
+        """Ask replay for (run id, incarnation of the last learner).
 
         Raises:
             ChannelError: replay is silent for network.silent_after_s.
@@ -103,7 +103,7 @@ class BatchReader:
             ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
             RunEnded: replay gave the run up.
         """
-        self._waiting_since = time.monotonic()  # silence counts from here: before, nobody listened
+        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
         deadline = self._waiting_since + self.config.learner.batch_deadline_s
         batch: m.Batch | None = None
         asked = -ASK_AGAIN_S
@@ -161,7 +161,7 @@ class BatchReader:
             self._aside(envelope.message)
 
     def wait_for_evaluation(self, version: int, num_parts: int, deadline_s: float) -> None:
-        """Wait until the evaluation of `version` is whole or closed; an expired wait is logged, not raised."""
+        """Wait until the evaluation of `version` is complete or closed; expiry is logged."""
         self._waiting_since = time.monotonic()
         deadline = self._waiting_since + deadline_s
         while time.monotonic() < deadline:
@@ -172,7 +172,7 @@ class BatchReader:
         log.error("the evaluation of version %d did not come within %g s [slow]", version, deadline_s)
 
     def abandon(self) -> None:
-        """Leave without a word: whoever comes in this rank's place goes on with the run."""
+        """Close without Goodbye, so that a restarted rank can continue the run."""
         self._dealer.close()
 
     def close(self, reason: str, *, failed: bool) -> None:
@@ -181,7 +181,7 @@ class BatchReader:
         self._dealer.close()
 
     def _next(self, what: str) -> Message | None:
-        """The next message for the caller, or None after POLL_S; side messages go to the inbox."""
+        """The caller's next message, or None after POLL_S; evaluations go to the inbox."""
         try:
             envelope = self._dealer.poll(POLL_S)
         except WireError as error:

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from configs import Config
 from learner.checkpoint_folders import find_latest, incomplete, numbered, step_of
 from learner.export import sync_file, write_hf_folder, write_json
+from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.policy import Policy
 from learner.sharding import Shard, digests
 from weight_bus.digest import combined
 
@@ -42,7 +42,7 @@ RESERVED = ("format", "parameter_digest", "optimizer_digest", "optimizer_steps",
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be loaded; the message names the folder and why."""
+    """A checkpoint could not be written or loaded; names the folder and the cause."""
 
 
 class Checkpointer:
@@ -75,7 +75,7 @@ class Checkpointer:
 
 
 def save(folder: Path, policy: Policy, optimizer: Optimizer, state: dict[str, Any], *, keep: int) -> None:
-    """Write a checkpoint, then delete older complete ones beside it past the newest `keep`. A collective.
+    """Write a checkpoint, then delete all but the newest `keep`. A collective.
 
     Args:
         folder: .../checkpoints/step_N; an incomplete folder of that name is replaced.
@@ -109,7 +109,7 @@ def save(folder: Path, policy: Policy, optimizer: Optimizer, state: dict[str, An
 
 
 def _check_shards(folder: Path) -> None:
-    """Raises CheckpointError when a rank has written its part where this one does not see it."""
+    """Raises CheckpointError when another rank's shards are not visible here."""
     stored = FileSystemReader(folder / "dcp").read_metadata().storage_data
     away = sorted({f.relative_path for f in stored.values() if not (folder / "dcp" / f.relative_path).is_file()})
     if away:
@@ -117,7 +117,7 @@ def _check_shards(folder: Path) -> None:
 
 
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
-    """Load weights and optimizer in place, on any number of ranks; returns the state given to `save`. A collective.
+    """Load weights and optimizer in place; returns the state given to `save`. A collective.
 
     Raises:
         CheckpointError: the folder is incomplete, of another format or architecture, or what was loaded does not
@@ -156,7 +156,7 @@ def _unreadable(folder: Path, error: CheckpointException) -> str:
 
 
 def _damaged(folder: Path) -> str:
-    """The first file whose bytes are not those that were written, by the checksums that each tensor is kept with."""
+    """The first damaged file, found by the CRC stored with each tensor; empty for none."""
     for index, place in FileSystemReader(folder / "dcp").read_metadata().storage_data.items():
         with (folder / "dcp" / place.relative_path).open("rb") as file:
             file.seek(place.offset)
@@ -172,7 +172,7 @@ def _damaged(folder: Path) -> str:
 
 
 def _remedy(folder: Path) -> str:
-    """What goes on without this checkpoint."""
+    """How to continue without this checkpoint."""
     older = [other for other in numbered(folder.parent) if step_of(other) < step_of(folder) and not incomplete(other)]
     there = older[0].name if older else "the initial model, if the journal has every step"
     return f"restore it from a copy, or move {folder.name} away: then --resume goes on from {there}"
@@ -187,7 +187,7 @@ def _shards(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Shard]]
 
 
 def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """What DCP saves and loads in place: tensors that share memory with the parameters and moments."""
+    """Tensors for DCP; they share memory with the parameters and moments."""
     return {name: policy.as_global(shard) for name, shard in _shards(policy, optimizer)}
 
 
@@ -225,7 +225,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
-    """Let all ranks leave a phase together, so that a failure on one raises on all instead of hanging the others."""
+    """Raise a failure of one rank on all ranks, instead of leaving the others waiting."""
     cause: BaseException | None = None
     try:
         yield

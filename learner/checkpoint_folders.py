@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def find_latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder, or none. Incomplete folders are logged and passed over."""
+    """The newest complete checkpoint of a run, or none; logs the incomplete ones."""
     found, passed_over = latest_complete(run_dir)
     for line in passed_over:
         logger.warning("%s", line)
@@ -17,7 +17,7 @@ def find_latest(run_dir: Path) -> Path | None:
 
 
 def latest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint of a run folder, or none, and why newer folders are passed over."""
+    """The newest complete checkpoint, or none, and why newer folders are skipped."""
     passed_over: list[str] = []
     for folder in numbered(run_dir / "checkpoints"):
         reason = incomplete(folder)

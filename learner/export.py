@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from learner.policy import Policy
+from learner.model import Policy
 from learner.sharding import DTYPES
 
 FILE_BYTES = 4_000_000_000
@@ -70,7 +70,7 @@ def plan_files(layout: list[tuple[str, str, tuple[int, ...]]], limit: int | None
 
 
 class _Writer:
-    """Collects tensors until a planned file is whole, then writes it. Holds back errors until `finish`."""
+    """Buffers the tensors of a planned file and writes it; errors surface in `finish`."""
 
     def __init__(self, source: Path, target: Path, dtype: str, files: dict[str, list[str]]) -> None:
         self._source, self._target, self._dtype, self._files = source, target, dtype, files

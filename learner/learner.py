@@ -1,6 +1,5 @@
 """What one rank of the learner holds, and the phases that the main loop (learner/train.py) names."""
 
-import json
 import logging
 import time
 from contextlib import AbstractContextManager
@@ -12,17 +11,18 @@ from configs.schema import Config
 from learner.advantages import grpo
 from learner.batches import BatchReader
 from learner.checkpoint import Checkpointer, CheckpointError
+from learner.health_checks import HealthChecks
+from learner.ledger import Ledger
 from learner.losses import build_loss
+from learner.model import build_policy
 from learner.optimizer import build_optimizer, lr_at
 from learner.packing import active_trajectories, pack
 from learner.packing import check as check_batch
-from learner.policy import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import build_metrics
 from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
-from learner.tripwires import Tripwires
 from learner.weights import WeightPublisher, digest_of
 from replay.messages import Batch
 from weight_bus import PublishReport
@@ -50,18 +50,16 @@ class Learner:
         self.optimizer = build_optimizer(config.learner, self.policy)
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
-        self.tripwires = Tripwires(config)
+        self.health_checks = HealthChecks(config)
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
-        """The version made last does not go out: a resumed learner repeats a step that engines are past already."""
+        """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._step_started = time.monotonic()
-        self._groups_trained_twice = 0
-        self._trained: set[tuple[int, int]] = set()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
     def start(self, *, resume: bool) -> int:
-        """Load the checkpoint if there is one to resume from, join replay; the version to go on from.
+        """Load the checkpoint of a resumed run, join replay; returns the version.
 
         Without a checkpoint a resumed run goes on from version 0, if its journal has every step since.
         """
@@ -74,8 +72,8 @@ class Learner:
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
         self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if resume else None)
-        if resume and self.ranks.is_first:
-            self._trained = surviving_groups(Path(self.config.run_dir) / "ledger.jsonl", version)
+        if self.ranks.is_first:
+            self.ledger = Ledger(self.config.run_dir, resume_version=version if resume else None)
         run_id, last = self.batches.connect()
         if cursor is not None:
             last = max(last, int(cursor["incarnation"]))
@@ -115,7 +113,7 @@ class Learner:
         return self.bus.wait()
 
     def check(self, batch: Batch) -> None:
-        """Raises PackingError for a part that cannot be trained on, before any rank begins with the batch."""
+        """Raises PackingError for a bad part, before any rank starts on the batch."""
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.model.config.vocab_size)
 
     def update(self, batch: Batch) -> Update:
@@ -143,7 +141,7 @@ class Learner:
         return Update(values, result.applied, packed.global_tokens > 0)
 
     def commit(self, batch: Batch) -> str:
-        """Digest the new weights (a collective) and tell replay that the batch's step is in them.
+        """Digest the new weights (a collective) and commit the step at replay.
 
         While a resumed learner repeats journalled steps, their versions stay here, unless the weights are not those
         that the journal has: then all that was sampled since is gone, and engines need the new ones.
@@ -158,7 +156,7 @@ class Learner:
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
-        """Metrics, ledger and evaluations of a step; tripwires look at it on every rank."""
+        """Metrics, ledger and evaluations of a step; health checks look at it on every rank."""
         values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report)}
         now = time.monotonic()
         step_s, self._step_started = now - self._step_started, now
@@ -172,11 +170,17 @@ class Learner:
             "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
         }
         if self.ranks.is_first:
-            values["training/groups_trained_twice"] = self._ledger(step, batch, digest)
+            values["training/groups_trained_twice"] = self.ledger.append(
+                step,
+                batch.group_ids,
+                incarnation=self.batches.incarnation,
+                digest=digest,
+                expected=batch.expected_digest,
+            )
             self.metrics.log(step, values)
             self.batches.drain()
             self._record_evaluations()
-        self.tripwires.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
+        self.health_checks.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
 
     def checkpoint_if_due(self, batch: Batch) -> None:
         """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""
@@ -208,33 +212,10 @@ class Learner:
             evaluation.write_rows(self.config.run_dir, result, self._evaluated)
             self.metrics.log_evaluation(result.version, evaluation.values(result, self._evaluated))
 
-    def _ledger(self, step: int, batch: Batch, digest: str) -> int:
-        """Append what was trained to ledger.jsonl; the number of groups trained twice so far (always 0)."""
-        for pass_, index in batch.group_ids:
-            self._groups_trained_twice += (pass_, index) in self._trained
-            self._trained.add((pass_, index))
-        line = {"step": step, "incarnation": self.batches.incarnation, "digest": digest, "groups": batch.group_ids}
-        if batch.expected_digest:
-            line["expected"] = batch.expected_digest
-        with (Path(self.config.run_dir) / "ledger.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-        return self._groups_trained_twice
-
 
 def has_journal(config: Config) -> bool:
     """Whether the run folder holds a journal."""
     return any((Path(config.run_dir) / "journal").glob("*.seg"))
-
-
-def surviving_groups(ledger: Path, version: int) -> set[tuple[int, int]]:
-    """Groups trained on the surviving line of policies up to `version`: the last ledger line of each step."""
-    text = ledger.read_text(encoding="utf-8") if ledger.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:  # killed while writing: the step of the torn line is above the checkpoint's
-        ledger.write_text(whole, encoding="utf-8")
-    lines = [json.loads(line) for line in whole.splitlines()]
-    by_step = {line["step"]: line["groups"] for line in lines}
-    return {(pass_, index) for step, groups in by_step.items() if step <= version for pass_, index in groups}
 
 
 def _advantage_metrics(advantages: Any) -> dict[str, float]:

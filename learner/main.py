@@ -41,7 +41,7 @@ REFUSALS = (
     ChannelError,
     JournalError,
 )
-"""What is said in one line, with exit code 2."""
+"""Errors reported in one line, with exit code 2."""
 
 
 class Interrupted(Exception):
@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 
 def main() -> int:
-    """Entry point; the exit code is 0 only for a run that made all its steps."""
+    """Entry point; exit code 0 only for a run that completed all steps."""
     parser = Parser(prog="python -m learner.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def prepare(args: argparse.Namespace) -> Config:
-    """The checked configuration, with a run folder that is free (or that of the run to resume)."""
+    """The checked configuration, with a free run folder or that of the resumed run."""
     has_input = True
     if args.resume is not None:
         config = resuming.configuration(Path(args.resume), overrides_of(args))
@@ -139,7 +139,7 @@ def run(launcher: Launcher) -> int:
 
 
 def plot(config: Config) -> None:
-    """Write plots/summary.png; a failure is said and does not change how the run ended."""
+    """Write plots/summary.png; failures are logged and do not change the exit code."""
     command = [sys.executable, "-m", "learner.report.plot", config.run_dir]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:

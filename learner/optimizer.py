@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from configs.learner import LearnerSettings
-from learner.policy import Policy
+from learner.model import Policy
 from learner.sharding import Shard
 
 FINAL_SHARE = 0.1

@@ -25,7 +25,7 @@ COPY_BYTES = 64 * 1024 * 1024
 
 
 class PolicyError(ValueError):
-    """The model folder cannot be trained; the message names the folder and what is wrong with it."""
+    """The model folder cannot be trained; names the folder and the fault."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> PretrainedConfig:
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> Any:
-    """The transformers model on the meta device: shapes and names, no memory. `allocate` gives it some.
+    """The transformers model on the meta device: shapes and names without memory.
 
     torch's own meta device: accelerate's init_empty_weights leads to the same parameters by patching torch.nn.Module
     for the whole process while it is open, and would be one more package.
@@ -75,7 +75,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
 
 
 def allocate(model: Any, config: PretrainedConfig, device: torch.device) -> None:
-    """Give a model from `build_empty` memory on the device, without values: of each parameter only what is held here.
+    """Allocate, without values, what this rank holds of a model from `build_empty`.
 
     Call it after sharding; before, this would be the whole model.
 

@@ -33,10 +33,10 @@ class Ranks:
     mesh: DeviceMesh
 
     def agree(self, *values: int) -> list[int]:
-        """What rank 0 says (a collective)."""
-        told = torch.tensor(values, dtype=torch.int64, device=self.device)
-        dist.broadcast(told, src=0)
-        return [int(value) for value in told]
+        """Rank 0's values, broadcast to all ranks (a collective)."""
+        agreed = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.broadcast(agreed, src=0)
+        return [int(value) for value in agreed]
 
     @property
     def is_first(self) -> bool:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from learner.losses import SUMS, Loss, LossInputs
+from learner.model import Policy
 from learner.optimizer import Optimizer
 from learner.packing import Microbatch
-from learner.policy import Policy
 
 _SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
 _MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")

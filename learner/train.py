@@ -20,12 +20,12 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
+from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
+from learner.model import PolicyError
 from learner.packing import PackingError
-from learner.policy import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
-from learner.tripwires import SilentlyWrong
 from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint
@@ -50,7 +50,7 @@ REFUSALS = (
     InterfaceError,
     KeysError,
 )
-"""What another start would run into as well: the run ends."""
+"""Errors that a restart would hit again: they end the run."""
 MakeLearner = Callable[[Config, Ranks, BatchReader], Learner]
 
 
@@ -82,7 +82,7 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
 
 @contextmanager
 def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader]:
-    """The channel to replay; says how the run ended when it closes, unless another learner may go on with it."""
+    """The channel to replay; closes with Goodbye unless a restarted learner can continue."""
     reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config))
     try:
         yield reader
@@ -122,7 +122,7 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
 
 
 def stop(rank: str, error: BaseException) -> NoReturn:
-    """Say why this rank stops, and end."""
+    """Log why this rank stops, and exit."""
     log.error("learner rank %s stops: %s", rank, error)
     leave(2)
 

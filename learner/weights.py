@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from configs.schema import Config
-from learner.policy import Policy
+from learner.model import Policy
 from learner.ranks import Ranks
 from learner.sharding import DTYPES, gather_pieces
 from replay.channel import load_keys
@@ -48,7 +48,7 @@ class WeightPublisher:
         return self.policy.shard_digests(self.config.rollout.dtype)
 
     def start(self, version: int, digests: dict[str, int], *, evaluate: bool) -> None:
-        """Gather the policy (a collective) and hand it to the bus, which sends it on a thread of its own.
+        """Gather the policy (a collective) and hand it to the bus thread.
 
         Raises:
             NonFiniteWeights: a tensor is not finite; nothing of the version is applied.
@@ -63,7 +63,7 @@ class WeightPublisher:
         self._publisher.start_publish(version, tensors, digests, evaluate=evaluate)
 
     def wait(self) -> PublishReport | None:
-        """Wait for the last broadcast for weight_bus.deadline_s at most; None on other ranks, and where none is out."""
+        """Wait for the last broadcast, at most weight_bus.deadline_s; None without one."""
         was_out, self._is_out = self._is_out, False
         return self._publisher.wait() if self._publisher and was_out else None
 

@@ -11,22 +11,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
+from replay import player
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
-from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter, PlayedJournal
-from replay.journal.apply import boot_fields, restore, whole_line
+from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
+from replay.journal.apply import boot_fields
 from replay.journal.format import Record, segments
 from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
+from replay.player import PlayedJournal
 from replay.prompts import DataError, PromptSource, Row, load_rows
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
@@ -71,7 +72,10 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
         evaluation_rows = load_rows(config.data.eval, report)[: config.evaluation.num_prompts]
     fingerprint = run_fingerprint(config)
     if play is not None:
-        return played(config, source, Path(play), fingerprint)
+        played = PlayedJournal(Path(play) / "journal")
+        service = Service(config, source, [], time.monotonic(), fingerprint=fingerprint, journal=played, playback=True)
+        player.play(service.run, played, Path(play))
+        return service
     journal, records = open_journal(config, run_id, recover=recover)
     service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint, journal=journal)
     go_on(service, records)
@@ -102,8 +106,8 @@ def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal
 def go_on(service: Service, records: list[Record]) -> None:
     """Bring a service to where its journal ends, and say so in the journal. Raises JournalError."""
     started = time.monotonic()
-    count = restore(service, records, started)
-    service.journal.append("boot", boot_fields(service.config, service.source.state(), os.getpid()))
+    count = service.restore(records, started)
+    service.journal.append("boot", boot_fields(service.config, service.run.source.state(), os.getpid()))
     if count > 1:
         buffer = service.buffer
         log.info(
@@ -112,26 +116,6 @@ def go_on(service: Service, records: list[Record]) -> None:
             count, time.monotonic() - started, buffer.version, service.incarnation, len(buffer.slots), buffer.taken,
             len(service.missing),
         )  # fmt: skip
-
-
-def played(config: Config, source: PromptSource, run_dir: Path, fingerprint: Mapping[str, Any]) -> Service:
-    """A service that takes the batches of another run's journal, and nothing else.
-
-    Raises:
-        JournalError: there is no journal, or it does not reach back to step 1.
-    """
-    journal = PlayedJournal(run_dir / "journal")
-    service = Service(config, source, [], time.monotonic(), fingerprint=fingerprint, journal=journal, playback=True)
-    whole_line(service, journal.records())
-    line = service.buffer.line
-    if not line.steps or not line.reaches(0) or min(line.steps) != 1:
-        found = f"steps {min(line.steps)} to {line.last}" if line.steps else "no step"
-        raise JournalError(
-            f"{run_dir}/journal: it holds {found}, and --replay needs all from step 1 on; a run with"
-            " replay.journal_keep=all keeps them"
-        )
-    log.info("replay: plays the %d steps of %s/journal", line.last, run_dir)
-    return service
 
 
 def main() -> int:

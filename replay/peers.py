@@ -5,21 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.schema import Config
-from replay.channel import Message
 from replay.channel.keys import SHARED
+from replay.desks.policies import Policy
 from replay.messages import (
-    Cancel,
-    Checkpointed,
-    Committed,
-    CursorRequest,
-    Evaluate,
-    EvaluationFailed,
-    EvaluationResult,
-    Group,
     Hello,
-    LeaseRequest,
-    Published,
-    Renew,
     Role,
 )
 
@@ -43,6 +32,11 @@ class Peer:
     """Learner ranks are not forgotten when a send fails: they may come back within network.silent_after_s."""
     gauges: dict[str, float] = field(default_factory=dict)
     groups_accepted: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """That it serves."""
+        return Policy(self.incarnation, self.version)
 
     @property
     def name(self) -> str:
@@ -123,20 +117,3 @@ def learner_keys(config: Config) -> frozenset[str]:
     others = config.shares[1:]
     shared = {SHARED} if others and all(share.learner for share in others) else set()
     return frozenset({share.node for share in others if share.learner} | shared)
-
-
-FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)
-FROM_SERVER = (LeaseRequest, Renew, Cancel, EvaluationFailed, Group, EvaluationResult)
-
-
-def may_say(peer: Peer, message: Message) -> bool:
-    """Whether this message is one that the peer's role sends: a rollout server commits nothing."""
-    if isinstance(message, FROM_SERVER):
-        right = peer.role == "rollout_server"
-    elif isinstance(message, FROM_RANK_0):
-        right = peer.role == "learner" and peer.hello.rank == 0
-    else:
-        right = True
-    if not right:
-        log.warning("replay: %r is a %s and may not send %s [corrupt]", peer.name, peer.role, type(message).__name__)
-    return right

@@ -7,29 +7,45 @@ replay/journal/apply.py builds again from its journal.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from configs.schema import Config
 from replay import messages as m
 from replay.bounded_log import BoundedLog
 from replay.channel import Message, WireError, may_be
 from replay.desks.batch_desk import BatchDesk
-from replay.desks.buffer import GroupBuffer
 from replay.desks.evaluation_desk import EvaluationDesk
+from replay.desks.granting import Granting
 from replay.desks.incarnations import Incarnations
-from replay.desks.lease_desk import LeaseDesk
-from replay.desks.leases import GroupId
+from replay.desks.intake import Intake
+from replay.desks.leases import SlotState
 from replay.journal import Journal, JournalError, MemoryJournal
-from replay.journal.format import Frames, Location
+from replay.journal.apply import record, restore
+from replay.journal.format import Frames, Record
 from replay.journal.snapshot import snapshot_of
-from replay.peers import Peer, Peers, learner_keys, may_say
+from replay.peers import Peer, Peers, learner_keys
 from replay.prompts import PromptSource
-from replay.status import batch_stats, status_of
+from replay.run import Run
+from replay.status import StatusReport
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What follows from one kind of message: handle(peer, message, now, frames), if its sender may send it."""
+
+    sender: Literal["anyone", "rollout server", "learner", "rank 0"]
+    handle: Callable[[Peer, Any, float, Frames], None]
+
+    def admits(self, peer: Peer) -> bool:
+        """Whether this peer may send such a message: a rollout server commits nothing."""
+        if self.sender == "rollout server":
+            return peer.role == "rollout_server"
+        return self.sender == "anyone" or (peer.role == "learner" and peer.hello.rank == 0)
 
 
 class Service:
@@ -58,28 +74,25 @@ class Service:
             playback: only take again what the journal has (`--replay`): no prompts, no servers, no evaluations.
         """
         expected = fingerprint or {}
-        self.config, self.source, self.playback = config, source, playback
-        self.journal: Journal = MemoryJournal() if journal is None else journal
-        lag, on_stale = config.replay.async_lag, config.replay.on_stale
-        self.buffer = GroupBuffer(config.rollout.groups_per_step, lag, on_stale, load=self.load_group)
-        self.peers = Peers(expected)
-        self.outbox: list[tuple[str, Message]] = []
-        self.counters = self.buffer.counters
-        fail, size = partial(self.end, failed=True), expected.get("vocab_size", "")
-        self.desk = LeaseDesk(
-            config,
-            self.buffer,
-            source,
-            self.peers,
-            journal=self.journal,
-            vocab_size=int(size) if size.isdigit() else None,
-            send=self._send,
-            fail=fail,
-        )
-        self.batch_desk = BatchDesk(config, self.desk, self.peers, journal=self.journal, send=self._send, fail=fail)
         rows = [] if playback else evaluation_rows
-        self.evaluations = EvaluationDesk(config, rows, self.buffer, self.peers, journal=self.journal, send=self._send)
-        self.incarnations = Incarnations(self, now)
+        self.config, self.playback = config, playback
+        self.journal: Journal = MemoryJournal() if journal is None else journal
+        self.run = run = Run(config, source, self.journal, evaluates=bool(rows))
+        self.buffer, self.counters = run.buffer, run.counters
+        self.peers = peers = Peers(expected)
+        self.outbox: list[tuple[str, Message]] = []
+        send, fail = self._send, partial(self.end, failed=True)
+        size = expected.get("vocab_size", "")
+        vocab_size = int(size) if size.isdigit() else None
+        self.granting = Granting(run, peers, vocab_size=vocab_size, send=send, fail=fail)
+        self.intake = Intake(run, self.granting, send=send, fail=fail)
+        self.batch_desk = BatchDesk(run, self.granting, peers, send=send, fail=fail)
+        self.evaluations = EvaluationDesk(run, rows, peers, send=send)
+        self.incarnations = Incarnations(
+            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, now=now,
+            greet=lambda peer: send(peer.identity, self.welcome()), end=self.end,
+        )  # fmt: skip
+        self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
         self.no_server_since = now
         self.missing: dict[str, float] = {}
         """Servers that held leases when replay was restarted, and until when they have to come back."""
@@ -89,30 +102,51 @@ class Service:
         self.ended_at = 0.0
         self.failed = False
         self.learner_nodes = learner_keys(config)
-        self._handlers = self._reactions()
         self._bounded = BoundedLog(log)
+        self._table = self._dispatch_table()
 
-    def _reactions(self) -> dict[type[Message], Callable[[Peer, Any, float], None]]:
-        """What follows from each message of an admitted peer; groups and results, which have frames, are apart."""
+    def _dispatch_table(self) -> dict[type[Message], Entry]:
+        """Who may send what, and what follows. Hello and StatusRequest, which need no admission, are apart."""
+        intake, evaluations = self.intake, self.evaluations
         return {
-            m.Heartbeat: self._heartbeat,
-            m.LeaseRequest: self._lease_request,
-            m.Renew: self.desk.renew,
-            m.Cancel: lambda peer, cancel, _: self.desk.failed(peer, cancel),
-            m.EvaluationFailed: lambda peer, failed, _: self.evaluations.failed(peer, failed),
-            m.Take: self.batch_desk.take,
-            m.Committed: lambda _, committed, __: self._committed(committed),
-            m.Published: lambda _, published, __: self.desk.newest(published.version),
-            m.Evaluate: lambda _, evaluate, now: self.evaluations.request(evaluate.version, now),
-            m.CursorRequest: self._cursor_request,
-            m.Checkpointed: lambda _, checkpointed, __: self._checkpointed(checkpointed),
-            m.Goodbye: self._goodbye,
+            m.Heartbeat: Entry("anyone", self._heartbeat),
+            m.Goodbye: Entry("anyone", self._goodbye),
+            m.Take: Entry("anyone", lambda peer, take, now, _: self.batch_desk.take(peer, take, now)),
+            m.LeaseRequest: Entry("rollout server", self._lease_request),
+            m.Renew: Entry("rollout server", lambda peer, renew, now, _: self.granting.renew(peer, renew, now)),
+            m.Cancel: Entry("rollout server", lambda peer, cancel, _, __: intake.failed(peer, cancel)),
+            m.Group: Entry("rollout server", lambda peer, group, _, frames: intake.group(peer, group, frames)),
+            m.EvaluationResult: Entry(
+                "rollout server", lambda peer, result, _, frames: evaluations.result(peer, result, frames)
+            ),
+            m.EvaluationFailed: Entry("rollout server", lambda peer, failed, _, __: evaluations.failed(peer, failed)),
+            m.Committed: Entry("rank 0", self._committed),
+            m.Published: Entry("rank 0", lambda _, published, __, ___: self.run.policies.possible(published.version)),
+            m.Evaluate: Entry("rank 0", lambda _, evaluate, now, __: evaluations.request(evaluate.version, now)),
+            m.CursorRequest: Entry("rank 0", self._cursor_request),
+            m.Checkpointed: Entry("rank 0", self._checkpointed),
         }
 
     @property
     def incarnation(self) -> int:
         """Starts of the learner so far."""
-        return self.incarnations.number
+        return self.run.policies.incarnation
+
+    def restore(self, records: Iterable[Record], now: float) -> int:
+        """Go to where a journal ends; how many records there were. Raises JournalError.
+
+        Leases of servers that were there are kept, so that their running answers count when they come back.
+        """
+        count = restore(self.run, records, now)
+        until = now + self.config.network.silent_after_s
+        leased = [slot for slot in self.buffer.slots.values() if slot.state is SlotState.LEASED]
+        for slot in leased:
+            # Soon: replay may have died before the server heard of this lease. Its next Renew sets the usual deadline.
+            slot.deadline, slot.progress_at = until, now
+        servers = [slot.server for slot in leased] + [e.server for e in self.run.board.open.values()]
+        self.missing = {server: until for server in servers if server is not None}
+        self.incarnations.settle()
+        return count
 
     # ---- incoming -------------------------------------------------------------------------------------
 
@@ -135,21 +169,22 @@ class Service:
             self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
-            self._send(identity, m.Status(state=status_of(self, now)))
+            self._send(
+                identity, m.Status(state=self.report.of(now, ended=self.ended, no_server_since=self.no_server_since))
+            )
             return
         peer = self.peers.get(identity)
         if peer is None:
             self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
             return
         peer.last_heard, peer.unreachable_since = now, None
-        if not may_say(peer, message):
-            self.counters["corrupt_messages"] += 1
-        elif isinstance(message, m.Group):
-            self.desk.group(peer, message, frames)
-        elif isinstance(message, m.EvaluationResult):
-            self.evaluations.result(peer, message, frames)
-        elif (handler := self._handlers.get(type(message))) is not None:
-            handler(peer, message, now)
+        entry = self._table[type(message)]
+        if entry.admits(peer):
+            entry.handle(peer, message, now, frames)
+            return
+        self.counters["corrupt_messages"] += 1
+        kind = type(message).__name__
+        self._bounded.warning("role", "replay: %r is a %s and may not send %s [corrupt]", peer.name, peer.role, kind)
 
     def corrupt(self, identity: str, problem: WireError) -> None:
         """A message that cannot be used: counted and named."""
@@ -168,15 +203,15 @@ class Service:
             now: monotonic seconds.
             late: replay itself was away (stopped, swapped out): its peers' silence is then its own.
         """
-        self.desk.expire(now)
+        self.granting.expire(now)
         if not late:
             for peer in self.peers.silent(now, self.config.network.silent_after_s):
                 self.lost(peer.identity, "silent", now)
-            self.incarnations.watch(now)
+            self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
             self.evaluations.board.server_lost(identity)
-            held = self.desk.server_lost(identity)
+            held = self.granting.server_lost(identity)
             log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
         self.evaluations.expire(now)
         self._watch_for_servers(now)
@@ -196,7 +231,7 @@ class Service:
         if peer is None:
             return
         self.evaluations.board.server_lost(identity)
-        held = self.desk.server_lost(identity)
+        held = self.granting.server_lost(identity)
         if peer.role == "rollout_server" and self.ended is None:
             self.counters["servers_lost"] += 1
             log.warning(
@@ -241,27 +276,26 @@ class Service:
             self.unwritten_since = None
         return True
 
-    def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float) -> None:
+    def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
         peer.activity, peer.gauges = message.activity, message.gauges
         peer.since = now - message.since_s
         if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
             self._send(peer.identity, self.welcome())  # it may have missed that a learner has started
 
-    def _lease_request(self, peer: Peer, message: m.LeaseRequest, now: float) -> None:
+    def _lease_request(self, peer: Peer, message: m.LeaseRequest, _: float, __: Frames) -> None:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
         if message.incarnation < self.incarnation:  # it may not have heard of the learner that is here now
             self._send(peer.identity, self.welcome())
-        if not self.desk.is_on_line(peer):
-            self.desk.off_line(peer)
+        if not self.granting.is_on_line(peer):
+            self.granting.off_line(peer)
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
 
     # ---- the learner ----------------------------------------------------------------------------------
 
-    def _committed(self, message: m.Committed) -> None:
-        expected = self.batch_desk.committed(message)
-        if expected is not None:
-            self.incarnations.diverged(message.step, expected, message.digest)
+    def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
+        self.batch_desk.committed(message)
+        self.incarnations.settle()
         self.evaluations.made(self.buffer.version)
 
     def cursor(self) -> dict[str, Any]:
@@ -272,12 +306,12 @@ class Service:
         return {
             "incarnation": self.incarnation,
             "version": self.buffer.version,
-            "source": self.source.state(),
-            "untrained": [list(g) for g in [*ahead, *self.buffer.slots, *self.desk.again]],
+            "source": self.run.source.state(),
+            "untrained": [list(g) for g in [*ahead, *self.buffer.slots, *self.run.again]],
             "counters": dict(self.counters),
         }
 
-    def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float) -> None:
+    def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float, __: Frames) -> None:
         if request.step != self.buffer.version:
             reason = (
                 f"say Hello first: replay is at version {self.buffer.version}, the commit of {request.step} was lost"
@@ -287,29 +321,19 @@ class Service:
         self.journal.want_sync()  # a durable checkpoint must not be ahead of the journal
         self._send(peer.identity, m.Cursor(step=request.step, state=self.cursor()))
 
-    def _checkpointed(self, message: m.Checkpointed) -> None:
-        """What no kept checkpoint needs is not kept either."""
-        self.counters["checkpoints"] += 1
-        oldest = min(message.kept, default=message.step)
-        self.journal.append("checkpoint", {"step": message.step, "kept": list(message.kept)})
-        self.buffer.line.forget(oldest)
-        self.evaluations.forget(oldest)
+    def _checkpointed(self, _: Peer, message: m.Checkpointed, __: float, ___: Frames) -> None:
+        """A checkpoint is durable: files of the journal that no kept one needs are freed behind a snapshot."""
+        record(self.run, "checkpoint", {"step": message.step, "kept": list(message.kept)})
         try:
             self.journal.begin_segment()
-            self.journal.append("snapshot", snapshot_of(self))
+            self.journal.append("snapshot", snapshot_of(self.run))
             self.journal.want_sync()
             self.journal.flush()  # before the files that it takes the place of are gone
         except JournalError as error:
             log.error("replay: no journal file was freed: %s [full]", error)
             return
         if self.config.replay.journal_keep == "checkpoint" and not self.playback:
-            self.journal.release(self.first_segment())
-
-    def first_segment(self) -> int:
-        """Number of the oldest file of the journal that is still needed."""
-        held = [slot.location.segment for slot in self.buffer.slots.values() if slot.location is not None]
-        others = [self.buffer.line.first_segment(), self.evaluations.first_segment()]
-        return min([self.journal.segment, *held, *(segment for segment in others if segment is not None)])
+            self.journal.release(self.run.first_segment())
 
     # ---- peers ----------------------------------------------------------------------------------------
 
@@ -317,7 +341,7 @@ class Service:
         problem = self._may_be(hello, sender) or self.peers.disagreement(hello)
         known = self.peers.get(identity) is not None
         if problem is None and hello.role == "learner" and not known:
-            problem = self.incarnations.hello(identity, hello, now)
+            problem = self.incarnations.hello(identity, hello)
         if problem is not None:
             self.counters["peers_refused"] += 1
             log.error("replay: refused %r (pid %d on %s): %s", hello.name, hello.pid, hello.host, problem)
@@ -340,7 +364,7 @@ class Service:
 
     def welcome(self) -> m.Welcome:
         """The run as a newcomer needs it."""
-        line, address = self.buffer.line, self.incarnations.bus_address
+        line, address = self.buffer.line, self.run.bus_address
         return m.Welcome(
             incarnation=self.incarnation,
             version=self.buffer.version,
@@ -348,7 +372,7 @@ class Service:
             resumes_until=line.last_committed,
         )
 
-    def _goodbye(self, peer: Peer, message: m.Goodbye, now: float) -> None:
+    def _goodbye(self, peer: Peer, message: m.Goodbye, now: float, _: Frames) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
         if peer.role == "learner" and (peer.hello.rank == 0 or message.failed):
             self.end(message.reason, failed=message.failed)
@@ -369,28 +393,8 @@ class Service:
             return
         self.evaluations.assign()
         if not self.playback:
-            self.desk.grant(now)
-        self.batch_desk.form(partial(batch_stats, self))
-
-    def restart_at(self, version: int, again: deque[GroupId]) -> None:
-        """Forget all groups; the prompts of `again` are leased before the source goes on.
-
-        Raises:
-            JournalError: the journal could not take the new state.
-        """
-        self.buffer.slots.clear()
-        self.buffer.line.steps.clear()
-        self.buffer.line.initial = None
-        self.buffer.version, self.buffer.formed = version, None
-        self.desk.again = again
-        self.journal.begin_segment()
-        self.journal.append("snapshot", snapshot_of(self))
-
-    def load_group(self, location: Location) -> m.Group:
-        """A group from the journal."""
-        group = self.journal.read(location)
-        assert isinstance(group, m.Group)
-        return group
+            self.granting.grant(now)
+        self.batch_desk.form(self.report.batch_stats)
 
     def _send(self, identity: str, message: Message) -> None:
         self.outbox.append((identity, message))

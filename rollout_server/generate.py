@@ -1,4 +1,4 @@
-"""From a lease to a group: encode the prompt, sample the answers, score them. No sockets."""
+"""Lease to group: encode the prompt, sample answers, score them. No sockets."""
 
 import asyncio
 import time
@@ -94,7 +94,7 @@ class Generator:
         return self.engine.running_tokens()
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
-        """What each answer of a lease in work has, from its token number since[i] on; its prefix is counted."""
+        """Tokens of each answer of a running lease from number since[i] on, prefix included."""
         if request_id not in self._sampled:
             return self.engine.progress(request_id, since) or [Partial() for _ in since]
         sampled = self._sampled[request_id]
@@ -127,7 +127,7 @@ class Generator:
         )
 
     def encode(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a prompt. Raises LeaseFailed when it is too long or cannot be rendered."""
+        """Token ids of a prompt. Raises LeaseFailed: too long, or cannot be rendered."""
         try:
             return self.task.encode(row)
         except PromptTooLong as error:
@@ -154,7 +154,7 @@ class Generator:
         ]
 
     async def _beside(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call returns that takes long: the loop also runs SGLang's frontend and the updates of its weights."""
+        """Run a long call in a thread: the loop also serves SGLang's frontend and updates."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)
 
     async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:

@@ -20,6 +20,7 @@ from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
+from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
@@ -100,15 +101,9 @@ def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
     except (ChannelError, EngineStartFailed) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
-        first = _first(group)
+        first = first_error(group)
         code = _stop(args.server_name, first)
         return CANNOT_START if isinstance(first, NotAvailable) else code
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _stop(name: str, error: BaseException) -> int:

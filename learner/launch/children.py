@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,7 @@ class Child:
         if code is None:
             return "still running"
         how = f"killed by {signal.Signals(-code).name} [closed]" if code < 0 else f"exit code {code}"
-        # Who is killed from outside has no last word: what it complained of before is not the cause.
+        # A process killed from outside logs no cause; its earlier errors are unrelated.
         error = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_error(self.log_path, self.offset)
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
@@ -78,11 +78,27 @@ def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
         child.process.wait()
 
 
-def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str] | None:
-    """Wait until a line of the child's log matches; None when it ends or the time is up."""
+def wait_for_line(
+    child: Child, pattern: str, timeout_s: float, *, progress: str, show: Callable[[str], None]
+) -> re.Match[str] | None:
+    """Wait for a matching line in the child's log; None when it ends or times out.
+
+    Args:
+        child: which logs.
+        pattern: of the line.
+        timeout_s: how long.
+        progress: pattern of lines to show meanwhile, whose first group is the text.
+        show: gets each new text.
+    """
     deadline = time.monotonic() + timeout_s
+    shown = ""
     while time.monotonic() < deadline:
-        match = re.search(pattern, _tail(child.log_path, child.offset), re.MULTILINE)
+        log = _tail(child.log_path, child.offset)
+        for text in re.findall(progress, log, re.MULTILINE)[-1:]:
+            if text != shown:
+                show(text)
+                shown = text
+        match = re.search(pattern, log, re.MULTILINE)
         if match is not None:
             return match
         if child.exit_code() is not None:
@@ -92,7 +108,7 @@ def wait_for_line(child: Child, pattern: str, timeout_s: float) -> re.Match[str]
 
 
 def last_error(log_path: Path, offset: int = 0) -> str:
-    """The last error line of a log after the last start, without its time; empty when there is none."""
+    """The last error line since the last start, without its timestamp, or an empty string."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _tail(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
     if not errors:
@@ -102,7 +118,7 @@ def last_error(log_path: Path, offset: int = 0) -> str:
 
 
 def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
-    """Lines in which a learner rank says why it stops; they begin with their time, so the least is the first."""
+    """Log lines that name why a learner rank stops; they sort by timestamp."""
     if not log_path.exists():
         return []
     return [

@@ -9,6 +9,7 @@ each time.
 import json
 import logging
 import os
+import secrets
 import sys
 import time
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class Launcher:
         assert self.learner is not None and self.replay is not None and self.servers is not None
         status: dict[str, Any] | None = None
         keys = load_keys(self.config.network.keys)
-        with Dealer(self.address, f"launcher.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
+        with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
             while (code := self.learner.exit_code()) != 0:
                 status = self._ask_status(dealer, status)
                 self.view.update(status, self._new_rows())
@@ -122,7 +123,7 @@ class Launcher:
             self.view.update(status, self._new_rows())
 
     def leave(self) -> None:
-        """Give the others time to leave by themselves after the learner's Goodbye."""
+        """Wait for the other processes to exit after the learner's Goodbye."""
         deadline = time.monotonic() + FAREWELL_S
         while time.monotonic() < deadline and any(child.exit_code() is None for child in self.all_children()):
             time.sleep(POLL_S)
@@ -137,7 +138,7 @@ class Launcher:
         return [child for child in (self.learner, *servers, self.replay) if child is not None]
 
     def _learner_leaves(self) -> bool:
-        """Whether the learner, which replay was told of, ends by itself: then what it says is the cause."""
+        """Whether the learner ends by itself within a deadline; its log then names the cause."""
         assert self.learner is not None and self.replay is not None
         deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
         while self.learner.exit_code() is None and time.monotonic() < deadline:
@@ -147,7 +148,7 @@ class Launcher:
     # ---- in place ---------------------------------------------------------------------------------------
 
     def _replay_died(self) -> None:
-        """Start replay again where it was, with its journal. Raises RunFailed when that is no use."""
+        """Restart replay in place, from its journal. Raises RunFailed when that cannot help."""
         assert self.replay is not None
         restarts = self._replay_restarts
         if restarts.due is None:
@@ -169,7 +170,7 @@ class Launcher:
                 raise
 
     def _learner_died(self, dealer: Dealer) -> None:
-        """Start the learner again from its newest checkpoint. Raises RunFailed when that is no use."""
+        """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
         assert self.learner is not None and self.machine is not None
         restarts = self._learner_restarts
         if restarts.due is None:
@@ -187,7 +188,7 @@ class Launcher:
         self.learner = self._start_learner(*self.plan().of(self.node, "learner"))
 
     def _replay_says_over(self, dealer: Dealer) -> bool:
-        """Whether the learner has ended the run, as replay knows a moment later."""
+        """Whether replay reports, within OVER_S, that the learner has ended the run."""
         deadline = time.monotonic() + OVER_S
         status: dict[str, Any] | None = None
         while time.monotonic() < deadline:
@@ -211,7 +212,13 @@ class Launcher:
         child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        ready = children.wait_for_line(child, r"^replay ready at (\S+)$", limit)
+        ready = children.wait_for_line(
+            child,
+            r"^replay ready at (\S+)$",
+            limit,
+            progress=r" INFO (reading .*: [\d,]+ rows.*)$",
+            show=self.view.event,
+        )
         if ready is None:
             self.replay = child
             raise RunFailed(f"replay did not start: {child.how_it_ended()}")
@@ -223,7 +230,7 @@ class Launcher:
         return self.config.shares[0].node
 
     def plan(self) -> Plan:
-        """What runs on this node, with the address of replay as soon as it is known. Raises PlacementError."""
+        """The processes of this node; has replay's address once known. Raises PlacementError."""
         assert self.machine is not None
         return assign(
             self.config,
@@ -250,7 +257,7 @@ class Launcher:
         return children.start("learner", process.command, self._log_of("learner"), environment)
 
     def say_fallback(self) -> None:
-        """Say it where the run goes on from an older checkpoint than its newest."""
+        """Show which checkpoints are passed over, and where the learner continues."""
         found, passed_over = latest_complete(self.run_dir)
         for line in passed_over:
             there = f"from {found.name}" if found is not None else "without a checkpoint"
@@ -265,7 +272,7 @@ class Launcher:
         return bool(status and status.get("ended")) or (self.replay is not None and self.replay.exit_code() is not None)
 
     def _learner_root_cause(self) -> str:
-        """The rank that was killed, or else the rank that stopped first: others fail because it is gone."""
+        """The rank that was killed, or else the first that stopped; others fail in consequence."""
         assert self.learner is not None
         killed = children.killed_rank(self.learner.log_path, self.learner.offset)
         if killed:

@@ -12,7 +12,7 @@ __all__ = ["count_gpus", "this_machine", "torch_has_cuda", "visible_devices"]
 
 
 def this_machine(config: Config, environment: Mapping[str, str] = os.environ) -> Machine:
-    """This machine as the placement sees it: its GPUs are 0 where torch cannot use them and `device` is `auto`.
+    """This machine for the placement; 0 GPUs where torch cannot use them.
 
     Raises:
         PlacementError: placement.device is cuda and there is no GPU, or torch is built without CUDA.

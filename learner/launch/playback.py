@@ -2,17 +2,19 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.loading import load
 from configs.schema import Config
+from learner import ledger
 from learner.launch.preflight import PreflightError, free_run_name
 from replay.journal import JournalReader
 
 
 def configuration(run_dir: Path, overrides: list[str]) -> Config:
-    """The run's configuration, for a run of its own beside it that ends where the journal does.
+    """The configuration of a playback: a run beside the original, as long as its journal.
 
     Raises:
         PreflightError: the folder is no run with a journal.
@@ -51,17 +53,16 @@ def last_step(run_dir: Path) -> int:
 
 
 def report(config: Config, code: int) -> int:
-    """Print how many steps have the journal's digest, last as JSON; the exit code is 0 only when all have."""
-    compared = compare(Path(config.run_dir) / "ledger.jsonl")
+    """Print the comparison as JSON; exit code 0 only if every digest is equal."""
+    compared = compare(ledger.read(config.run_dir))
     sys.stdout.write(json.dumps(compared) + "\n")
     sys.stdout.flush()
     all_equal = compared["equal"] == compared["steps"] == config.learner.total_steps
     return code if code or all_equal else 1
 
 
-def compare(ledger: Path) -> dict[str, Any]:
-    """Steps of a played run whose weights are those of the journal, and the first that is not."""
-    lines = [json.loads(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
+def compare(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the steps whose digest equals the journal's; name the first that differs."""
     different = [line["step"] for line in lines if line["digest"] != line.get("expected")]
     return {
         "steps": len(lines),

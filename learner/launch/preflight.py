@@ -168,7 +168,7 @@ def check_keys(config: Config) -> None:
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when the run folder cannot be made; found out by making a file where it would be."""
+    """Raises PreflightError when a file cannot be created where the run folder would be."""
     folder = Path(config.run_dir).absolute()
     try:
         while not folder.exists():
@@ -185,7 +185,7 @@ def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightErro
 
 
 def claim_run_dir(config: Config, *, new: bool) -> Config:
-    """Make the run folder and write its config.yaml; a new run never takes the folder of another one.
+    """Create the run folder and its config.yaml; config.yaml claims it for one run.
 
     Returns:
         The configuration, with the next free name where another run of this name has started since the checks.

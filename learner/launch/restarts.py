@@ -4,20 +4,22 @@ import time
 from dataclasses import dataclass, field
 
 SOON_S = 10.0
-"""A process that lived for less than this dies again at once: each further start waits twice as long."""
+"""A process that lived for less doubles the wait before its next start."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 8.0
-"""Less than network.silent_after_s by default: who waits for replay does not give it up meanwhile."""
+"""Less than network.silent_after_s by default, so peers do not give replay up meanwhile."""
 GOOD_RUN_S = 3600.0
-"""A process that ran for this long gets its restarts back: a run of weeks is not ended by its fourth lost machine."""
+"""A process that ran for this long gets its restarts back, so a run of weeks survives its fourth lost machine."""
 
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts of one process that others wait for: at once, unless it dies again and again."""
+    """Restart budget of one process: the first restart is immediate, repeated ones back off."""
 
     limit: int
     good_run_s: float = GOOD_RUN_S
+    backoff_s: float | None = None
+    """Wait before the first restart, which doubles with each; None is at once, unless the process dies soon."""
     count: int = 0
     due: float | None = None
     """Monotonic second of the next start; None while nothing has died."""
@@ -33,12 +35,15 @@ class Restarts:
         return now - self._started >= self.good_run_s
 
     def plan(self) -> str:
-        """It has died: set the time of the next start. Returns it in words, `restart 2 of 3 in 0.5 s`."""
+        """Schedule the next start after a death; returns `restart 2 of 3 in 0.5 s`."""
         now = time.monotonic()
         if self._ran_well(now):
             self.count = 0
-        again = self.count > 0 and now - self._started < SOON_S
-        self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S) if again else 0.0
+        if self.backoff_s is not None:
+            self._wait_s = self.backoff_s * 2**self.count
+        else:
+            again = self.count > 0 and now - self._started < SOON_S
+            self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S) if again else 0.0
         self.count += 1
         self.due = now + self._wait_s
         return f"restart {self.count} of {self.limit}" + (f" in {self._wait_s:g} s" if self._wait_s else "")

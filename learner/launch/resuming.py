@@ -1,10 +1,10 @@
 """`--resume RUN_DIR`: the configuration that a run goes on with."""
 
-import json
 from pathlib import Path
 
 from configs.loading import load
 from configs.schema import Config
+from learner import ledger
 from learner.launch.preflight import PreflightError
 
 
@@ -19,18 +19,11 @@ def configuration(run_dir: Path, overrides: list[str]) -> Config:
         raise PreflightError(f"--resume: {path} is missing; name the folder of a run, such as runs/quickstart")
     folder = run_dir.resolve()
     config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
-    done, wanted = steps_done(run_dir), config.learner.total_steps
+    lines, wanted = ledger.read(run_dir), config.learner.total_steps
+    done = int(lines[-1]["step"]) if lines else 0
     if wanted < done:
         raise PreflightError(
             f"--resume: {run_dir} has made {done} steps, learner.total_steps is {wanted}; give at least {done} with"
             " --steps, or leave it out"
         )
     return config
-
-
-def steps_done(run_dir: Path) -> int:
-    """The step that the run trained last; 0 before the first."""
-    ledger = run_dir / "ledger.jsonl"
-    lines = ledger.read_text(encoding="utf-8").splitlines(keepends=True) if ledger.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]
-    return int(json.loads(whole[-1])["step"]) if whole else 0

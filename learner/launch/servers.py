@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from configs.algorithm import Rollout
 from learner.launch.children import Child
-from learner.launch.restarts import GOOD_RUN_S
+from learner.launch.restarts import Restarts
 from replay.lifeline import CANNOT_START, RUN_FAILED
 
 GOOD_ORDER_S = 5.0
-"""A server that ends with exit code 0 has heard that the run is over; the launcher hears it within this time."""
+"""Exit code 0 means that the server knows the run is over; the launcher learns it within this time."""
 
 
 class RunFailed(RuntimeError):
@@ -22,9 +22,7 @@ class LocalServer:
     """A rollout server of this machine and its restarts."""
 
     child: Child
-    started_at: float
-    restarts: int = 0
-    start_again_at: float | None = None
+    restarts: Restarts
     given_up: bool = False
     left_at: float | None = None
     """When it was first seen to have ended with exit code 0."""
@@ -32,7 +30,7 @@ class LocalServer:
 
 @dataclass(slots=True)
 class LocalServers:
-    """All rollout servers of this machine. `start` makes the process of a name, `say` shows a line to people."""
+    """The rollout servers of this machine; `start` launches one by name, `say` prints."""
 
     config: Rollout
     start: Callable[[str], Child]
@@ -41,7 +39,8 @@ class LocalServers:
 
     def add(self, name: str) -> None:
         """Start one more."""
-        self.by_name[name] = LocalServer(self.start(name), time.monotonic())
+        restarts = Restarts(self.config.restarts, backoff_s=self.config.restart_backoff_s)
+        self.by_name[name] = LocalServer(self.start(name), restarts)
 
     @property
     def children(self) -> list[Child]:
@@ -71,10 +70,9 @@ class LocalServers:
         for name, server in self.by_name.items():
             if server.given_up:
                 continue
-            if server.start_again_at is not None:
-                if now >= server.start_again_at:
-                    server.start_again_at = server.left_at = None
-                    server.child, server.started_at = self.start(name), now
+            if server.restarts.due is not None:
+                if server.restarts.is_due():
+                    server.left_at, server.child = None, self.start(name)
                 continue
             code = server.child.exit_code()
             if code is None:
@@ -84,13 +82,11 @@ class LocalServers:
                 server.given_up = run_is_over
                 if server.given_up or now - server.left_at < GOOD_ORDER_S:
                     continue
-            self._died(name, server, now)
+            self._died(name, server)
 
-    def _died(self, name: str, server: LocalServer, now: float) -> None:
+    def _died(self, name: str, server: LocalServer) -> None:
         cause, limit = root_cause(name, server.child), self.config.restarts
         code = server.child.exit_code()
-        if now - server.started_at >= GOOD_RUN_S:
-            server.restarts = 0
         if code == RUN_FAILED:
             server.given_up = True
             self.say(f"{name} ended because the run has failed")
@@ -99,11 +95,8 @@ class LocalServers:
             if self.all_over:
                 raise RunFailed(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
-        elif server.restarts < limit:
-            wait = self.config.restart_backoff_s * 2**server.restarts
-            server.restarts += 1
-            server.start_again_at = now + wait
-            self.say(f"{cause}; restart {server.restarts} of {limit} in {wait:g} s")
+        elif not server.restarts.are_used_up:
+            self.say(f"{cause}; {server.restarts.plan()}")
         else:
             server.given_up = True
             self.say(
@@ -113,5 +106,5 @@ class LocalServers:
 
 
 def root_cause(name: str, child: Child) -> str:
-    """Who died, and how, in one line."""
+    """Which process died, and how, in one line."""
     return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"

@@ -33,7 +33,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """Per-token loss, and sums over the tokens of the microbatch that may be added over ranks.
+    """Per-token loss, and sums over the microbatch's tokens that ranks may add.
 
     Sums (0-dim float32, detached): `clipped` tokens held back by the clip, `weight` Σw and `weight_squared` Σw² of
     the ratio w = π/μ against the behaviour policy μ, `k1` and `k3` of KL(μ ‖ π).
@@ -55,7 +55,7 @@ def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def finish(inputs: LossInputs, loss: torch.Tensor, clipped: torch.Tensor | None = None) -> LossOutput:
-    """Mask the per-token loss and measure how far the policy has moved from the one that sampled.
+    """Mask the per-token loss and measure the distance to the behaviour policy.
 
     k1 = −log w and k3 = w − 1 − log w estimate KL(μ ‖ π) from tokens of μ (Schulman 2020, "Approximating KL
     divergence"). The mask selects rather than multiplies, so nothing outside the loss can leak into it.

@@ -10,15 +10,15 @@ import numpy as np
 
 from configs.schema import Config
 from replay.messages import EvaluationResult
-from replay.prompts import DataError, load_rows
+from replay.prompts import DataError, read_rows
 from replay.prompts.rows import Row
 
 
 def evaluation_rows(config: Config) -> list[Row]:
-    """The prompts of every evaluation, as replay leases them; none when the run is not evaluated. Raises DataError."""
+    """The evaluation prompts, as replay leases them; empty without evaluations. Raises DataError."""
     if config.data.eval is None or not config.evaluation.every_steps:
         return []
-    return list(islice(load_rows(config.data.eval), config.evaluation.num_prompts))
+    return list(islice(read_rows(config.data.eval), config.evaluation.num_prompts))
 
 
 def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row]) -> Path:

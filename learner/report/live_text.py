@@ -1,4 +1,4 @@
-"""What the live view says, as text: how far, how well, how stale, how fast, and who waits for whom.
+"""The live view as text: progress, rewards, lag, speed, and what each process waits for.
 
 Everything here is a function of the rows of metrics.jsonl and of replay's Status.state (schema: replay/status.py);
 no terminal, no clock. Any key may be missing: before replay and the learner have met, most are.
@@ -25,7 +25,7 @@ GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_u
 
 @dataclass(slots=True)
 class Progress:
-    """What the rows have said so far."""
+    """The rows read so far."""
 
     total_steps: int
     async_lag: int
@@ -35,7 +35,7 @@ class Progress:
     """Version to mode (`greedy`, `sampled`) to mean reward."""
 
     def add(self, row: Row) -> None:
-        """Take a row; the row of a step that is made once more replaces the old one and all after it."""
+        """Add a row; the row of a repeated step replaces the old one and its successors."""
         if "step" in row:
             while self.steps and self.steps[-1]["step"] >= row["step"]:
                 self.steps.pop()
@@ -54,7 +54,7 @@ class Progress:
         return self.steps[-1] if self.steps else {}
 
     def eta_s(self) -> float | None:
-        """Seconds to go at the median speed of the last steps; None before two of them are known.
+        """Remaining seconds at the median speed of the last steps; None before two are known.
 
         The median leaves out a pause in which a process was started again.
         """
@@ -189,30 +189,16 @@ def waiting_text(status: Mapping[str, Any] | None) -> str:
         return "; ".join([*waits, *_obstacles(status)])
     missing = status.get("oldest_missing")
     if not missing:
-        return "nobody waits"
+        return "no process waits"
     group = "/".join(str(part) for part in missing.get("group", ()))
     where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
-    return f"nobody waits; the oldest missing group is {group}, {where}"
+    return f"no process waits; the oldest missing group is {group}, {where}"
 
 
 def _obstacles(status: Mapping[str, Any]) -> list[str]:
-    """Why a batch that the learner asked for cannot be formed."""
-    waiting = status.get("waiting")
-    if not waiting:
-        return []
-    found = []
-    dropped = sorted((waiting.get("dropped") or {}).items(), key=lambda item: -item[1])
-    if dropped:
-        last = f" (last: {waiting['last_drop']})" if waiting.get("last_drop") else ""
-        found.append(f"dropped: {', '.join(f'{number} {reason}' for reason, number in dropped)}{last}")
-    idle = [
-        f"{server.get('name')} (version {server.get('version')} of incarnation {server.get('incarnation')})"
-        for server in waiting.get("idle_servers") or []
-    ]
-    if idle:
-        now = f"version {status.get('version')} of incarnation {status.get('incarnation')}"
-        found.append(f"without leases: {', '.join(idle)}; the learner holds {now}")
-    return found
+    """Why the requested batch cannot be formed, beyond taking its time."""
+    waiting = status.get("waiting") or {}
+    return [str(waiting["why"])] if waiting.get("dropped") or waiting.get("idle_servers") else []
 
 
 def _wait(wait: Mapping[str, Any]) -> str:
@@ -252,7 +238,7 @@ def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def trouble_text(status: Mapping[str, Any] | None) -> str:
-    """Counters of what a run in good order has none of, such as dropped or superseded groups."""
+    """Counters that a healthy run leaves at 0, such as dropped groups."""
     counters = (status or {}).get("counters") or {}
     return "  ".join(
         f"{name} {value}" for name, value in sorted(counters.items()) if value and name not in GOOD_COUNTERS

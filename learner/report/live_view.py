@@ -27,7 +27,7 @@ Mode = Literal["auto", "rich", "plain", "off"]
 
 REDRAW_S = 0.25
 QUIET_S = 15.0
-"""Plain mode: after so long without a line, one that says who waits for whom."""
+"""Plain mode: after so long without a line, one that names what is waited for."""
 EVENTS_SHOWN = 4
 SPARK_WIDTH = 60
 
@@ -104,12 +104,12 @@ class LiveView:
             self.console.file.write(text + "\n")
             self.console.file.flush()
         except BrokenPipeError:
-            self._nobody_reads()
+            self._go_silent()
 
-    def _nobody_reads(self) -> None:
+    def _go_silent(self) -> None:
         self.mode = "off"
         self._live = None
-        log.warning("nobody reads the output any more; the run goes on without a live view")
+        log.warning("the output was closed; the run goes on without a live view")
 
     def _draw(self, ending: str) -> None:
         self._drawn = time.monotonic()
@@ -124,7 +124,7 @@ class LiveView:
             if ending:
                 self._live.stop()
         except BrokenPipeError:
-            self._nobody_reads()
+            self._go_silent()
 
 
 def panel(

@@ -30,7 +30,7 @@ WANDB_ID = "wandb_run_id"
 
 
 class MetricsError(RuntimeError):
-    """A tracker that the configuration asks for cannot be used; the message names the key and the extra."""
+    """A configured tracker cannot be used; names the key and the extra to install."""
 
 
 class Recorder(Protocol):
@@ -154,7 +154,7 @@ class NullMetrics:
 
 
 def finite(values: Numbers) -> tuple[dict[str, Any], int]:
-    """Plain JSON numbers with None for NaN and infinity, and how many of those there were.
+    """Plain JSON numbers, None for NaN and infinity, and how many those were.
 
     Raises:
         TypeError: a value is not a number; the message names its key.
@@ -187,7 +187,7 @@ def flat(numbers: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a metrics.jsonl, oldest first; a last line that is still being written is left out.
+    """Rows of a metrics.jsonl, oldest first, without an unfinished last line.
 
     Raises:
         MetricsError: another line is not a JSON object; the message shows its number.
@@ -212,7 +212,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move rows of steps and versions above `after`, and lines that are no rows, to metrics.discarded.jsonl."""
+    """Move rows above step or version `after`, and broken lines, to metrics.discarded.jsonl."""
     path = folder / FILE
     if not path.exists():
         return
@@ -238,7 +238,7 @@ class Tracker(Protocol):
     """Somewhere else that rows go."""
 
     def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Take the numbers of one row; `position` is a step, or the version of an evaluation."""
+        """Log one row; `position` is its step, or the version of an evaluation."""
 
     def close(self) -> None:
         """Flush and close."""
@@ -268,7 +268,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One Weights & Biases run per run folder, resumed under the id kept there (extra `wandb`)."""
+    """One Weights & Biases run per folder, resumed by its stored id (extra `wandb`)."""
 
     def __init__(self, folder: Path, tracking: Tracking, run_config: dict[str, Any]) -> None:
         try:

@@ -110,7 +110,7 @@ def _title(name: str, steps: Sequence[Row]) -> str:
 
 
 def _line(axis: Any, where: Sequence[int], values: Sequence[float], *, colour: str, label: str) -> None:
-    """A faint line as measured and a strong one smoothed; points where there is too little for a line."""
+    """A faint measured line and a strong smoothed one; points for too few values."""
     marker = "o" if len(where) < 3 else None
     axis.plot(where, values, color=colour, alpha=0.3, linewidth=1)
     axis.plot(where, smoothed(values), color=colour, linewidth=2, marker=marker, markersize=4, label=label)
@@ -155,7 +155,7 @@ def _share(share: float, digits: int) -> str:
 
 
 def _idle(axis: Any, steps: Sequence[Row]) -> None:
-    axis.set(title="Idle share: who waited", xlabel="step", ylabel="share of time", ylim=(-0.02, 1.02))
+    axis.set(title="Idle share", xlabel="step", ylabel="share of time", ylim=(-0.02, 1.02))
     for name, label, colour in (
         ("trainer/idle_ratio", "learner waits for its batch", COLOURS[1]),
         ("rollout/idle_ratio", "rollout servers have nothing to decode", COLOURS[0]),

@@ -4,49 +4,29 @@ Ranks start no collective before all hold their part (invariant 9): each says so
 Proceed goes out when the last one did. No socket.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
-from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message
 from replay.desks import batches
-from replay.desks.buffer import GroupBuffer, OutOfStep
-from replay.desks.lease_desk import LeaseDesk
-from replay.journal import Journal
+from replay.desks.granting import Granting, Send
+from replay.journal.apply import as_plain, record
 from replay.peers import Peer, Peers
-
-log = logging.getLogger(__name__)
+from replay.run import Run
 
 
 class BatchDesk:
     """Takes, batches and commits."""
 
-    def __init__(
-        self,
-        config: Config,
-        desk: LeaseDesk,
-        peers: Peers,
-        *,
-        journal: Journal,
-        send: Callable[[str, Message], None],
-        fail: Callable[[str], None],
-    ) -> None:
-        self.config = config
-        self.desk = desk
-        self.buffer: GroupBuffer = desk.buffer
-        self.peers = peers
-        self.journal = journal
-        self.incarnation = 0
+    def __init__(self, run: Run, granting: Granting, peers: Peers, *, send: Send, fail: Callable[[str], None]) -> None:
+        self.run, self.granting, self.peers, self.buffer = run, granting, peers, run.buffer
         self.takes: dict[int, set[int]] = {}
         """Ranks that asked for the batch of a step."""
         self.haves: dict[int, set[int]] = {}
         """Ranks that hold their part of it."""
-        self.num_ranks = config.num_learner_ranks
+        self.num_ranks = run.config.num_learner_ranks
         self.batches: dict[int, list[m.Batch]] = {}
-        self.proceeding = 0
-        """Step that some rank may have begun, because Proceed went out."""
         self.take_since = 0.0
         self._send = send
         self._fail = fail
@@ -56,7 +36,7 @@ class BatchDesk:
         if peer.role != "learner" or take.rank != peer.hello.rank or not 0 <= take.rank < self.num_ranks:
             self._send(peer.identity, m.Refused(reason=f"Take as rank {take.rank}: {peer.name!r} is not that rank"))
             return
-        peer.incarnation = self.incarnation
+        peer.incarnation = self.run.policies.incarnation
         # Another rank may ask before rank 0's commit of the step before has arrived: their sockets have no order.
         if not self.buffer.version < take.step <= self.buffer.version + 2:
             return
@@ -74,66 +54,67 @@ class BatchDesk:
     def _has(self, peer: Peer, take: m.Take) -> None:
         haves = self.haves.setdefault(take.step, set())
         haves.add(take.rank)
-        if self.proceeding == take.step:  # its fellows wait for it in a collective, also if replay was restarted since
+        if (
+            self.run.proceeding == take.step
+        ):  # its fellows wait for it in a collective, also if replay was restarted since
             self._send(peer.identity, m.Proceed(step=take.step))
         elif len(haves) == self.num_ranks:
-            self.proceeding = take.step
-            self.journal.append("proceed", {"step": take.step, "incarnation": self.incarnation})
+            record(self.run, "proceed", {"step": take.step, "incarnation": self.run.policies.incarnation})
             for rank in range(self.num_ranks):
                 self.to_rank(rank, m.Proceed(step=take.step))
 
     def form(self, stats: Callable[[], dict[str, float]]) -> None:
-        """Form the batch once all ranks have asked for it."""
-        step = self.buffer.version + 1
-        ranks = self.num_ranks
-        if step in self.batches or len(self.takes.get(step, ())) < ranks:
+        """Form the batch once all ranks have asked for it; a step of the line gets the groups that it had."""
+        buffer, step = self.buffer, self.buffer.version + 1
+        if step in self.batches or len(self.takes.get(step, ())) < self.num_ranks:
             return
-        try:
-            while step not in self.buffer.line.steps and (stale := self.buffer.stale()):
-                self.desk.treat_stale(stale)  # each is gone, or its turn comes later, so this ends
-            formed = self.buffer.form(step)
-        except OutOfStep as error:
-            self._fail(str(error))
-            return
-        if formed is None:
-            return
-        self.desk.flat_drops = 0
-        self.desk.newest(step)
-        made = self.buffer.line.steps[step]
-        ids = [list(taken.group_id) for taken in made.groups]
-        self.journal.append("take", {"step": step, "incarnation": self.incarnation, "groups": ids})
-        groups, known = formed.groups, self.buffer.line.last_committed
-        assignment = batches.assign(batches.total_lengths(groups), ranks, self.config.learner.max_tokens_per_microbatch)
+        made = buffer.line.steps.get(step)
+        if made is not None:
+            ids = [taken.group_id for taken in made.groups]
+            groups = [self.run.load_group(taken.location) for taken in made.groups]
+        else:
+            while stale := buffer.stale():
+                self.granting.treat_stale(stale)  # each is dropped, or its turn comes later, so this ends
+            slots = buffer.oldest()
+            if len(slots) < buffer.groups_per_step:
+                return
+            ids = [slot.group_id for slot in slots]
+            groups = [slot.group for slot in slots if slot.group is not None]
+        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": as_plain(ids)}
+        record(self.run, "take", fields)
+        self._build(step, [buffer.masked(group, count=made is None) for group in groups], stats())
+
+    def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
+        """Make every rank's part, and send it to the ranks."""
+        config, line = self.run.config, self.buffer.line
+        lengths = batches.total_lengths(groups)
+        assignment = batches.assign(lengths, self.num_ranks, config.learner.max_tokens_per_microbatch)
+        is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
+        wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
         self.batches[step] = [
             replace(
-                batch,
-                publish=step >= known,
-                expected_digest=made.digest,
-                checkpoint=self.journal.size_bytes > self.config.replay.journal_max_bytes
-                and self.config.replay.journal_keep == "checkpoint",
+                part,
+                publish=step >= line.last_committed,
+                expected_digest=line.steps[step].digest,
+                checkpoint=wants_checkpoint,
             )
-            for batch in batches.build(step, groups, assignment, num_ranks=ranks, stats=stats())
+            for part in batches.build(step, groups, assignment, num_ranks=self.num_ranks, stats=stats)
         ]
-        for rank in range(ranks):
-            self.to_rank(rank, self.batches[step][rank])
+        for rank, part in enumerate(self.batches[step]):
+            self.to_rank(rank, part)
 
-    def committed(self, message: m.Committed) -> str | None:
-        """The step is in the weights; a repeated commit changes nothing.
-
-        Returns the digest that the journal has for the step when the weights are not those: the line diverges here.
-        """
-        step = message.step
-        expected = self.buffer.line.digest(step)
-        try:
-            if not self.buffer.commit(step, message.digest):
-                return None
-        except OutOfStep as error:
-            self._fail(str(error))
-            return None
-        fields = {"step": step, "incarnation": self.incarnation, "digest": message.digest, "again": bool(expected)}
-        self.journal.append("commit", fields)
+    def committed(self, message: m.Committed) -> None:
+        """The step is in the weights; a repeated commit changes nothing."""
+        step, line = message.step, self.buffer.line
+        if step <= self.buffer.version:
+            return
+        if step != self.buffer.version + 1 or step not in line.steps:
+            self._fail(f"commit of step {step}, but its batch was not taken (version {self.buffer.version})")
+            return
+        again = bool(line.digest(step))
+        fields = {"step": step, "incarnation": self.run.policies.incarnation, "digest": message.digest, "again": again}
+        record(self.run, "commit", fields)
         self.forget(step)
-        return expected if expected and expected != message.digest else None
 
     def forget(self, step: int) -> None:
         """Nobody asks for batches up to `step` any more."""
@@ -141,9 +122,8 @@ class BatchDesk:
             for old in [s for s in state if s <= step]:
                 state.pop(old)
 
-    def restart(self, incarnation: int) -> None:
-        """A new incarnation of the learner: what ranks of the last one asked for is void."""
-        self.incarnation, self.proceeding = incarnation, 0
+    def restart(self) -> None:
+        """What ranks have asked for is void: a learner starts, or the line ends."""
         for state in (self.takes, self.haves, self.batches):
             state.clear()
 

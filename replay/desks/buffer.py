@@ -12,40 +12,22 @@ resumed learner takes again (replay/desks/line.py) come before all of them.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from replay.desks.leases import GroupId, Slot, SlotState
-from replay.desks.line import Line, LineStep, Taken
-from replay.journal.format import Location
+from replay.desks.line import Line
 from replay.messages import Group
 
 OnStale = Literal["wait", "mask", "drop"]
-Load = Callable[[Location], Group]
-
-
-class OutOfStep(RuntimeError):
-    """A message does not fit the state of the buffer; the sender is wrong or late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """The batch of one step: its groups, oldest admitted first."""
-
-    step: int
-    groups: list[Group]
-    again: bool
-    """An earlier incarnation has taken it already."""
 
 
 class GroupBuffer:
     """All admitted groups in order of admission, the line of policies, and the batch in training."""
 
-    def __init__(
-        self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0, *, load: Load | None = None
-    ) -> None:
+    def __init__(self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0) -> None:
         self.groups_per_step = groups_per_step
         self.async_lag = async_lag
         self.on_stale = on_stale
@@ -54,11 +36,9 @@ class GroupBuffer:
         self.slots: dict[GroupId, Slot] = {}
         """Admitted and in no batch yet."""
         self.line = Line()
-        self.formed: Formed | None = None
         self.counters: Counter[str] = Counter()
         self.fruitless = 0
         """Prompts that were dropped since a group was last accepted."""
-        self._load = load
 
     @property
     def max_groups(self) -> int:
@@ -88,13 +68,6 @@ class GroupBuffer:
         """`min_version` of the place that this slot has now; less than at its admission when others before it went."""
         return self._min_version_at(self.taken + list(self.slots).index(slot.group_id))
 
-    def admit(self, group_id: GroupId, row: dict[str, Any]) -> Slot:
-        """Admit the next prompt (→ QUEUED)."""
-        assert self.room > 0 and group_id not in self.slots
-        slot = Slot(group_id, row, self.next_min_version())
-        self.slots[group_id] = slot
-        return slot
-
     def drop(self, slot: Slot, reason: str) -> None:
         """Remove a group for good, counted under its reason; its place goes to the next prompt."""
         del self.slots[slot.group_id]
@@ -102,54 +75,20 @@ class GroupBuffer:
         self.fruitless += 1
 
     def stale(self) -> list[Slot]:
-        """Groups of the next batch that hold tokens above the lag bound; to be treated before `form`."""
-        return [slot for slot in self._oldest() if self._is_stale(slot)]
+        """Groups of the next batch that hold tokens above the lag bound; none of them may be taken."""
+        return [slot for slot in self.oldest() if self._is_stale(slot)]
 
-    def lease_again(self, slot: Slot) -> None:
+    def last_min_version(self) -> int:
+        """`min_version` of a group that is here already and goes to the end of the order."""
+        return self._min_version_at(self.in_flight - 1)
+
+    def lease_again(self, slot: Slot, min_version: int) -> None:
         """A second try starts with the newest weights, at the end of the order (on_stale `drop`)."""
         slot.recall()
         slot.stale_retries += 1
-        self.slots.pop(slot.group_id)
-        slot.min_version = self.next_min_version()
-        self.slots[slot.group_id] = slot
+        slot.min_version = min_version
+        self.slots[slot.group_id] = self.slots.pop(slot.group_id)
         self.counters["stale_leased_again"] += 1
-
-    def form(self, step: int) -> Formed | None:
-        """The batch of `step`, formed once and then always the same; None while it is incomplete.
-
-        `wait` takes the oldest admitted groups and waits for them; `mask` and `drop` take the oldest that
-        are complete. Every token is checked against the lag bound once more.
-
-        Raises:
-            OutOfStep: `step` is not the step after the last commit.
-        """
-        if self.formed is not None and self.formed.step == step:
-            return self.formed
-        if step != self.version + 1:
-            raise OutOfStep(f"batch {step} was asked for, but version {self.version} is the last committed one")
-        again = step in self.line.steps
-        if again:
-            assert self._load is not None
-            groups = [self._load(taken.location) for taken in self.line.steps[step].groups]
-        else:
-            slots = self._oldest()
-            if len(slots) < self.groups_per_step:
-                return None
-            assert not any(map(self._is_stale, slots)), "a token above the lag bound is never trained"
-            groups = self.take(step, slots)
-        self.formed = Formed(step, [self._masked(group, count=not again) for group in groups], again)
-        return self.formed
-
-    def take(self, step: int, slots: list[Slot]) -> list[Group]:
-        """Move groups from their slots to the line, as the batch of `step`."""
-        taken, groups = [], []
-        for slot in slots:
-            assert slot.location is not None and slot.group is not None
-            taken.append(Taken(slot.group_id, slot.attempt, slot.min_version, slot.location))
-            groups.append(slot.group)
-            del self.slots[slot.group_id]
-        self.line.steps[step] = LineStep(taken)
-        return groups
 
     def oldest_missing(self) -> Slot | None:
         """The slot that the next batch waits for, if it waits for one in particular."""
@@ -160,45 +99,23 @@ class GroupBuffer:
                 return None
         return None
 
-    def commit(self, step: int, digest: str) -> bool:
-        """Step `step` is in the weights: the room of its groups is free. False for a repeated commit.
-
-        Raises:
-            OutOfStep: the batch of `step` was never formed.
-        """
-        if step <= self.version:
-            return False
-        if step != self.version + 1 or step not in self.line.steps:
-            raise OutOfStep(f"commit of step {step}, but its batch was not taken (version {self.version})")
+    def commit(self, step: int, digest: str) -> None:
+        """Step `step` is in the weights: the room of its groups is free."""
         made = self.line.steps[step]
         if not made.digest:
             self.counters["groups_trained"] += len(made.groups)
         made.digest = digest
-        self.formed = None
         self.version = step
-        return True
 
-    def rewind(self, version: int) -> None:
-        """A learner goes on from `version`; the steps of the line after it come again."""
-        assert self.line.reaches(version)
-        self.version, self.formed = version, None
-
-    def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> list[Slot]:
-        """The line ends at `version`: what was taken after it stands first in the order again. Returns those slots.
-
-        Which of their tokens are of policies that are gone is for the caller to see.
-        """
-        assert self._load is not None
+    def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> None:
+        """The line ends at `version`: what was taken after it stands first in the order again, not loaded yet."""
         back = []
         for step in self.line.ahead(version):
             for taken in self.line.steps.pop(step).groups:
                 slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
-                slot.group, slot.location = self._load(taken.location), taken.location
+                slot.location = taken.location
                 back.append(slot)
         self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
-        self.formed = None
-        self.order_anew()
-        return back
 
     def order_anew(self) -> None:
         """Give every slot the `min_version` of its place, where that is newer."""
@@ -214,7 +131,8 @@ class GroupBuffer:
     def _min_version_at(self, position: int) -> int:
         return max(0, self.version + position // self.groups_per_step - self.async_lag)
 
-    def _oldest(self) -> list[Slot]:
+    def oldest(self) -> list[Slot]:
+        """Slots of the next batch, as far as they are here: `wait` does not pass over one that is missing."""
         ready: list[Slot] = []
         for slot in self.slots.values():
             if slot.state is SlotState.BUFFERED:
@@ -227,7 +145,7 @@ class GroupBuffer:
 
     def _is_stale(self, slot: Slot) -> bool:
         if self.on_stale == "mask":
-            return False  # `form` masks
+            return False  # `masked` takes them out
         assert slot.group is not None
         oldest = self.version - self.async_lag
         if int(slot.group.versions.min()) >= oldest:
@@ -235,7 +153,7 @@ class GroupBuffer:
         sampled = slot.group.versions[slot.group.loss_mask != 0]
         return bool(sampled.size) and int(sampled.min()) < oldest
 
-    def _masked(self, group: Group, *, count: bool) -> Group:
+    def masked(self, group: Group, *, count: bool) -> Group:
         """The group with tokens above the lag bound taken out of the loss (on_stale `mask`)."""
         if self.on_stale != "mask":
             return group

@@ -6,6 +6,8 @@ server runs the whole evaluation; when it dies, another that holds the version t
 
 from dataclasses import dataclass, field
 
+from replay.journal.format import Location
+
 MAX_ROUNDS = 2
 """How often all holders of a version are asked, before its deadline closes it."""
 MAX_CLOSED = 64
@@ -35,6 +37,8 @@ class EvaluationBoard:
         self.holders: dict[int, dict[str, None]] = {}
         """Servers by version, in the order in which they reported it."""
         self.closed: dict[int, str] = {}
+        self.results: dict[int, dict[bool, Location]] = {}
+        """Where the journal has what came, by version and mode."""
 
     def request(self, version: int, now: float) -> None:
         """The learner wants `version` evaluated. Repeating it changes nothing."""
@@ -47,43 +51,46 @@ class EvaluationBoard:
         for old in [v for v in self.holders if v not in self.open and v < version - 16]:
             del self.holders[old]
 
-    def assign(self) -> list[tuple[str, Evaluation]]:
-        """Evaluations that can start now, each with the server that runs it."""
-        started = []
-        for evaluation in self.open.values():
-            if evaluation.server is None:
-                holders = list(self.holders.get(evaluation.version, ()))
-                candidates = [s for s in holders if s not in evaluation.tried]
-                if holders and not candidates and evaluation.rounds < MAX_ROUNDS:
-                    evaluation.rounds += 1
-                    evaluation.tried.clear()
-                    candidates = holders
-                if candidates:
-                    evaluation.server = candidates[0]
-                    evaluation.tried.append(candidates[0])
-                    started.append((candidates[0], evaluation))
-        return started
+    def next_server(self, version: int) -> str | None:
+        """The server that an open evaluation can start at now: one that was not asked in this round."""
+        evaluation, holders = self.open[version], list(self.holders.get(version, ()))
+        if evaluation.server is not None:
+            return None
+        fresh = [server for server in holders if server not in evaluation.tried]
+        if not fresh and evaluation.rounds < MAX_ROUNDS:
+            fresh = holders
+        return fresh[0] if fresh else None
 
-    def result(self, server: str, version: int, greedy: bool) -> bool:
-        """A part is done; False when it is not wanted (late or repeated). Closes the last part's version."""
+    def begin(self, version: int, server: str) -> None:
+        """A server runs what is open of this version; one that was asked before begins another round."""
         evaluation = self.open.get(version)
-        if evaluation is None or server not in evaluation.tried or greedy not in evaluation.open_modes:
-            return False
-        evaluation.open_modes.remove(greedy)
-        if not evaluation.open_modes:
-            self.close(version, "")
-        return True
+        if evaluation is None:
+            return
+        if server in evaluation.tried:
+            evaluation.rounds += 1
+            evaluation.tried.clear()
+        evaluation.server = server
+        evaluation.tried.append(server)
+
+    def wants(self, server: str, version: int, greedy: bool) -> bool:
+        """Whether a part is wanted from this server, not late and not repeated."""
+        evaluation = self.open.get(version)
+        return evaluation is not None and server in evaluation.tried and greedy in evaluation.open_modes
+
+    def done(self, version: int, greedy: bool, place: Location) -> None:
+        """A part is in the journal."""
+        evaluation = self.open.get(version)
+        if evaluation is not None and greedy in evaluation.open_modes:
+            evaluation.open_modes.remove(greedy)
+        self.results.setdefault(version, {})[greedy] = place
 
     def failed(self, server: str, version: int) -> bool:
-        """The server that runs this evaluation could not; another may. True when all were asked: it is closed."""
+        """The server that runs this evaluation could not; another may. True when all were asked."""
         evaluation = self.open.get(version)
         if evaluation is None or evaluation.server != server:
             return False
         evaluation.server = None
-        if evaluation.rounds < MAX_ROUNDS or set(self.holders.get(version, ())) - set(evaluation.tried):
-            return False
-        self.close(version, "every server that holds it failed")
-        return True
+        return evaluation.rounds >= MAX_ROUNDS and not set(self.holders.get(version, ())) - set(evaluation.tried)
 
     def server_lost(self, server: str) -> None:
         """Its evaluations are free for another holder."""
@@ -94,25 +101,36 @@ class EvaluationBoard:
                 evaluation.server = None
 
     def overdue(self, now: float) -> list[tuple[int, str]]:
-        """Close what took too long; (version, reason) each."""
+        """What takes too long: (version, reason) each."""
         late = [e for e in self.open.values() if now - e.opened_at > self.deadline_s]
-        for evaluation in late:
-            where = f"at {evaluation.server}" if evaluation.server else "no server holds that version"
-            self.close(evaluation.version, f"not done within {self.deadline_s:g} s ({where})")
-        return [(e.version, self.closed[e.version]) for e in late]
+        where = {e.version: f"at {e.server}" if e.server else "no server holds that version" for e in late}
+        return [(e.version, f"not done within {self.deadline_s:g} s ({where[e.version]})") for e in late]
 
-    def supersede(self, version: int) -> list[int]:
-        """Forget the versions from `version` on, which others will take the place of; those that anybody asked for."""
-        gone = sorted(v for v in (*self.open, *self.closed) if v >= version)
-        for old in gone:
+    def known_from(self, version: int) -> list[int]:
+        """Versions from `version` on that were asked for."""
+        return sorted(v for v in (*self.open, *self.closed) if v >= version)
+
+    def supersede(self, version: int) -> None:
+        """Forget the versions from `version` on, which others will take the place of."""
+        for old in self.known_from(version):
             self.open.pop(old, None)
             self.closed.pop(old, None)
+            self.results.pop(old, None)
         self.holders = {v: servers for v, servers in self.holders.items() if v < version}
-        return gone
 
     def close(self, version: int, reason: str) -> None:
-        """Nobody needs this version any more; an empty reason says that all parts are there."""
-        del self.open[version]
+        """This version is not needed any more; an empty reason says that all parts are there."""
+        if self.open.pop(version, None) is None:
+            return
         self.closed[version] = reason
         while len(self.closed) > MAX_CLOSED:
             del self.closed[min(self.closed)]
+
+    def forget(self, version: int) -> None:
+        """No learner will resume below `version`."""
+        for old in [v for v in self.results if v < version]:
+            del self.results[old]
+
+    def first_segment(self) -> int | None:
+        """Number of the oldest file of the journal that a kept result is in."""
+        return min((place.segment for parts in self.results.values() for place in parts.values()), default=None)

@@ -1,193 +1,205 @@
 """The learner's starts: which one speaks, from which version it goes on, and whether it stays on the line.
 
-A policy is (incarnation, version, digest). A resumed learner takes the journalled batches again, and while its
-digests are the journalled ones, what the policies before it have sampled is as good as ever. At the first digest that
-differs the line diverges: what was sampled with the policies that are gone is sampled anew. No socket, and time is an
-argument.
+A resumed learner takes the journalled batches again, and while its digests are the journalled ones, what the policies
+before it have sampled is as good as ever. At the first digest that differs the line diverges: what was sampled with
+lost policies is sampled anew. No socket, and time is an argument.
 """
 
 import logging
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 from replay import messages as m
-from replay.peers import Peer
-
-if TYPE_CHECKING:
-    from replay.service import Service
+from replay.desks.batch_desk import BatchDesk
+from replay.desks.evaluation_desk import EvaluationDesk
+from replay.desks.granting import Granting
+from replay.desks.leases import SlotState
+from replay.journal.apply import as_plain, record
+from replay.journal.snapshot import snapshot_of
+from replay.peers import Peer, Peers
+from replay.run import Run
 
 log = logging.getLogger(__name__)
+
+
+class End(Protocol):
+    """Ends the run."""
+
+    def __call__(self, reason: str, *, failed: bool) -> None: ...
 
 
 class Incarnations:
     """Counts the learner's starts within the run, and watches over the present one."""
 
-    def __init__(self, service: "Service", now: float) -> None:
-        self._service = service
-        self.number = 0
-        self.bus_address: str | None = None
-        self.started: list[str] = []
-        """Rank 0's socket of each, whose name is of that one process."""
-        self.unfinished: tuple[int, str, str] | None = None
-        """(step, expected, found) of a divergence of which the journal has the beginning only."""
+    def __init__(
+        self,
+        run: Run,
+        peers: Peers,
+        granting: Granting,
+        batch_desk: BatchDesk,
+        evaluations: EvaluationDesk,
+        *,
+        playback: bool,
+        greet: Callable[[Peer], None],
+        end: End,
+        now: float,
+    ) -> None:
+        """`greet` sends the run's Welcome; `playback` goes on after a divergence, which changes nothing then."""
+        self.run, self.peers, self.granting = run, peers, granting
+        self.batch_desk, self.evaluations, self.playback = batch_desk, evaluations, playback
+        self._greet, self._end = greet, end
         self._here_at = now
+
+    @property
+    def number(self) -> int:
+        """Starts of the learner so far."""
+        return self.run.policies.incarnation
 
     @property
     def learner_is_here(self) -> bool:
         """Whether rank 0 is connected."""
-        return self._service.peers.rank(0) is not None
+        return self.peers.rank(0) is not None
 
-    def hello(self, identity: str, hello: m.Hello, now: float) -> str | None:
+    def hello(self, identity: str, hello: m.Hello) -> str | None:
         """A learner rank connects: at its start, or because replay was restarted. Or why it may not."""
-        if hello.incarnation not in (0, self.number) or identity in self.started[:-1]:
+        if hello.incarnation not in (0, self.number) or identity in self.run.started[:-1]:
             return f"it is of an earlier incarnation of the learner, and number {self.number} has taken its place"
         problem = None
         if hello.rank == 0:
             # A process starts once: it may say Hello again before the answer to its first one has come.
-            starts = hello.incarnation == 0 and identity not in self.started
-            problem = self._starts(identity, hello) if starts else self._comes_back(hello)
+            if hello.incarnation == 0 and identity not in self.run.started:
+                problem = self._starts(identity, hello)
+            else:
+                self.run.bus_address = hello.bus_address
+                log.info("replay: incarnation %d of the learner is here again", self.number)
         if problem is None:
             for old in self._replaced_by(identity, hello):
-                self._service.peers.remove(old.identity)
+                self.peers.remove(old.identity)
         return problem
 
-    def _replaced_by(self, identity: str, hello: m.Hello) -> list[Peer]:
-        """Other connections of the same rank; when a new learner starts, all that took part in an earlier one."""
-        peers = self._service.peers
-        replaced = peers.others_of_rank(hello.rank, identity)
-        if hello.rank == 0 and hello.incarnation == 0:
-            replaced += [p for p in peers.role("learner") if p.hello.rank and max(p.incarnation, p.hello.incarnation)]
-        return replaced
-
-    def watch(self, now: float) -> None:
-        """Miss ranks that are gone; end the run when nobody comes in their place."""
-        service, network = self._service, self._service.config.network
-        for peer in service.peers.role("learner"):
+    def watch(self, now: float, *, has_ended: bool) -> None:
+        """Miss lost ranks; end the run when no other comes in their place."""
+        config = self.run.config
+        for peer in self.peers.role("learner"):
             gone = peer.unreachable_since is not None and now - peer.unreachable_since
-            if gone and gone > network.silent_after_s:
+            if gone and gone > config.network.silent_after_s:
                 self._lost(peer, f"lost {peer.describe(now)}: its connection is gone [closed]")
-            elif now - peer.last_heard > service.config.learner.batch_deadline_s:
+            elif now - peer.last_heard > config.learner.batch_deadline_s:
                 self._lost(peer, f"lost {peer.describe(now)} [silent]")
-        if self.number == 0 or self.learner_is_here or service.ended is not None:
+        if self.number == 0 or self.learner_is_here or has_ended:
             self._here_at = now
-        elif now - self._here_at > (waited := service.config.replay.wait_for_learner_s):
-            service.end(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]", failed=True)
+        elif now - self._here_at > (waited := config.replay.wait_for_learner_s):
+            self._end(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]", failed=True)
 
-    def diverged(self, step: int, expected: str, found: str) -> None:
-        """The weights of `step` are not those that the journal has: the line ends before it and goes on anew."""
-        service = self._service
-        service.counters["diverged"] += 1
+    def settle(self) -> None:
+        """Carry out the divergence that a record has shown, if any: the line ends there and goes on anew."""
+        run = self.run
+        if run.diverging is None:
+            return
+        (step, expected, found), run.diverging = run.diverging, None
         what = (
             f"step {step} made weights {found}, the journal has {expected} of an earlier incarnation; it is not"
             " deterministic (take learner.attention=sdpa, float32 and the same number of ranks for exact resumes)"
         )
-        if service.playback:
+        if self.playback:
+            run.counters["diverged"] += 1
             log.error("replay: %s [corrupt]", what)
             return
-        if service.config.replay.on_divergence == "stop":
-            service.end(f"{what}; replay.on_divergence is 'stop' [corrupt]", failed=True)
+        if run.config.replay.on_divergence == "stop":
+            run.counters["diverged"] += 1
+            self._end(f"{what}; replay.on_divergence is 'stop' [corrupt]", failed=True)
             return
-        self.unfinished = None
-        service.buffer.line.correct(step, found)
-        service.buffer.dissolve(step, lambda group_id: service.source.row(group_id[1]))
-        service.batch_desk.restart(self.number)
-        service.desk.published = step
-        superseded = service.desk.void(step, self.number)
-        service.buffer.order_anew()
-        service.evaluations.supersede(step)
+        ahead = [taken for later in run.buffer.line.ahead(step) for taken in run.buffer.line.steps[later].groups]
+        groups = [(taken.group_id, run.load_group(taken.location)) for taken in ahead]
+        for slot in list(run.buffer.slots.values()):
+            if slot.state is SlotState.LEASED:
+                self.granting.recall(slot)  # which policy goes on with it is not known
+            elif slot.group is not None:
+                groups.append((slot.group_id, slot.group))
+        superseded = [group_id for group_id, group in groups if int(group.versions.max()) >= step]
+        self.evaluations.superseded(step)
         log.warning("replay: %s: %d groups of the policies that are gone are sampled anew", what, len(superseded))
-        service.journal.append(
-            "diverged",
-            {
-                "step": step,
-                "incarnation": self.number,
-                "expected": expected,
-                "found": found,
-                "superseded": [list(group_id) for group_id in superseded],
-            },
-        )
+        fields = {"step": step, "incarnation": self.number, "expected": expected, "found": found}
+        record(run, "diverged", fields | {"superseded": as_plain(superseded)})
+        self.batch_desk.restart()
 
-    def _comes_back(self, hello: m.Hello) -> str | None:
-        self.bus_address = hello.bus_address
-        log.info("replay: incarnation %d of the learner is here again", self.number)
-        return None
+    def _replaced_by(self, identity: str, hello: m.Hello) -> list[Peer]:
+        """Other connections of the same rank; when a new learner starts, all that took part in an earlier one."""
+        replaced = self.peers.others_of_rank(hello.rank, identity)
+        if hello.rank == 0 and hello.incarnation == 0:
+            others = self.peers.role("learner")
+            replaced += [p for p in others if p.hello.rank and max(p.incarnation, p.hello.incarnation)]
+        return replaced
 
     def _starts(self, identity: str, hello: m.Hello) -> str | None:
         """The line of policies goes on from the version that this learner holds. Or why it cannot."""
-        service, buffer = self._service, self._service.buffer
-        known = buffer.line.digest(hello.version)
+        run, buffer = self.run, self.run.buffer
         if hello.version > buffer.version and hello.version > buffer.line.last_committed:
             problem = self._start_from_checkpoint(hello)
+            if problem is not None:
+                return problem
         elif not buffer.line.reaches(hello.version) or (hello.version < buffer.version and not buffer.line.steps):
-            problem = (
+            return (
                 f"it holds version {hello.version}, and the journal begins after step"
                 f" {min(buffer.line.steps, default=buffer.version + 1) - 1}; resume from a checkpoint of that step or a"
                 " later one, or start a new run"
             )
-        else:
-            problem = None
-        if problem is not None:
-            return problem
-        progress = buffer.version
-        buffer.rewind(hello.version)
-        self.number += 1
-        self.bus_address = hello.bus_address
-        self.started.append(identity)
-        service.desk.published = max(hello.version, buffer.line.last_committed)
-        service.batch_desk.restart(self.number)
-        if not buffer.line.steps or buffer.line.initial is None:
-            buffer.line.initial = (hello.version, hello.digest)
-        service.journal.append(
-            "learner",
-            {
-                "incarnation": self.number,
-                "version": hello.version,
-                "digest": hello.digest,
-                "world_size": hello.world_size,
-                "bus_address": hello.bus_address,
-                "identity": identity,
-            },
-        )
-        service.desk.restart(progress, self.number)
-        service.evaluations.supersede(max(hello.version, buffer.line.last_committed) + 1)
+        self.evaluations.superseded(max(hello.version, buffer.line.last_committed) + 1)
+        fields = {
+            "incarnation": self.number + 1,
+            "version": hello.version,
+            "digest": hello.digest,
+            "world_size": hello.world_size,
+            "bus_address": hello.bus_address,
+            "identity": identity,
+        }
+        record(run, "learner", fields)
+        self.batch_desk.restart()
+        servers = self.peers.role("rollout_server")
+        for peer in servers if self.number > 1 else []:
+            if not self.granting.is_on_line(peer):
+                self.granting.off_line(peer)
         ahead = len(buffer.line.ahead(hello.version))
         log.info(
             "replay: incarnation %d starts at version %d%s", self.number, hello.version,
             f", {ahead} batches of the journal come again" if ahead else "",
         )  # fmt: skip
-        if known and hello.digest and known != hello.digest:
-            self.diverged(hello.version, known, hello.digest)
-        for peer in service.peers.role("rollout_server"):
-            service.outbox.append((peer.identity, service.welcome()))
+        self.settle()
+        for peer in servers:
+            self._greet(peer)
         return None
 
     def _start_from_checkpoint(self, hello: m.Hello) -> str | None:
         """The journal is not there, or a power failure has left it behind the checkpoint."""
-        service, cursor = self._service, hello.cursor
+        run, cursor = self.run, hello.cursor
         if cursor is None:
             return (
-                f"it holds version {hello.version}, and the journal ends at version {service.buffer.version}; only"
+                f"it holds version {hello.version}, and the journal ends at version {run.buffer.version}; only"
                 " rank 0 of a learner that was resumed from a checkpoint may be ahead"
             )
         try:
-            self.number = max(self.number, int(cursor["incarnation"]))
-            service.source.restore(cursor["source"])
+            number = int(cursor["incarnation"])
             again = deque((int(p), int(i)) for p, i in cursor["untrained"])
             counters = {str(name): int(count) for name, count in cursor["counters"].items()}
+            run.source.restore(cursor["source"])
         except (KeyError, TypeError, ValueError) as error:
             return f"the checkpoint's cursor cannot be used: {error!r}"
-        service.counters.clear()  # its totals, not on top of what this process has counted
-        service.counters.update(counters)
-        service.counters["resume_without_journal"] += len(again)
+        run.policies.incarnation = max(self.number, number)
+        run.counters.clear()  # its totals, not on top of what this process has counted
+        run.counters.update(counters)
+        run.counters["resume_without_journal"] += len(again)
         log.warning(
             "replay: the journal has nothing of version %d: the prompts of %d lost groups are sampled again",
             hello.version, len(again),
         )  # fmt: skip
-        service.restart_at(hello.version, again)
+        run.forget_groups(hello.version, again)
+        run.journal.begin_segment()
+        run.journal.append("snapshot", snapshot_of(run))
         return None
 
     def _lost(self, peer: Peer, reason: str) -> None:
-        self._service.peers.remove(peer.identity)
-        self._service.counters["learner_ranks_lost"] += 1
+        self.peers.remove(peer.identity)
+        self.run.counters["learner_ranks_lost"] += 1
         log.warning("replay: %s; the run waits %g s for it (replay.wait_for_learner_s)",
-                    reason, self._service.config.replay.wait_for_learner_s)  # fmt: skip
+                    reason, self.run.config.replay.wait_for_learner_s)  # fmt: skip

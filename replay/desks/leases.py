@@ -97,16 +97,20 @@ class Leases:
         slot.deadline = min(now, slot.progress_at + self.lease_s) + self.lease_s
         return True
 
-    def release(self, slot: Slot, reason: str) -> str | None:
-        """LEASED → QUEUED; why the slot must be dropped (poison or interrupted), or None."""
+    def release(self, slot: Slot, reason: str) -> None:
+        """LEASED → QUEUED, counted as the prompt's failure or as an interruption."""
         assert slot.state is SlotState.LEASED
-        slot.state = SlotState.QUEUED
-        slot.server = None
+        slot.state, slot.server = SlotState.QUEUED, None
         if reason in INTERRUPTIONS:
             slot.interruptions += 1
-            return "interrupted" if slot.interruptions >= MAX_INTERRUPTIONS * self.max_attempts else None
-        slot.failures += 1
-        return "poison" if slot.failures >= self.max_attempts else None
+        else:
+            slot.failures += 1
+
+    def exhausted(self, slot: Slot) -> str | None:
+        """Why a slot must be dropped instead of leased again: poison or interrupted."""
+        if slot.failures >= self.max_attempts:
+            return "poison"
+        return "interrupted" if slot.interruptions >= MAX_INTERRUPTIONS * self.max_attempts else None
 
     @staticmethod
     def expired(slots: Iterable[Slot], now: float) -> Iterator[Slot]:

@@ -10,7 +10,6 @@ docs/journal.md is the page about it.
 from replay.journal.format import JournalDamaged, JournalError, Location, Record
 from replay.journal.lock import FolderLock
 from replay.journal.memory import MemoryJournal
-from replay.journal.played import PlayedJournal
 from replay.journal.reader import JournalReader
 from replay.journal.writer import Journal, JournalFull, JournalWriter
 
@@ -24,6 +23,5 @@ __all__ = [
     "JournalWriter",
     "Location",
     "MemoryJournal",
-    "PlayedJournal",
     "Record",
 ]

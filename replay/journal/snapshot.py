@@ -1,33 +1,32 @@
 """The whole state of replay as plain data, groups by their place in the journal, and back. No socket."""
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from replay.desks.evaluations import Evaluation
 from replay.desks.leases import GroupId, Slot, SlotState
-from replay.desks.line import LineStep, Taken
+from replay.desks.line import Line, LineStep, Taken
+from replay.desks.policies import Lost
 from replay.journal.format import Location
-
-if TYPE_CHECKING:
-    from replay.service import Service
+from replay.run import Run
 
 
-def snapshot_of(service: "Service") -> dict[str, Any]:
+def snapshot_of(run: Run) -> dict[str, Any]:
     """The whole state, groups by their place in the journal."""
-    buffer, desk, board = service.buffer, service.desk, service.evaluations.board
+    buffer, board, policies = run.buffer, run.board, run.policies
     return {
         "version": buffer.version,
-        "incarnation": service.incarnation,
-        "bus_address": service.incarnations.bus_address,
-        "started": list(service.incarnations.started),
-        "source": service.source.state(),
-        "again": [list(group_id) for group_id in desk.again],
-        "gone": [list(entry) for entry in desk.gone],
-        "published": desk.published,
-        "flat_drops": desk.flat_drops,
+        "incarnation": policies.incarnation,
+        "bus_address": run.bus_address,
+        "started": list(run.started),
+        "source": run.source.state(),
+        "again": [list(group_id) for group_id in run.again],
+        "gone": [list(lost) for lost in policies.lost],
+        "published": policies.published,
+        "flat_drops": run.flat_drops,
         "fruitless": buffer.fruitless,
-        "proceeding": service.batch_desk.proceeding,
-        "counters": dict(service.counters),
+        "proceeding": run.proceeding,
+        "counters": dict(run.counters),
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
         "initial": list(buffer.line.initial) if buffer.line.initial is not None else None,
         "line": [
@@ -39,43 +38,36 @@ def snapshot_of(service: "Service") -> dict[str, Any]:
             "closed": [[version, reason] for version, reason in board.closed.items()],
             "results": [
                 [version, greedy, place.plain()]
-                for version, parts in service.evaluations.results.items()
+                for version, parts in board.results.items()
                 for greedy, place in parts.items()
             ],
         },
     }
 
 
-def take_over(service: "Service", fields: dict[str, Any], now: float) -> None:
+def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
-    buffer, desk = service.buffer, service.desk
-    buffer.version, desk.published, desk.flat_drops = fields["version"], fields["published"], fields["flat_drops"]
+    buffer, board, policies = run.buffer, run.board, run.policies
+    buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
     buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
-    service.incarnations.number = fields["incarnation"]
-    service.batch_desk.restart(fields["incarnation"])
-    service.batch_desk.proceeding = fields["proceeding"]
-    service.incarnations.bus_address, service.incarnations.started = fields["bus_address"], list(fields["started"])
-    service.source.restore(fields["source"])
-    desk.again = deque(group_id_of(group) for group in fields["again"])
-    desk.incarnation, desk.gone = fields["incarnation"], [(first, last, lost) for first, last, lost in fields["gone"]]
-    service.counters.clear()
-    service.counters.update(fields["counters"])
-    buffer.slots.clear()
-    for plain in fields["slots"]:
-        slot = _slot_of(service, plain, now)
-        buffer.slots[slot.group_id] = slot
-    line_from(service, fields)
-    board, results = service.evaluations.board, service.evaluations.results
+    policies.incarnation, policies.published = fields["incarnation"], fields["published"]
+    policies.lost = [Lost(*lost) for lost in fields["gone"]]
+    run.bus_address, run.started = fields["bus_address"], list(fields["started"])
+    run.source.restore(fields["source"])
+    run.again = deque(group_id_of(group) for group in fields["again"])
+    run.counters.clear()
+    run.counters.update(fields["counters"])
+    buffer.slots = {slot.group_id: slot for slot in (_slot_of(run, plain, now) for plain in fields["slots"])}
+    line_from(buffer.line, fields)
     for version, modes, tried, server in fields["evaluations"]["open"]:
         board.open[version] = Evaluation(version, list(modes), now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
     for version, greedy, place in fields["evaluations"]["results"]:
-        results.setdefault(version, {})[greedy] = Location.of(place)
+        board.results.setdefault(version, {})[greedy] = Location.of(place)
 
 
-def line_from(service: "Service", fields: dict[str, Any]) -> None:
+def line_from(line: Line, fields: dict[str, Any]) -> None:
     """The line of policies of a snapshot."""
-    line = service.buffer.line
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
     for step, digest, taken in fields["line"]:
@@ -97,9 +89,9 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
     }
 
 
-def _slot_of(service: "Service", plain: dict[str, Any], now: float) -> Slot:
+def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
-    slot = Slot(group_id, service.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
+    slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
     slot.attempt, slot.server = plain["attempt"], plain["server"]
     slot.stale_retries, slot.voided = plain["stale_retries"], plain["voided"]
     slot.failures, slot.interruptions = plain.get("failures", 0), plain.get("interruptions", 0)  # older journals: none

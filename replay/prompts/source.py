@@ -55,6 +55,10 @@ class PromptSource:
             self._order = self._order_of(at.pass_ + 1)
         return at.pass_, index, self.rows[index]
 
+    def peek(self) -> tuple[int, int]:
+        """(pass, prompt index) of what `next` gives next."""
+        return self._position.pass_, int(self._order[self._position.offset])
+
     def row(self, index: int) -> Row:
         """The row of a prompt index.
 

@@ -29,7 +29,7 @@ from configs.loading import ConfigError, apply_override, dump, load, validate
 from configs.schema import Config
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
-from rollout_server.weights import WeightFollower
+from rollout_server.follower import WeightFollower
 from scripts.bench import model
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, Processes, Row, median_of, phases, until, write_json

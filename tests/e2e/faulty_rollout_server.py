@@ -1,6 +1,6 @@
 """A rollout server with planted faults, for tests: the real process, with one fault in its own hands.
 
-`python faulty_rollout_server.py FAULT ORDINAL <arguments of rollout_server.main>` where FAULT, in the
+`python -m tests.e2e.faulty_rollout_server FAULT ORDINAL <arguments of rollout_server.main>` where FAULT, in the
 ORDINAL-th version that this server is sent, is
     wire    flip one byte of a received bucket, before it is staged
     live    flip one byte of the engine's fused qkv tensor, right after the load
@@ -15,8 +15,7 @@ import sys
 import torch
 
 from rollout_server import main as rollout_main
-from rollout_server import weights
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus import subscriber as subscriber_module
 from weight_bus.transports import make_transport
 
@@ -72,7 +71,6 @@ async def load_and_flip(self, named_tensors, new_version):
 
 TorchEngine.load = load_and_flip
 subscriber_module.make_transport = FaultyTransport
-weights.Subscriber = CountingSubscriber
 
 if __name__ == "__main__":
-    sys.exit(rollout_main.main())
+    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=CountingSubscriber)))

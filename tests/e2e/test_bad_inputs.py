@@ -3,20 +3,18 @@
 `python -m pytest tests/e2e/test_bad_inputs.py -s` prints each input and its message, one per paragraph.
 """
 
-import json
-import os
-import re
+import importlib.util
 import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+from learner import main as launcher
+from tests.support.runs import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
 def show(given, message):
@@ -28,25 +26,48 @@ def paths_removed(text, tmp_path):
 
 
 @pytest.fixture
-def refused(tmp_path, sort6):
-    """Give the command something bad; returns what it said."""
+def refused(tmp_path, untrained, monkeypatch, capsys):
+    """Give the command something bad; returns what it said. In this process, unless a process of its own is wanted."""
 
-    def give(*arguments, settings=()):
-        command = [sys.executable, "-m", "learner.main", "--dry-run", "--name", "bad"]
-        for setting in [*sort6.settings, f"run.dir={tmp_path}", *settings]:
-            command += ["--set", setting]
-        done = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        said = done.stdout + done.stderr
+    def give(*arguments, settings=(), process=False):
+        given = ["--dry-run", "--name", "bad"]
+        for setting in [*untrained.settings, f"run.dir={tmp_path}", *settings]:
+            given += ["--set", setting]
+        if process:
+            command = [sys.executable, "-m", "learner.main", *given, *arguments]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+            code, said = done.returncode, done.stdout + done.stderr
+        else:
+            monkeypatch.chdir(ROOT)
+            monkeypatch.setattr(sys, "argv", ["learner.main", *given, *arguments])
+            capsys.readouterr()
+            try:
+                code = launcher.main()
+            except SystemExit as end:
+                code = end.code
+            said = "".join(capsys.readouterr())
         message = said.strip().splitlines()[-1] if said.strip() else ""
         shown = " ".join([*arguments, *(f"--set {setting}" for setting in settings)])
         show(paths_removed(shown, tmp_path), paths_removed(message, tmp_path))
-        assert done.returncode == 2, (done.returncode, said)
+        assert code == 2, (code, said)
         assert "Traceback" not in said, said
         assert message.startswith("slipstream: refused: "), said
         assert not (tmp_path / "bad").exists(), "a refused command leaves no run folder"
         return message
 
     return give
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("replay.async_lags=1", "did you mean 'replay.async_lag'?"),
+        ("model.path=no/such/model", "give a Hugging Face folder"),
+        ("reward.function=exct", "did you mean 'exact'?"),
+    ],
+)
+def test_a_process_that_refuses_ends_with_code_2_and_one_line(refused, setting, word):
+    assert word in refused(settings=[setting], process=True)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +121,9 @@ def test_a_bad_setting_is_refused(refused, arguments, settings, words):
         ("tokenizer_missing", ["tokenizer.json", "missing", "save the tokenizer into the model folder"]),
     ],
 )
-def test_a_bad_model_folder_is_refused(refused, sort6, tmp_path, broken, words):
+def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, broken, words):
     model = tmp_path / broken
-    shutil.copytree(sort6.folder / "model", model)
+    shutil.copytree(untrained.folder / "model", model)
     weights = model / "model.safetensors"
     match broken:
         case "weights_missing":
@@ -126,8 +147,8 @@ def test_a_bad_model_folder_is_refused(refused, sort6, tmp_path, broken, words):
         ('{"prompt": [{"role": "boss", "content": "x"}], "answer": ""}', ["row 4", "'boss'", "take one of system"]),
     ],
 )
-def test_a_bad_row_is_refused(refused, sort6, tmp_path, line, words):
-    good = (sort6.folder / "train.jsonl").read_text().splitlines()[:3]
+def test_a_bad_row_is_refused(refused, untrained, tmp_path, line, words):
+    good = (untrained.folder / "train.jsonl").read_text().splitlines()[:3]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([*good, line, good[0]]) + "\n")
     message = refused(settings=[f"data.train={file}"])
@@ -192,29 +213,23 @@ def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch,
     assert run.steps() == []
 
 
-def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(launch, sort6, tmp_path):
-    model = tmp_path / "other-tokenizer"
-    shutil.copytree(sort6.folder / "model", model)
-    tokenizer = json.loads((model / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
-    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+@pytest.mark.parametrize(("package", "setting"), [("wandb", "offline"), ("wandb", "online"), ("tensorboard", "true")])
+def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monkeypatch, package, setting):
+    """The package is hidden where it is installed, so that this says the same on every machine."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    message = refused(settings=[f"tracking.{package}={setting}"])
+    expected = f"tracking.{package}: {setting}, and {package} is not installed"
+    assert expected in message and f"pip install 'slipstream-rl[{package}]'" in message
 
-    run = launch(steps=4000)
-    run.wait_for_step(1)
-    address = re.search(r"ready at (\S+)", run.log("replay"))[1]
-    command = [sys.executable, "-m", "rollout_server.main", "--config", str(run.folder / "config.yaml")]
-    command += ["--model", str(model), "--replay", address, "--server-name", "stranger"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90, check=False)
-    message = done.stderr.strip().splitlines()[-1]
-    show("rollout_server.main --model other-tokenizer --replay ...", paths_removed(message, tmp_path))
-    assert done.returncode != 0 and "Traceback" not in done.stderr, done.stderr
-    words = ["replay refused 'stranger'", "tokenizer differs", "the run's model folder and configuration"]
-    assert [word for word in words if word not in message] == [], message
-    assert re.search(
-        r"refused 'stranger' \(pid \d+ on \S+\): tokenizer differs: 'stranger' has \w+, this run has \w+",
-        run.log("replay"),
-    )
-    seen = run.steps()[-1]["training/global_step"]
-    run.wait_for_step(seen + 2)
+
+def test_wandb_offline_needs_no_account(launch):
+    """Where the extra is installed, a whole run is logged; where it is not, the run is refused before it starts."""
+    run = launch("tracking.wandb=offline", steps=2)
+    if importlib.util.find_spec("wandb") is None:
+        assert run.wait(60) == 2
+        assert "wandb is not installed; install the extra: pip install 'slipstream-rl[wandb]'" in run.text()
+        assert not run.folder.exists()
+    else:
+        assert run.wait() == 0, run.text()[-3000:]
+        assert list((run.folder / "wandb").glob("offline-run-*/*.wandb"))

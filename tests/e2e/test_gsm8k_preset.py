@@ -67,6 +67,7 @@ def test_the_preset_runs_on_a_cpu_and_renders_the_chat_template(launch, tmp_path
         f"model.path={tmp_path}/model",
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/test.jsonl",
+        "reward.function=numeric",
         "rollout.engine=torch",
         "rollout.dtype=float32",
         "rollout.groups_per_step=4",

@@ -1,11 +1,7 @@
 """Replay and the learner are killed in the middle of a run and go on in place; the journal makes the same weights."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -22,22 +18,19 @@ def made(run):
     return found
 
 
-def play(run, *arguments):
+def play(launch, run, *arguments):
     """Exit code and last line of a playback of the run's journal."""
-    command = [sys.executable, "-m", "learner.main", "--replay", str(run.folder), "--set", "tracking.plot=false"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    played = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, check=False, timeout=200, env=environment
-    )
-    return played.returncode, json.loads(played.stdout.splitlines()[-1])
+    words = ["--replay", str(run.folder), "--set", "tracking.plot=false", *arguments]
+    played = launch.start(["learner.main", *words], run.folder)
+    return played.wait(200), json.loads(played.text().splitlines()[-1])
 
 
 def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch):
     run = launch(*SETTINGS, steps=14, split="1:2")
     run.wait_for_step(5)
-    os.kill(run.pids("learner.train")[-1], signal.SIGKILL)
+    run.kill("learner.train")
     run.wait_until(lambda: len(run.ledger()) > 5 and max(made(run)) >= 8, "the learner to go on", 120)
-    os.kill(run.pids("replay.main")[0], signal.SIGKILL)
+    run.kill("replay.main")
     assert run.wait(200) == 0, run.text()[-3000:]
     text = run.text()
     assert re.search(
@@ -53,14 +46,13 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     assert len(groups) == len(set(groups)), "none is trained twice"
     assert [row["step"] for row in run.steps()] == list(range(1, 15))
 
-    code, result = play(run)
+    code, result = play(launch, run)
     assert (code, result["steps"], result["equal"]) == (0, 14, 14)
     assert result["last_digest"] == steps[14][-1][0]
-    code, result = play(run, "--set", "learner.lr=0.0001")
+    code, result = play(launch, run, "--set", "learner.lr=0.0001")
     assert (code, result["steps"], result["equal"], result["first_different"]) == (1, 14, 0, 1)
 
 
-def test_a_folder_that_is_no_run_cannot_be_played(tmp_path):
-    command = [sys.executable, "-m", "learner.main", "--replay", str(tmp_path)]
-    missing = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert missing.returncode == 2 and "config.yaml is missing" in missing.stderr
+def test_a_folder_that_is_no_run_cannot_be_played(launch, tmp_path):
+    missing = launch.start(["learner.main", "--replay", str(tmp_path)], tmp_path / "none")
+    assert missing.wait(100) == 2 and "config.yaml is missing" in missing.text()

@@ -4,7 +4,6 @@
 keys of its own. Everything else is what runs on real machines.
 """
 
-import contextlib
 import os
 import re
 import shlex
@@ -12,15 +11,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import Run, processes
+
+from tests.support.runs import ROOT, Run, environment, left_over, patient_reward, terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).parents[2]
 HOSTS = {"node0": "10.213.0.10", "node1": "10.213.0.11", "node2": "10.213.0.12"}
 ENTER = """#!/usr/bin/env bash
 # TARGET COMMAND, as ssh: the command runs in the namespace of that name, with keys of its own at the path of all.
@@ -28,15 +26,6 @@ ENTER = """#!/usr/bin/env bash
 exec ip netns exec "$1" bash -c 'mount --bind "$0" "$1" && mount --bind {names} /etc/hosts && exec bash -c "$2"' \\
   {keys_of}/"$1" {keys} "$2"
 """
-PATIENT = """
-import os, time
-
-def reward(sample):
-    if not os.path.exists({go_on!r}):
-        time.sleep(0.03)
-    return float(sample["completion"] == sample["ground_truth"])
-"""
-"""Slow until the test has seen what it waits for, so that the run cannot end before the cut is healed."""
 
 
 def ip(*words):
@@ -112,32 +101,12 @@ def switch():
         yield made
 
 
-@contextlib.contextmanager
-def terminal(output, *command, environment):
-    """A command in a session of its own; at the end it is ended as by Ctrl-C, and killed if that is not enough."""
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-        )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(40)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def settings_of(tmp_path, sort6, go_on, *more):
-    reward = tmp_path / "patient.py"
-    reward.write_text(PATIENT.format(go_on=str(go_on)))
+def settings_of(tmp_path, untrained, go_on, *more):
     values = [
-        *sort6.settings,
+        *untrained.settings,
         f"run.dir={tmp_path}",
         "run.name=three-hosts",
-        f"reward.function={reward}:reward",
+        f"reward.function={patient_reward(tmp_path, go_on, pause_s=0.03)}",
         "placement.learner='node0:0'",
         "placement.rollout='node1:0; node2:0'",
         f"network.keys={tmp_path}/keys",
@@ -178,15 +147,10 @@ def start_scripts(tmp_path, switch, arguments):
     enter.chmod(0o755)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{node} {address} ssh={switch.host(node)}\n" for node, address in HOSTS.items()))
-    environment = {
-        **os.environ,
-        "SLIPSTREAM_SSH": str(enter),
-        "SLIPSTREAM_PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-    }
+    variables = {**environment(), "SLIPSTREAM_SSH": str(enter)}
     over = ("--hosts", str(hosts), *arguments)
     return (
-        environment,
+        variables,
         ("bash", "scripts/start_learner.sh", *over),
         ("bash", "scripts/start_rollout_nodes.sh", *over),
     )
@@ -211,16 +175,16 @@ def groups_of(run, node):
     return run.steps()[-1].get(f"rollout/groups/rollout-{node}-0", 0)
 
 
-def test_three_hosts_train_and_one_is_cut_off_and_comes_back(tmp_path, sort6, switch):
+def test_three_hosts_train_and_one_is_cut_off_and_comes_back(tmp_path, untrained, switch):
     go_on = tmp_path / "go-on"
-    arguments = settings_of(tmp_path, sort6, go_on)
+    arguments = settings_of(tmp_path, untrained, go_on)
     make_keys(tmp_path)
-    environment, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
+    variables, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
     said, rollouts_said = tmp_path / "learner.out", tmp_path / "rollouts.out"
 
     with (
-        terminal(rollouts_said, *rollout_script, environment=environment) as rollouts,
-        terminal(said, *learner_script, environment=environment) as learner,
+        terminal(rollouts_said, *rollout_script, environment=variables, patience_s=40) as rollouts,
+        terminal(said, *learner_script, environment=variables, patience_s=40) as learner,
     ):
         run = Run(learner, tmp_path / "three-hosts", said)
         run.wait_until(lambda: run.steps() and groups_of(run, "node1") and groups_of(run, "node2"), "both servers", 120)
@@ -264,10 +228,10 @@ def test_three_hosts_train_and_one_is_cut_off_and_comes_back(tmp_path, sort6, sw
     for node in ("node1", "node2"):
         own = {"server.key", f"clients/{node}.key", f"clients/{node}.key_secret"}
         assert key_files(tmp_path, switch, node) == own, "its own key, and no secret of anybody else"
-    assert left_over(tmp_path) == []
+    assert left_over(str(tmp_path)) == []
 
 
-def test_a_learner_over_two_hosts(tmp_path, sort6, switch):
+def test_a_learner_over_two_hosts(tmp_path, untrained, switch):
     """torchrun's ranks meet at the first learner node; all agree on a run name, although the wanted one is taken."""
     go_on = tmp_path / "go-on"
     go_on.touch()
@@ -275,13 +239,13 @@ def test_a_learner_over_two_hosts(tmp_path, sort6, switch):
     taken.parent.mkdir()
     taken.touch()
     more = ["placement.learner='node0:0; node2:0'", "placement.rollout='node1:0'", "learner.total_steps=4"]
-    arguments = settings_of(tmp_path, sort6, go_on, *more)
+    arguments = settings_of(tmp_path, untrained, go_on, *more)
     make_keys(tmp_path)
-    environment, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
+    variables, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
     said, rollouts_said = tmp_path / "learner.out", tmp_path / "rollouts.out"
     with (
-        terminal(rollouts_said, *rollout_script, environment=environment) as rollouts,
-        terminal(said, *learner_script, environment=environment) as learner,
+        terminal(rollouts_said, *rollout_script, environment=variables, patience_s=40) as rollouts,
+        terminal(said, *learner_script, environment=variables, patience_s=40) as learner,
     ):
         run = Run(learner, tmp_path / "three-hosts-2", said)
         assert run.wait(180) == 0, run.text()[-3000:]
@@ -290,21 +254,20 @@ def test_a_learner_over_two_hosts(tmp_path, sort6, switch):
     assert "rank 1 starts at version 0" in run.log("learner-1")
     assert len(list((run.folder / "checkpoints" / "step_4" / "dcp").glob("__*_0.distcp"))) == 2
     assert re.search(r"^\[node2\] .*learner-1 INFO", run.text(), re.MULTILINE)
-    assert left_over(tmp_path) == []
+    assert left_over(str(tmp_path)) == []
 
 
 @pytest.mark.slow  # tests/e2e/test_learner_restart.py is the cheaper witness
-def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, sort6, switch):
+def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, untrained, switch):
     """Its node names, ports and keys; two CPU devices a node and a tiny model."""
     settings = [
-        *sort6.settings,
+        *untrained.settings,
         f"run.dir={tmp_path}",
         f"network.keys={tmp_path}/keys",
         "placement.device=cpu",
         "placement.learner='node0:0-1'",
         "placement.rollout='node1:0-1'",
         "data.max_prompt_tokens=16",
-        "reward.function=exact",
         "rollout.engine=torch",
         "rollout.dtype=float32",
         "rollout.group_size=8",
@@ -321,11 +284,11 @@ def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path,
     ]
     arguments = ["--config", "qwen3-8b-2nodes", *(word for value in settings for word in ("--set", value))]
     make_keys(tmp_path)
-    environment, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
+    variables, learner_script, rollout_script = start_scripts(tmp_path, switch, arguments)
     said, rollouts_said = tmp_path / "learner.out", tmp_path / "rollouts.out"
     with (
-        terminal(rollouts_said, *rollout_script, environment=environment),
-        terminal(said, *learner_script, environment=environment) as learner,
+        terminal(rollouts_said, *rollout_script, environment=variables, patience_s=40),
+        terminal(said, *learner_script, environment=variables, patience_s=40) as learner,
     ):
         run = Run(learner, tmp_path / "qwen3-8b-2nodes", said)
         run.wait_for_step(7, 150)
@@ -336,14 +299,4 @@ def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path,
         before = run.steps()[-1]["training/global_step"]
         run.wait_for_step(before + 3, 60)
         assert "incarnation 2 starts at version" in run.log("replay")
-    assert left_over(tmp_path) == []
-
-
-def left_over(tmp_path):
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        left = [found for found in processes() if str(tmp_path) in found[1] and found[0] != os.getpid()]
-        if not left:
-            break
-        time.sleep(0.1)
-    return left
+    assert left_over(str(tmp_path)) == []

@@ -3,31 +3,24 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
-from conftest import Run, processes
+
+from tests.support.runs import ROOT, Run, environment, free_port, processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
 SRUN = """#!/bin/bash
 # stands in for srun on one machine: a step is a process, and the machine's address is asked for with `bash -c`
 while [[ "$1" == --* ]]; do shift; done
 [[ "$1" == bash ]] && { echo 127.0.0.1; exit; }
 exec "$@"
 """
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Slurm:
@@ -101,10 +94,10 @@ def job(scheduler, output):
 
 
 @pytest.mark.parametrize("scheduler_of", [Slurm, pytest.param(Kubernetes, marks=pytest.mark.slow)])
-def test_a_job_that_is_started_again_resumes_its_run(tmp_path, sort6, scheduler_of):
+def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, scheduler_of):
     folder = tmp_path / "job"
     folder.mkdir()
-    config = [*sort6.settings, f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=16"]
+    config = [*untrained.settings, f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=16"]
     config += ["placement.split=1:1", "placement.device=cpu", "learner.total_steps=6", "checkpoint.every_steps=2"]
     config += ["evaluation.every_steps=0", "tracking.plot=false", "network.insecure=true"]
     config += [f"network.replay_port={free_port()}"]

@@ -1,65 +1,23 @@
 """Learner and rollout servers started apart, as on two hosts: scripts/start_learner.sh, start_rollout_nodes.sh."""
 
-import contextlib
-import os
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
-from conftest import Run, processes
+
+from tests.support.runs import Run, environment, free_port, left_over, patient_reward, terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
-PATIENT = """
-import os, time
 
-def reward(sample):
-    if not os.path.exists({go_on!r}):
-        time.sleep(0.02)
-    return float(sample["completion"] == sample["ground_truth"])
-"""
-"""Slow until the test has seen what it waits for, so that the run cannot end before the second server has joined."""
-
-
-@contextlib.contextmanager
-def terminal(output, *command, environment):
-    """A command in a session of its own, as in a terminal; whatever is left of it is ended."""
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
-        )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, sort6):
+def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, untrained):
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
-    environment = {
-        **os.environ,
-        "SLIPSTREAM_PYTHON": sys.executable,
-        "OMP_NUM_THREADS": "1",
-        "PORT": str(port),
-        "REPLAY": address,
-    }
-    reward, go_on = tmp_path / "patient.py", tmp_path / "go-on"
-    reward.write_text(PATIENT.format(go_on=str(go_on)))
-    same = [*sort6.settings, f"run.dir={tmp_path}", "run.name=apart", "rollout.groups_per_step=16"]
+    variables = {**environment(), "PORT": str(port), "REPLAY": address}
+    go_on = tmp_path / "go-on"
+    reward = patient_reward(tmp_path, go_on, pause_s=0.02)
+    same = [*untrained.settings, f"run.dir={tmp_path}", "run.name=apart", "rollout.groups_per_step=16"]
     # With 8 answers at once an engine is slow enough for two to share the work, and 100 steps take longer than a join.
-    same += [f"reward.function={reward}:reward", "learner.total_steps=60", "placement.split=1:1"]
+    same += [f"reward.function={reward}", "learner.total_steps=60", "placement.split=1:1"]
     same += ["evaluation.every_steps=0", "tracking.live=plain", "tracking.plot=false"]
     arguments = [word for setting in same for word in ("--set", setting)]
     first, learner = tmp_path / "rollouts.out", tmp_path / "learner.out"
@@ -68,13 +26,13 @@ def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, s
     by_hand = (sys.executable, "-m", "rollout_server.main", "--replay", address, "--server-name", "late", *arguments)
 
     with (
-        terminal(first, *rollout_script, environment=environment) as rollouts,  # may well come before the learner
-        terminal(learner, *learner_script, environment=environment) as launcher,
+        terminal(first, *rollout_script, environment=variables) as rollouts,  # may well come before the learner
+        terminal(learner, *learner_script, environment=variables) as launcher,
     ):
         run = Run(launcher, tmp_path / "apart", learner)
         run.wait_for_step(1)
         assert f"replay listens at {address}: start rollout servers with --replay {address}" in run.text()
-        with terminal(tmp_path / "late.out", *by_hand, environment=environment) as late:
+        with terminal(tmp_path / "late.out", *by_hand, environment=variables) as late:
             run.wait_until(lambda: "'late' (pid" in run.log("replay"), "the second server's Hello")
             joined = run.steps()[-1]["training/global_step"]
             run.wait_until(
@@ -96,9 +54,4 @@ def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, s
     groups = [tuple(group) for line in run.ledger() for group in line["groups"]]
     assert len(groups) == len(set(groups)) == 60 * 16
 
-    deadline = time.monotonic() + 5
-    while (left := [p for p in processes() if str(tmp_path) in p[1] and p[0] != os.getpid()]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.1)
-    assert left == []
+    assert left_over(str(tmp_path)) == []

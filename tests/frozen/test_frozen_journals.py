@@ -12,7 +12,6 @@ import pytest
 from configs import Config
 from configs.loading import load
 from replay.journal import JournalReader, Location, MemoryJournal, Record
-from replay.journal.apply import restore
 from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource, load_rows
 from replay.service import Service
@@ -28,24 +27,24 @@ PER_PROCESS = (
 def state_of(service: Service) -> dict[str, Any]:
     """What must survive, in the words of the frozen files."""
     buffer, line = service.buffer, service.buffer.line
-    board, counters = service.evaluations.board, snapshot_of(service)["counters"]
+    board, counters = service.evaluations.board, snapshot_of(service.run)["counters"]
     slots = sorted(buffer.slots.values(), key=lambda slot: slot.group_id)
     return {
         "version": buffer.version,
         "incarnation": service.incarnation,
-        "published": service.desk.published,
+        "published": service.run.policies.published,
         "line": {str(step): made.digest for step, made in sorted(line.steps.items())},
         "trained": {
             str(step): [list(taken.group_id) for taken in made.groups] for step, made in sorted(line.steps.items())
         },
         "slots": [[*s.group_id, s.state.name, s.attempt, s.min_version, s.server] for s in slots],
-        "again": [list(group) for group in service.desk.again],
-        "cursor": service.source.state(),
+        "again": [list(group) for group in service.run.again],
+        "cursor": service.run.source.state(),
         "initial": list(line.initial) if line.initial else None,
         "evaluations": {
             "open": sorted(board.open),
             "closed": {str(version): reason for version, reason in board.closed.items()},
-            "results": sorted(service.evaluations.results),
+            "results": sorted(board.results),
         },
         "counters": {k: n for k, n in counters.items() if n and not k.startswith(PER_PROCESS)},
     }
@@ -71,7 +70,7 @@ def test_a_simulated_journal_gives_back_its_state(frozen: dict[str, Any]) -> Non
     source = PromptSource(prompts(frozen["rows"]), shuffle=True, seed=frozen["seed"])
     config = Config.model_validate(frozen["config"])
     service = Service(config, source, prompts(2), 0.0, journal=journal)
-    restore(service, records, 0.0)
+    service.restore(records, 0.0)
     found, wanted = state_of(service), frozen["state"]
     assert {key: found[key] for key in wanted} == wanted
 
@@ -86,7 +85,7 @@ def test_the_journal_of_a_killed_run_gives_back_its_state(tmp_path: Path, monkey
     journal = MemoryJournal()
     monkeypatch.setattr(journal, "read", reader.read)
     service = Service(config, source, load_rows(str(config.data.eval)), 0.0, journal=journal)
-    restore(service, list(reader.records(reader.newest_snapshot())), 0.0)
+    service.restore(list(reader.records(reader.newest_snapshot())), 0.0)
     found, wanted = state_of(service), json.loads((FROZEN / "killed_state.json").read_text())
     awaited = wanted.pop("servers_awaited")
     assert {key: found[key] for key in wanted} == wanted

@@ -28,8 +28,8 @@ from learner import attention
 from learner.advantages import grpo
 from learner.logprobs import head_logprobs
 from learner.losses import build_loss
+from learner.model import Policy, build_policy
 from learner.packing import pack
-from learner.policy import Policy, build_policy
 from learner.step import accumulate_gradients, take_peak_bytes
 
 pytestmark = [

@@ -13,7 +13,7 @@ import torch
 from one_rank import process_group
 from tiny_models import make_config
 
-from learner.policy import build_policy
+from learner.model import build_policy
 
 STATUS = Path("/proc/self/status")
 

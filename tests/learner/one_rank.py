@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs import Config
+from learner.model import Policy, build_policy
 from learner.optimizer import Optimizer, build_optimizer
-from learner.policy import Policy, build_policy
 
 CPU = torch.device("cpu")
 

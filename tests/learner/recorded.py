@@ -9,9 +9,9 @@ from reference import Recorded
 from configs import Config
 from learner.advantages import grpo
 from learner.losses import build_loss
+from learner.model import Policy
 from learner.optimizer import Optimizer, lr_at
 from learner.packing import active_trajectories, pack
-from learner.policy import Policy
 from learner.step import StepSums, UpdateResult, accumulate_gradients, apply_update
 from replay.messages import Batch
 

@@ -18,8 +18,8 @@ from transformers import Qwen3Config
 from configs import Config
 from learner import attention
 from learner.losses import build_loss
+from learner.model import Policy, build_policy
 from learner.packing import pack
-from learner.policy import Policy, build_policy
 from learner.step import StepSums, accumulate_gradients
 
 CPU = torch.device("cpu")

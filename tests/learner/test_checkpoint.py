@@ -15,8 +15,8 @@ from tiny_models import make_config, save_model
 from configs import Config
 from learner import checkpoint
 from learner.checkpoint import Checkpointer, CheckpointError, find_latest, load, save
+from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.policy import Policy
 
 
 @pytest.fixture(scope="module")

@@ -47,3 +47,24 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
         child = children.start("x", [sys.executable, "-c", said + end], tmp_path / f"{how}.log", {})
         child.process.wait()
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
+
+
+def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> None:
+    lines = [
+        "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%",
+        "2026-11-22 07:00:05,000 replay INFO reading a.jsonl: 2,000 rows, 80%",
+    ]
+    step = "echo '{line}'; until [ -e go-{number} ]; do sleep 0.01; done"  # until the test has seen the line
+    steps = [step.format(line=line, number=number) for number, line in enumerate(lines, start=1)]
+    (tmp_path / "run.sh").write_text("\n".join([*steps, "echo ready at 7\n"]))
+    child = children.start("x", ["sh", "-c", f"cd {tmp_path} && . ./run.sh"], tmp_path / "x.log", {})
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        shown.append(text)
+        (tmp_path / f"go-{len(shown)}").touch()
+
+    found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
+    child.process.wait()
+    assert found is not None and found[1] == "7"
+    assert shown == ["reading a.jsonl: 1,000 rows, 40%", "reading a.jsonl: 2,000 rows, 80%"]

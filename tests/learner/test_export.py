@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from learner import export
 from learner.export import plan_files, write_hf_folder
-from learner.policy import Policy, build_policy
+from learner.model import Policy, build_policy
 
 SMALL = 50_000
 

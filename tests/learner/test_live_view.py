@@ -121,7 +121,7 @@ def test_a_step_made_once_more_replaces_the_old_line_of_the_run() -> None:
             ],
             "replay waits 1m15s for a rollout server; learner waits 10s for batch 1",
         ),
-        ([], "nobody waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
+        ([], "no process waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
     ],
 )
 def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
@@ -130,26 +130,20 @@ def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
 
 def test_who_waits_for_whom_at_the_edges_of_a_run() -> None:
     assert "are starting" in live_text.waiting_text(None)
-    assert live_text.waiting_text({}) == "nobody waits"
+    assert live_text.waiting_text({}) == "no process waits"
     assert live_text.waiting_text({"oldest_missing": {"group": [1, 2], "server": None}}).endswith("1/2, not leased")
     assert live_text.waiting_text({**STATUS, "ended": "all steps are done"}) == "the run has ended: all steps are done"
 
 
 def test_while_a_batch_cannot_be_formed_one_line_says_why() -> None:
     waits = [{"who": "learner", "for": "batch 5", "since_s": 24.0}]
-    waiting = {
-        "dropped": {"prompt_too_long": 3, "prompt_not_rendered": 1203},
-        "last_drop": "prompt_not_rendered: the tokenizer has no chat template",
-        "idle_servers": [{"name": "rollout-0", "version": 4, "incarnation": 1}],
-    }
-    said = live_text.waiting_text({"version": 4, "incarnation": 2, "waits": waits, "waiting": waiting})
-    assert said == (
-        "learner waits 24s for batch 5"
-        "; dropped: 1203 prompt_not_rendered, 3 prompt_too_long"
-        " (last: prompt_not_rendered: the tokenizer has no chat template)"
-        "; without leases: rollout-0 (version 4 of incarnation 1); the learner holds version 4 of incarnation 2"
-    )
-    assert live_text.waiting_text({"waits": waits, "waiting": None}) == "learner waits 24s for batch 5"
+    why = "batch 5 has 0 of 64 groups; dropped so far: 1203 prompt_not_rendered; the last, group 0/17: no template"
+    waiting = {"why": why, "dropped": {"prompt_not_rendered": 1203}, "idle_servers": []}
+    said = live_text.waiting_text({"waits": waits, "waiting": waiting})
+    assert said == f"learner waits 24s for batch 5; {why}"
+    slow = {"why": "batch 5 has 3 of 64 groups", "dropped": {}, "idle_servers": []}
+    for waiting in (None, slow):
+        assert live_text.waiting_text({"waits": waits, "waiting": waiting}) == "learner waits 24s for batch 5"
 
 
 def test_a_pause_in_which_a_process_was_started_again_does_not_count_for_the_eta() -> None:
@@ -324,4 +318,4 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode: str) -> None:
     errors = child.stderr.read()
     child.stderr.close()
     assert child.wait(timeout=30) == 7, errors
-    assert "nobody reads the output" in errors and "Traceback" not in errors
+    assert "the output was closed" in errors and "Traceback" not in errors

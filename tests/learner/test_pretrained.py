@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_model
 from transformers import AutoModelForCausalLM
 
-from learner.policy import Policy, PolicyError, build_policy
+from learner.model import Policy, PolicyError, build_policy
 
 CPU = torch.device("cpu")
 

@@ -1,5 +1,6 @@
 """Restarts in place: at once, later and later when a process dies again and again, never more than allowed."""
 
+from functools import partial
 from types import SimpleNamespace
 
 from configs.algorithm import Rollout
@@ -64,6 +65,8 @@ def test_a_good_run_gives_the_restarts_back(monkeypatch):
 def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
     clock, said = Clock(), []
     monkeypatch.setattr(servers, "time", clock)
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(servers, "Restarts", partial(Restarts, _started=clock.now))
 
     def child(_name):
         return SimpleNamespace(pid=1, exit_code=lambda: -9, how_it_ended=lambda: "killed by SIGKILL")

@@ -23,7 +23,7 @@ def resume(tmp_path, monkeypatch):
         tmp_path, run={"dir": str(tmp_path), "name": "run"}, network=network, placement={"local_rollouts": False}
     )
     claim_run_dir(config, new=True)
-    monkeypatch.setattr("learner.main.check_files", lambda config, has_input: None)
+    monkeypatch.setattr("learner.main.check_files", lambda config, **_: None)
 
     def configuration(*arguments):
         parser = argparse.ArgumentParser()

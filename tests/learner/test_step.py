@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config
 from learner.losses import LossInputs, LossOutput, build_loss
 from learner.losses.base import finish
+from learner.model import Policy
 from learner.packing import Microbatch, pack
-from learner.policy import Policy
 from learner.step import accumulate_gradients, apply_update
 
 STEPS = [random_step(step) for step in range(1, 6)]

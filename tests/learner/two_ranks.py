@@ -24,9 +24,9 @@ from learner import sharding
 from learner.checkpoint import Checkpointer, CheckpointError, load
 from learner.export import write_hf_folder
 from learner.losses import build_loss
+from learner.model import Policy, build_policy
 from learner.optimizer import Optimizer
 from learner.packing import pack
-from learner.policy import Policy, build_policy
 from learner.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest

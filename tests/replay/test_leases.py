@@ -69,13 +69,13 @@ def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
         given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
         assert given.attempt == end + 1
         if end % 2:
-            made.desk.expire(100.0 * end + 50.0)
+            made.granting.expire(100.0 * end + 50.0)
         else:
             made.lost("b", "closed", 100.0 * end)
             made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
     assert not [name for name in made.counters if name.startswith("dropped/")]
     lease(made, "b", now=5000.0)
-    made.desk.expire(6000.0)
+    made.granting.expire(6000.0)
     assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
 
 
@@ -165,4 +165,4 @@ def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
     for given in lease(made, capacity=4):
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
-    assert sent(made, "l", m.Batch) and made.desk.flat_drops == 0
+    assert sent(made, "l", m.Batch) and made.run.flat_drops == 0

@@ -119,7 +119,7 @@ def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_g
     make_step(made, 1, versions=[0])
     (first,) = lease(made, version=1)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
-    made.desk.expire(100.0)
+    made.granting.expire(100.0)
     resumed_at(made, 0)
     made.handle("l2", m.Take(step=1, rank=0), 0.0)
     made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
@@ -137,17 +137,17 @@ def test_a_learner_that_starts_with_other_weights_diverges_at_once():
 
 def test_an_earlier_loss_is_remembered_after_a_later_one():
     made = service()
-    made.desk.lose(2, last=1)
-    made.desk.lose(5, last=2)
+    made.run.lose(2, last=1)
+    made.run.lose(5, last=2)
     peer = made.peers.get("a")
     peer.incarnation, peer.version = 1, 3
-    assert not made.desk.is_on_line(peer)
+    assert not made.granting.is_on_line(peer)
     peer.incarnation = 2
-    assert made.desk.is_on_line(peer)
+    assert made.granting.is_on_line(peer)
     peer.version = 5
-    assert not made.desk.is_on_line(peer)
-    made.desk.lose(1, last=3)
-    assert made.desk.gone == [(0, 3, 1)]
+    assert not made.granting.is_on_line(peer)
+    made.run.lose(1, last=3)
+    assert made.run.policies.lost == [(0, 3, 1)]
 
 
 def unproven(made):
@@ -194,9 +194,9 @@ def test_a_version_of_a_learner_that_had_not_come_that_far_again_is_not_trusted(
     peer = made.peers.get("a")
     learner(made, "l3", version=0)
     peer.incarnation, peer.version = 1, 2
-    assert made.desk.is_on_line(peer), "the first learner's step 2 is in the journal"
+    assert made.granting.is_on_line(peer), "the first learner's step 2 is in the journal"
     peer.incarnation, peer.version = 2, 1
-    assert not made.desk.is_on_line(peer), "the second one's step 1 is not: its weights may have been others"
+    assert not made.granting.is_on_line(peer), "the second one's step 1 is not: its weights may have been others"
 
 
 def test_on_divergence_stop_ends_the_run():
@@ -235,7 +235,7 @@ def test_a_group_that_was_too_old_is_not_taken_in_again(held):
     (given,) = lease(made)
     made.handle("a", group_message(given, [0]), 0.0)
     slot = made.buffer.slots[given.pass_, given.index]
-    made.buffer.lease_again(slot)
+    made.granting.treat_stale([slot])
     if held:
         lease(made, "b")
     sent(made, "a", m.Ack)

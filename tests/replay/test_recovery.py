@@ -8,8 +8,8 @@ from simulated_run import bare_service, config, group_message, learner, lease, m
 from replay import messages as m
 from replay.desks.leases import SlotState
 from replay.journal import JournalError, JournalReader, JournalWriter
-from replay.journal.apply import boot_fields, restore, whole_line
-from tests.replay.simulation.journal import SimulatedJournal
+from replay.journal.apply import boot_fields
+from replay.player import whole_line
 from tests.replay.simulation.world import comparable
 
 
@@ -20,7 +20,7 @@ def restarted(made, *, records=None, now=100.0, num_rows=40, **overrides):
         journal.records = journal.records[:records]
         journal.flushed = min(journal.flushed, records)
     again = bare_service(config(**{"placement__split": "1:1", **overrides}), journal=journal, num_rows=num_rows)
-    restore(again, list(journal.records[journal.newest_snapshot() :]), now)
+    again.restore(list(journal.records[journal.newest_snapshot() :]), now)
     return again
 
 
@@ -33,7 +33,7 @@ def same(made, again):
 def busy(**overrides):
     """A service with two steps made, one batch out, groups here, leases running, and some that have failed."""
     made = service(**overrides)
-    made.journal.append("boot", boot_fields(made.config, made.source.state(), 1))
+    made.journal.append("boot", boot_fields(made.config, made.run.source.state(), 1))
     for step in (1, 2):
         make_step(made, step, versions=[step - 1])
     running = lease(made, version=2, capacity=3)
@@ -109,7 +109,7 @@ def test_leases_of_a_snapshot_have_a_deadline_again():
     again = restarted(made, now=500.0)
     held = [slot for slot in again.buffer.slots.values() if slot.state is SlotState.LEASED]
     assert held and {slot.deadline for slot in held} == {510.0}
-    again.desk.expire(505.0)
+    again.granting.expire(505.0)
     assert all(slot.state is SlotState.LEASED for slot in held)
 
 
@@ -128,7 +128,7 @@ def test_a_learner_that_was_there_comes_back_as_the_same_incarnation():
     again = restarted(made)
     learner(again, "l", incarnation=1, bus_address="tcp://bus")
     assert sent(again, "l", m.Welcome)[-1].incarnation == 1 and again.incarnation == 1
-    assert again.incarnations.bus_address == "tcp://bus"
+    assert again.run.bus_address == "tcp://bus"
     again.handle("l", m.Take(step=3, rank=0), 101.0)
     (batch,) = sent(again, "l", m.Batch)
     assert [tuple(g) for g in batch.group_ids] == [t.group_id for t in made.buffer.line.steps[3].groups]
@@ -206,7 +206,7 @@ def test_a_divergence_that_was_half_written_is_completed():
         again = restarted(made, records=count)
         if "other" in [record.fields.get("digest") for record in made.journal.records[:count]]:
             assert again.buffer.line.ahead(2) == [] and again.buffer.line.digest(2) == "other"
-            assert again.desk.gone == [(0, 1, 2)]
+            assert again.run.policies.lost == [(0, 1, 2)]
             assert again.buffer.slots[running].voided >= 1
 
 
@@ -304,7 +304,7 @@ def test_a_lease_of_another_prompt_than_the_next_one_is_damage():
     journal.records[at].fields["group"] = [0, 17]
     again = bare_service(config(placement__split="1:1"), journal=journal)
     with pytest.raises(JournalError, match=r"leases prompt \(0, 17\), and the dataset's next is \(0, 0\)"):
-        restore(again, journal.records, 1.0)
+        again.restore(journal.records, 1.0)
 
 
 def test_the_line_for_a_replay_is_the_surviving_one():
@@ -312,14 +312,14 @@ def test_the_line_for_a_replay_is_the_surviving_one():
     make_step_3 = [t.group_id for t in made.buffer.line.steps[3].groups]
     made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
     player = bare_service(config(placement__split="1:1"), journal=made.journal)
-    whole_line(player, made.journal.records)
+    whole_line(player.run, made.journal.records)
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "d2", 3: "d3"}
     assert [t.group_id for t in player.buffer.line.steps[3].groups] == make_step_3
     learner(made, "l2", version=1, digest="d1")
     made.handle("l2", m.Take(step=2, rank=0), 2.0)
     made.handle("l2", m.Committed(step=2, digest="other"), 2.0)
     player = bare_service(config(placement__split="1:1"), journal=made.journal)
-    whole_line(player, made.journal.records)
+    whole_line(player.run, made.journal.records)
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "other"}
 
 
@@ -332,7 +332,7 @@ def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_doe
     assert sent(made, "a", m.EvaluationLease)
     again = bare_service(made.config, journal=made.journal.crash(None), evaluation_rows=[{}])
     again.evaluations.board.modes = [True]
-    restore(again, made.journal.records, 100.0)
+    again.restore(made.journal.records, 100.0)
     learner(again, "l", incarnation=1, now=100.0)
     again.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0)
     again.handle("b", m.LeaseRequest(capacity=0, version=0, incarnation=1), 100.0)
@@ -355,11 +355,10 @@ def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
     for size in range(len(whole), len(whole) - 400, -7):
         (folder / "000001.seg").write_bytes(whole[:size])
         reader = JournalReader(folder)
-        again = bare_service(config(placement__split="1:1"), journal=SimulatedJournal())
         records = list(reader.records(cut=True))
         writer = JournalWriter(folder, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
-        again.journal = writer
-        restore(again, records, 5.0)
+        again = bare_service(config(placement__split="1:1"), journal=writer)
+        again.restore(records, 5.0)
         writer.append("end", {"reason": "", "failed": False})
         writer.close()
         assert [record.kind for record in JournalReader(folder).records()][-1] == "end"

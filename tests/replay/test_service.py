@@ -8,7 +8,6 @@ from simulated_run import bare_service, config, group_message, learner, lease, m
 
 from replay import messages as m
 from replay.channel import WireError
-from replay.desks.evaluations import EvaluationBoard
 from replay.desks.leases import SlotState
 from tests.replay.simulation.world import rows
 
@@ -168,16 +167,18 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
 
 
 def test_an_evaluation_that_fails_everywhere_is_given_up():
-    board = EvaluationBoard([True], 100.0)
-    board.request(0, 0.0)
+    made = service(data__eval="x", evaluation__num_prompts=1)
+    made.evaluations.rows = rows(1)
+    made.evaluations.board.modes = [True]
+    made.handle("l", m.Evaluate(version=0), 0.0)
     for server in ("a", "b"):
-        board.holds(server, 0)
+        made.handle(server, m.LeaseRequest(capacity=0, version=0), 0.0)
     asked = []
-    while board.open:
-        ((server, _),) = board.assign()
+    while made.evaluations.board.open:
+        (server,) = [who for who in ("a", "b") if sent(made, who, m.EvaluationLease)]
         asked.append(server)
-        board.failed(server, 0)
-    assert asked == ["a", "b", "a", "b"] and "every server" in board.closed[0]
+        made.handle(server, m.EvaluationFailed(version=0, greedy=True, reason="not held"), 1.0)
+    assert asked == ["a", "b", "a", "b"] and "every server" in made.evaluations.board.closed[0]
 
 
 def test_overdue_evaluations_are_closed_with_a_reason():
@@ -268,7 +269,7 @@ def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
 
 def test_token_ids_beyond_the_vocabulary_are_rejected():
     made = service()
-    made.desk.vocab_size = 5
+    made.granting.vocab_size = 5
     made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
     (lease,) = sent(made, "a", m.Lease)
     made.handle("a", group_message(lease, [0]), 1.0)

@@ -15,7 +15,7 @@ from torch_oracle import DEADLINE_S
 from configs import Config
 from replay import messages as m
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.rewards import RewardPool
 from rollout_server.tasks import Task

@@ -21,7 +21,7 @@ from replay.desks.leases import Slot, SlotState
 from replay.desks.partials import Partials
 from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.rewards import RewardPool
@@ -278,7 +278,7 @@ def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]
                 await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
                 beats = len(wire.of(m.Renew))
                 await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
-            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.working
+            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
 
     run(main)
 

@@ -12,7 +12,6 @@ that it did not compute itself. What an update does to running requests:
 import asyncio
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,11 +20,20 @@ from pathlib import Path
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, Partial, PauseMode, Sampling
-from rollout_server.engines.prefixes import settled
+from rollout_server.engines.base import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    Partial,
+    PauseMode,
+    Sampling,
+    first_error,
+)
+from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
-from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, Update, combine, folder_tensors
+from rollout_server.engines.sglang.requests import Answer, Part
+from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)
@@ -103,11 +111,7 @@ class SGLangEngine:
             EngineError: the request or a prefix does not fit, `pinned` is not held, or SGLang refuses it or is dead.
         """
         given = settled(prefixes, n, sampling, self._sglang.vocab_size)
-        check_prompt(
-            token_ids, sampling.max_new_tokens, max_context=self._max_context, vocab_size=self._sglang.vocab_size
-        )
-        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
-            raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
+        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._sglang.vocab_size)
         if pinned is not None:
             if pinned not in self._pins or pinned != self._version:
                 raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
@@ -195,7 +199,7 @@ class SGLangEngine:
         return tokens
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
-        """See `Engine.progress`; up to the last sign of life of each answer, a stream interval ago at most."""
+        """See `Engine.progress`; a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]
         return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
 
@@ -231,7 +235,7 @@ class SGLangEngine:
         self._paused = True
 
     async def _stop_parts(self, mode: PauseMode) -> None:
-        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
+        """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
             left = "running requests (replay.lease_s)"
             await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
@@ -265,7 +269,7 @@ class SGLangEngine:
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """SGLang is about to receive a part of an update by itself: `resume` and `pin` refuse until it is proven.
+        """Mark the engine as half updated: `resume` and `pin` refuse until a proof.
 
         Raises:
             EngineError: not paused.
@@ -274,12 +278,11 @@ class SGLangEngine:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
 
-    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> Mapping[str, int]:
-        """Digests of live tensors (name, dtype, shape) that SGLang has received by itself, as `version` from now on."""
+    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> None:
+        """Digest tensors (name, dtype, shape) that SGLang has received by itself, as `version`."""
         self._staging.name_tensors(tensors)
         await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
-        return await self.digest()
 
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
@@ -302,12 +305,12 @@ class SGLangEngine:
         return combine(replies, self._staging.shapes())
 
     async def digest(self) -> Mapping[str, int]:
-        """See `Engine.digest`: of the last load, which took it on the live tensors; asked again, taken anew."""
+        """See `Engine.digest`; taken by the last load, computed anew when asked again."""
         taken, self._digests = self._digests, None
         return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
 
     async def in_schedulers(self, write: Callable[[StagingFolder], None]) -> Mapping[str, int]:
-        """Have the schedulers carry out a request between two forwards; the digests that they reply, if any."""
+        """Run an order in all schedulers between two forwards; their digests, if any."""
         was_paused = self._paused
         if not was_paused:
             await self._sglang.pause()

@@ -10,7 +10,7 @@ from typing import Any
 from configs import Config
 from replay.desks.leases import SlotState
 from replay.journal import JournalError
-from replay.journal.apply import boot_fields, restore
+from replay.journal.apply import boot_fields
 from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource
 from replay.service import Service
@@ -164,7 +164,7 @@ class World:
             self._compare(old, self._restored(everything.crash(None), from_start=True), "its beginning")
         self.network.replay_crashed()
         self.service = self._restored(journal, from_start=False)
-        self.service.journal.append("boot", boot_fields(self.config, self.service.source.state(), 1))
+        self.service.journal.append("boot", boot_fields(self.config, self.service.run.source.state(), 1))
         self._settle()
         self.say(f"replay restarts with {journal.flushed} of {len(everything.records)} records")
 
@@ -248,7 +248,7 @@ class World:
     def _restored(self, journal: SimulatedJournal, *, from_start: bool) -> Service:
         service = self._serve(journal)
         records = journal.records if from_start else journal.records[journal.newest_snapshot() :]
-        restore(service, list(records), self.now)
+        service.restore(list(records), self.now)
         return service
 
     def _compare(self, old: Service, new: Service, origin: str) -> None:
@@ -288,7 +288,8 @@ class World:
         service = self.service
         slots = [(s.group_id, s.state.value, s.min_version, s.attempt, s.server) for s in service.buffer.slots.values()]
         peers = [(p.name, p.incarnation, p.version, p.capacity) for p in service.peers.by_identity.values()]
-        return f"gone {service.desk.gone}, takes {service.batch_desk.takes}, {slots}, {peers}, {self.learner.published}"
+        lost, takes = service.run.policies.lost, service.batch_desk.takes
+        return f"lost {lost}, takes {takes}, {slots}, {peers}, {self.learner.published}"
 
     def say(self, text: str) -> None:
         """For the trace."""
@@ -306,7 +307,7 @@ def _journal(service: Service) -> SimulatedJournal:
 
 def comparable(service: Service) -> dict[str, Any]:
     """The state that must survive a crash."""
-    state = snapshot_of(service)
+    state = snapshot_of(service.run)
     evaluations = state["evaluations"]
     evaluations["open"] = [[version, modes] for version, modes, *_ in evaluations["open"]]
     state["counters"] = {k: n for k, n in state["counters"].items() if n and not k.startswith(NOT_JOURNALED)}

@@ -1,6 +1,5 @@
 """A whole run makes no code from data: every process of it is watched, with a checkpoint and a resume."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -10,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs import Runs, untrained_input
+
 HERE = Path(__file__).parent
-SPEC = importlib.util.spec_from_file_location("whole_runs", HERE.parents[1] / "e2e" / "conftest.py")
-whole_runs = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(whole_runs)
-launch = whole_runs.launch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 SMALL = (
@@ -30,18 +27,12 @@ SMALL = (
 PROCESSES = ("learner.main", "learner.train", "replay.main", "rollout_server.main", "rollout_server.rewards.worker")
 
 
-@pytest.fixture(scope="session")
-def sort6(tmp_path_factory):
-    """The quick start's input without its half minute of training: what is learned here is of no interest."""
-    from learner.examples.sort6 import build_model, rows, save_tokenizer, split_prompts
-
-    folder = tmp_path_factory.mktemp("untrained") / "data"
-    folder.mkdir()
-    for name, numbers in zip(("train.jsonl", "eval.jsonl"), split_prompts(0, 64, 16), strict=True):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows(numbers)))
-    build_model(0).save_pretrained(folder / "model")
-    save_tokenizer(folder / "model")
-    return whole_runs.Sort6(folder)
+@pytest.fixture
+def launch(tmp_path, tmp_path_factory):
+    """Whole runs without training of the input, every process started for real: each loads the hook."""
+    runs = Runs(tmp_path, untrained_input(tmp_path_factory.mktemp("untrained") / "data"), zygote=None)
+    yield runs
+    runs.close()
 
 
 @pytest.fixture
@@ -64,7 +55,7 @@ def watched(folder):
     return {name for name in PROCESSES if any(name in command for command in commands)}
 
 
-def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(sort6, reports, launch):
+def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(reports, launch):
     run = launch(*SMALL, steps=2)
     code = run.wait(140)
     assert read(reports, "caught") == []
@@ -80,7 +71,7 @@ def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(sort6, rep
     assert ("pickle.find_class", "/torch/distributed/checkpoint/") in allowed
 
 
-def test_an_unpickling_in_a_message_handler_is_caught(sort6, reports, launch, monkeypatch):
+def test_an_unpickling_in_a_message_handler_is_caught(reports, launch, monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_AUDIT_PLANT", "replay.channel.frames:decode")
     run = launch(*SMALL, steps=2)
     run.wait_until(lambda: read(reports, "caught"), "the hook")

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from rollout_server.engines.torch_family import ModelSpec
-from rollout_server.engines.torch_weights import LayerTensors, LiveWeights
+from rollout_server.engines.torch.family import ModelSpec
+from rollout_server.engines.torch.weights import LayerTensors, LiveWeights
 
 LENGTH_BUCKET = 16
 

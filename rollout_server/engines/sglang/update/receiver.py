@@ -17,7 +17,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Message, WireError
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_words
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_words
 from weight_bus.control import wake_quickly
 from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake

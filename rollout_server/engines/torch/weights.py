@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.torch_family import ModelSpec
+from rollout_server.engines.torch.family import ModelSpec
 from weight_bus.digest import slice_digest
 
 EMBEDDING = "model.embed_tokens.weight"

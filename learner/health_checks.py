@@ -7,10 +7,10 @@ from configs.schema import Config
 
 
 class SilentlyWrong(RuntimeError):
-    """The run would go on and train on nothing, or on the wrong thing; the message says which and what to do."""
+    """Training has no effect, or the wrong one; names the symptom and the remedy."""
 
 
-class Tripwires:
+class HealthChecks:
     """Consecutive counts per symptom. All ranks see the same numbers, so all ranks stop together."""
 
     def __init__(self, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 SGLang imports triton, torchvision and sgl_kernel at module scope, on a CPU too, where it calls nothing of them. Where
 one of them is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place: each
-has a folder of its own under `sglang_cpu/`, so that a package that works is never hidden. The folders go on `sys.path`,
+has a folder of its own under `stand_ins/`, so that a package that works is never hidden. The folders go on `sys.path`,
 which the processes that SGLang spawns inherit; PYTHONPATH stays as it is, so reward processes never see a stand-in.
 """
 
@@ -24,11 +24,11 @@ CANNOT_BE_IMPORTED = (ImportError, OSError, RuntimeError, AttributeError)
 
 def stand_in_folder(package: str) -> Path:
     """The path entry that holds the stand-in of one package and nothing else."""
-    return Path(__file__).parent / "sglang_cpu" / f"without_{package}"
+    return Path(__file__).parent / "stand_ins" / f"without_{package}"
 
 
 def prepare_cpu() -> tuple[str, ...]:
-    """Let SGLang be imported here and in the processes that it starts; calling it again changes nothing.
+    """Make SGLang importable here and in its child processes; idempotent.
 
     Returns:
         The packages that stand-ins are in use for, for example ("sgl_kernel", "torchvision", "triton").

@@ -38,7 +38,7 @@ parameters would be 33 GB on every GPU."""
 
 
 class Policy:
-    """Weights, forward and gather. Methods marked as collective must be called by all ranks, in one order."""
+    """Weights, forward and gather. All ranks call collective methods, in one order."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Policy:
         return logits
 
     def token_logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob of each target of a microbatch, with gradient, and the entropy there, without. A collective.
+        """Logprob (with gradient) and entropy (without) of each target. A collective.
 
         Returns:
             Two float32 tensors of the shape of the mask.
@@ -99,7 +99,7 @@ class Policy:
         return logprobs[None], entropy[None]
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by HF name, in the one order that everything here uses; a tied one only once."""
+        """Parameters by HF name, in the order used everywhere; tied ones once."""
         # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
         for unit in self._units:
             unit.reshard()
@@ -147,7 +147,7 @@ class Policy:
         return [(name, dtype, tuple(p.shape)) for name, p in self.named_parameters()]
 
     def named_full_tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors by HF name in the wire dtype, real on every rank. A collective: exhaust it on all ranks.
+        """Whole tensors by HF name in the wire dtype, on every rank. A collective: exhaust it.
 
         With tied embeddings model.embed_tokens.weight is sent and lm_head.weight left out. Memory is bounded by
         learner.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
@@ -166,7 +166,7 @@ class Policy:
     def parameter_digest(self) -> str:
         """One digest of the float32 master weights, equal at every world size. A collective.
 
-        The same as `weight_bus.digest.combined(policy.shard_digests("float32"))`: who has those need not call this.
+        The same as `combined(policy.shard_digests("float32"))` of weight_bus.digest; a caller that has those uses that.
         """
         return combined(self.shard_digests("float32"))
 
@@ -232,7 +232,7 @@ def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
 def _row_logprobs(
     model: Any, input_ids: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor, temperature: float, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy [n] of the targets [n] at the positions `kept` [n] of a row [1, total].
+    """Logprobs and entropy [n] at the positions `kept` [n] of a row [1, total].
 
     A forward of the root unit, whose weights it uses directly: the output head sees these positions and no other.
     FSDP casts floating-point arguments of a forward to the compute dtype; there are none.

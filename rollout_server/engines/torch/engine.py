@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,12 +11,12 @@ import numpy as np
 import torch
 
 from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
-from rollout_server.engines.prefixes import settled
-from rollout_server.engines.torch_family import read_spec
-from rollout_server.engines.torch_loop import DecodeLoop
-from rollout_server.engines.torch_rows import Request
-from rollout_server.engines.torch_sampling import stream_key
-from rollout_server.engines.torch_weights import LiveWeights, RowRange, read_folder
+from rollout_server.engines.prefixes import check_request, settled
+from rollout_server.engines.torch.family import read_spec
+from rollout_server.engines.torch.loop import DecodeLoop
+from rollout_server.engines.torch.rows import Request
+from rollout_server.engines.torch.sampling import stream_key
+from rollout_server.engines.torch.weights import LiveWeights, RowRange, read_folder
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class TorchEngine:
             EngineError: the request does not fit or is malformed, `request_id` is in use, `pinned` is not held, or
                 the engine died or is closed.
         """
-        self._check_request(token_ids, sampling, n)
+        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._spec.vocab_size)
         keys = [stream_key(self._seed, sampling.seed, index) for index in range(n)]
         prompt = np.array(token_ids, dtype=np.int32)
         given = settled(prefixes, n, sampling, self._spec.vocab_size)
@@ -122,21 +121,6 @@ class TorchEngine:
             self._post_unwatched(lambda: self._loop.abort(request_id, request))
             raise
         return completions
-
-    def _check_request(self, token_ids: list[int], sampling: Sampling, n: int) -> None:
-        size, new = len(token_ids), sampling.max_new_tokens
-        if size < 1 or new < 1 or n < 1:
-            raise EngineError(f"prompt of {size} tokens, max_new_tokens {new}, n {n}: each must be at least 1")
-        if size + new > self._max_context:
-            raise EngineError(
-                f"prompt of {size} tokens + max_new_tokens {new} = {size + new} exceeds the context of "
-                f"{self._max_context} (data.max_prompt_tokens + rollout.max_new_tokens)"
-            )
-        wrong = [token for token in token_ids if not 0 <= token < self._spec.vocab_size]
-        if wrong:
-            raise EngineError(f"token id {wrong[0]} is outside the vocabulary of {self._spec.vocab_size}")
-        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
-            raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
 
     async def pause(self, mode: PauseMode) -> None:
         """See `Engine.pause`. Only live requests stop or drain; pinned ones go on.

@@ -2,7 +2,7 @@
 
 The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map:
 CUDA memory by its IPC handle, host memory as a file in shared memory, and what is staged in a scheduler
-(rollout_server/engines/sglang/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
+(update/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
 pickled, and nobody but this user can open the folder.
 """
 
@@ -57,8 +57,7 @@ class StagingFolder:
         self._inodes: dict[int, int] = {}
 
     def write_update(self, update: Update, version: int) -> None:
-        """Describe an update; bytes in host memory are copied into shared memory, CUDA memory is only named, and so is
-        what is staged in a scheduler."""
+        """Describe an update; host memory is copied into shared memory, CUDA memory only named."""
         if isinstance(update, RemoteUpdate):
             self._tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in update.entries]
             self._write({"version": version, "load": True, "memory": update.memory})
@@ -91,7 +90,7 @@ class StagingFolder:
         self._write({"version": -1, "load": False, "memory": [], "receive": order})
 
     def write_digest(self) -> None:
-        """Ask for the digests of what is live. Raises EngineError before the first update: nothing is known yet."""
+        """Order digests of the live tensors. Raises EngineError before the first update."""
         if not self._tensors:
             raise EngineError("no update has named this model's tensors yet, so there is nothing to digest")
         self._write({"version": -1, "load": False, "memory": []})
@@ -123,7 +122,7 @@ class StagingFolder:
         return {name: tuple(shape) for name, _, shape, _, _ in self._tensors}
 
     def mapped_by_all(self) -> None:
-        """Every scheduler has mapped the memory: it lives on in the mappings, and ends with the processes."""
+        """Unlink the memory once every scheduler has mapped it; mappings keep it."""
         for path in self.path.glob("memory.*"):
             path.unlink()
 
@@ -161,7 +160,7 @@ class StagingFolder:
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:
-    """Flat uint8 over a new file. Its memory is taken at once: a page that is missing later would be a SIGBUS."""
+    """Flat uint8 over a new file, allocated at once: a missing page would be a SIGBUS."""
     if size:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -187,7 +186,7 @@ def in_bytes(handle: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Digest of each tensor from the slices that the schedulers hold; they add up over disjoint slices.
+    """Digest of each tensor: the sum over the schedulers' disjoint slices.
 
     A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
     """
@@ -206,7 +205,7 @@ def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def folder_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of each tensor of a Hugging Face folder, without those that a model does not hold."""
+    """(name, dtype, shape) of each tensor of a Hugging Face folder that a model holds."""
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tied = bool(described.get("tie_word_embeddings"))
     for file in sorted(folder.glob("*.safetensors")):

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from rollout_server.engines.base import Completion
-from rollout_server.engines.torch_model import KVCache, TorchModel
-from rollout_server.engines.torch_rows import Request, RowTable
-from rollout_server.engines.torch_sampling import choose, uniforms
-from rollout_server.engines.torch_weights import LiveWeights
+from rollout_server.engines.torch.model import KVCache, TorchModel
+from rollout_server.engines.torch.rows import Request, RowTable
+from rollout_server.engines.torch.sampling import choose, uniforms
+from rollout_server.engines.torch.weights import LiveWeights
 
 MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one forward; bounds its memory and how long a pause can wait for it."""

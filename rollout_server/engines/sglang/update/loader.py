@@ -1,7 +1,7 @@
 """Runs inside each scheduler of SGLang (ServerArgs.custom_weight_loader): loads an update and digests what is live.
 
 SGLang calls `apply(model, named_tensors)` between two forwards; what to do stands in the staging folder
-(rollout_server/engines/sglang/staging.py). The digest is computed in place on the tensors that the next forward reads,
+(update/orders.py). The digest is computed in place on the tensors that the next forward reads,
 so equal digests prove staging, mapping, fusion and slicing at once.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import msgpack
 import torch
 
-from rollout_server.engines.sglang import receiver
-from rollout_server.engines.sglang.live import LiveWeights
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
+from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update.live import LiveWeights
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
 from weight_bus.staging import DTYPES
 
 _mapped: dict[str, tuple[Any, torch.Tensor]] = {}
@@ -86,7 +86,7 @@ def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> Live
 
 
 def check_addresses(model: Any) -> None:
-    """Graphs that were captured before the first update read its memory for ever, so it must not move.
+    """Check that no parameter has moved: captured graphs keep reading the old memory.
 
     Raises:
         RuntimeError: it has. Digests of where it lies now would prove nothing about what is decoded with.
@@ -105,7 +105,7 @@ def check_addresses(model: Any) -> None:
 
 
 def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
-    """Names and whole tensors of an update; the same list while they lie where they lay."""
+    """Names and whole tensors of an update; the same list while memory is unchanged."""
     global _staged
     memory = [_map(number, described, rank) for number, described in enumerate(request["memory"])]
     key = [request["tensors"], *map(id, memory)]
@@ -120,8 +120,7 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 
 
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
-    """Flat uint8 over memory of the server, or of rank 0; stays mapped until its place in the request names other
-    memory."""
+    """Flat uint8 over memory of the server or rank 0, mapped until the request names another."""
     if described["kind"] == "staged":
         if rank == 0:  # a process cannot open its own handles
             return receiver.bucket(number, described["take"])

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from rollout_server.engines.base import EngineError, Health, Partial, PauseMode
-from rollout_server.engines.torch_lane import Lane
-from rollout_server.engines.torch_mailbox import Mailbox
-from rollout_server.engines.torch_model import TorchModel
-from rollout_server.engines.torch_rows import Request
-from rollout_server.engines.torch_weights import LiveWeights
+from rollout_server.engines.torch.lane import Lane
+from rollout_server.engines.torch.mailbox import Mailbox
+from rollout_server.engines.torch.model import TorchModel
+from rollout_server.engines.torch.rows import Request
+from rollout_server.engines.torch.weights import LiveWeights
 
 logger = logging.getLogger(__name__)
 

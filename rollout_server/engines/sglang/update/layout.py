@@ -1,4 +1,4 @@
-"""Which part of which live tensor of an SGLang model holds a Hugging Face tensor: the inverse map of its fusions.
+"""Inverse map of SGLang's fusions: Hugging Face tensor to slice of a live tensor.
 
 Stated rules. Fused projections: q, k, v are rows of `qkv_proj`, gate and up rows of `gate_up_proj`. Tensor
 parallelism: each rank holds a slice, named by where it begins in the Hugging Face tensor; replicas (norms, KV
@@ -19,7 +19,7 @@ GATE_UP = {"gate_proj": 0, "up_proj": 1}
 
 @dataclass(frozen=True, slots=True)
 class LiveSlice:
-    """The part of one Hugging Face tensor that this rank holds, as a view into the live tensor."""
+    """This rank's part of a Hugging Face tensor, a view into the live tensor."""
 
     name: str
     full_shape: tuple[int, ...]

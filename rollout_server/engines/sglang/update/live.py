@@ -1,4 +1,4 @@
-"""The live weights of a scheduler: what an update copies where, and their digests, worked out once.
+"""Live weights of a scheduler: where an update is copied, and the digests.
 
 What the next forward reads is known tensor by tensor (layout.py). So after the first update, which the model loads by
 its own code, the others are copies into these views, all in one go, where nothing else is made of a weight: on a GPU,
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollout_server.engines.sglang.layout import LiveSlice, live_slices
+from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from weight_bus.digest import Digester, Part
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
@@ -73,8 +73,7 @@ class LiveWeights:
         self._loaded = True
 
     def copy(self, staged: Staged) -> tuple[list[int], float]:
-        """Copy an update that takes copies, and digest what is live then: while a group is digested, the next is
-        copied.
+        """Copy an update and digest the live tensors; groups are copied and digested in a pipeline.
 
         Returns:
             The digest of each slice, and the seconds until the last copy had ended.
@@ -103,7 +102,7 @@ class LiveWeights:
         return [value for some in launched for value in some.sums()]
 
     def _parts(self, staged: Staged) -> list[list[torch.Tensor]]:
-        """What belongs into each slice, by group; nothing where copies would not be all that a load does."""
+        """Source of each slice, by group; empty if copies alone do not make a load."""
         whole = dict(staged)
         parts = [[_cut(whole[piece.name], piece) for piece in group.slices] for group in self._groups]
         alike = all(
@@ -149,7 +148,7 @@ def _cut(whole: torch.Tensor, piece: LiveSlice) -> torch.Tensor:
 
 
 def _covered(model: Any, slices: Iterable[LiveSlice]) -> bool:
-    """Whether every parameter lies in the slices, but for the padded rows of a vocabulary, which are in none."""
+    """Whether the slices cover every parameter except padded vocabulary rows."""
     padded = {
         parameter.data_ptr()
         for module in model.modules()

@@ -1,0 +1,195 @@
+"""Grants leases to rollout servers, renews them, and takes them back. No socket, and time is an argument."""
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+
+from replay import messages as m
+from replay.bounded_log import BoundedLog
+from replay.channel import Message
+from replay.desks.buffer import drops
+from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
+from replay.desks.validation import Bounds
+from replay.journal.apply import record
+from replay.peers import Peer, Peers
+from replay.prompts import stream_seed
+from replay.run import Run
+
+log = logging.getLogger(__name__)
+
+NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
+"""Reasons for which a prompt is not leased a second time."""
+RELEASES = NEVER_AGAIN | {
+    "expired", "server_lost", "rejected", "reward_error", "engine_error", "aborted", "diverged",
+}  # fmt: skip
+"""Reasons that are counted by name; they come from peers, so anything else is `other`."""
+
+Send = Callable[[str, Message], None]
+
+
+class Granting:
+    """Moves slots between queued and leased, and drops what cannot be done."""
+
+    def __init__(
+        self, run: Run, peers: Peers, *, vocab_size: int | None, send: Send, fail: Callable[[str], None]
+    ) -> None:
+        self.run, self.peers, self.vocab_size = run, peers, vocab_size
+        self.buffer, self.leases = run.buffer, run.leases
+        self.last_drop = ""
+        """Group, reason and detail of the last drop."""
+        self.bounded = BoundedLog(log)
+        self._shares = Shares()
+        self._send = send
+        self._fail = fail
+
+    def expire(self, now: float) -> None:
+        """Take back leases that were not renewed in time."""
+        for slot in list(Leases.expired(self.buffer.slots.values(), now)):
+            peer = self.peers.get(slot.server or "")
+            who = peer.describe(now) if peer else slot.server
+            self.bounded.warning(
+                "expired", "replay: lease of group %s (attempt %d) expired: not renewed for %.0f s by %s [slow]",
+                slot.group_id, slot.attempt, self.leases.lease_s, who,
+            )  # fmt: skip
+            if peer is not None:
+                self.cancel(slot, peer.identity, "lease expired")
+            self.release(slot, "expired", f"not renewed by {who}")
+
+    def server_lost(self, identity: str) -> int:
+        """Take back the leases of a server that is lost; how many there were."""
+        held = list(Leases.held_by(self.buffer.slots.values(), identity))
+        for slot in held:
+            self.release(slot, "server_lost", identity)
+        return len(held)
+
+    def grant(self, now: float) -> None:
+        """Hand out what servers have room for: the oldest admitted first, to the least loaded server."""
+        queued = deque(s for s in self.buffer.slots.values() if s.state is SlotState.QUEUED)
+        if not queued and self.buffer.room <= 0:
+            return  # mostly: this runs after every few messages, with a thousand servers too
+        held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
+        servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity and self.is_on_line(peer)]
+        needed = queued[0].min_version if queued else self.buffer.next_min_version()
+        work = held.total() + len(queued) + self.buffer.room
+        most = self._shares.most([peer.version for peer in servers], needed=needed, work=work, now=now)
+        free = [
+            (held[peer.identity] / peer.capacity, order, peer)
+            for order, peer in enumerate(servers)
+            if held[peer.identity] < min(most, peer.capacity)
+        ]
+        heapify(free)
+        while free and (queued or self.buffer.room > 0):
+            _, order, peer = heappop(free)
+            chosen = self._next(queued, peer.version)
+            if chosen is None:
+                continue
+            group_id, attempt, min_version = chosen
+            fields = {"group": list(group_id), "attempt": attempt, "min_version": min_version, "server": peer.identity}
+            record(self.run, "lease", fields, now=now)
+            held[peer.identity] += 1
+            self._send(peer.identity, self._lease(self.buffer.slots[group_id]))
+            if held[peer.identity] < min(most, peer.capacity):
+                heappush(free, (held[peer.identity] / peer.capacity, order, peer))
+
+    def is_on_line(self, peer: Peer) -> bool:
+        """Whether the policy that this server holds is one that the learner has made on the surviving line."""
+        return not self.run.policies.is_lost(peer.policy)
+
+    def off_line(self, peer: Peer) -> None:
+        """A server holds a policy that is not on the line: what it has begun does not count."""
+        for slot in list(Leases.held_by(self.buffer.slots.values(), peer.identity)):
+            self.recall(slot)
+
+    def recall(self, slot: Slot) -> None:
+        """Take back a lease of a lost policy, and every answer of its attempts."""
+        if slot.server is not None and self.peers.get(slot.server) is not None:
+            self.cancel(slot, slot.server, "its policy is not on the learner's line any more")
+        record(self.run, "release", self._fields(slot, reason="diverged"))
+
+    def renew(self, peer: Peer, message: m.Renew, now: float) -> None:
+        """Push the deadlines of leases that are still worked on, and keep what their answers have got."""
+        held: dict[int, Slot] = {}
+        for position, lease in enumerate(message.leases):
+            if len(lease) != 4:
+                continue
+            pass_, index, attempt, tokens = lease
+            slot = self.buffer.slots.get((pass_, index))
+            if slot is not None and self.leases.renew(slot, peer.identity, attempt, tokens, now):
+                held[position] = slot
+                continue
+            self.run.counters["renewals_refused"] += 1
+            cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
+            self._send(peer.identity, cancel)
+        if self.run.partials is not None:
+            for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
+                log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
+
+    def release(self, slot: Slot, reason: str, detail: str) -> None:
+        """A lease ended without a group: back to the queue, or dropped once that is of no use."""
+        reason = reason if reason in RELEASES else "other"
+        record(self.run, "release", self._fields(slot, reason=reason))
+        dropped = self.leases.exhausted(slot)
+        if reason in NEVER_AGAIN:
+            self.drop(slot, reason, detail)
+        elif dropped is not None:
+            told = "%d attempts failed and %d were interrupted, the last: %s"
+            text = "replay: group %s is poison: " if dropped == "poison" else "replay: group %s is interrupted: "
+            self.bounded.warning(dropped, text + told, slot.group_id, slot.failures, slot.interruptions, reason)
+            self.drop(slot, dropped, f"{reason}: {detail}")
+
+    def drop(self, slot: Slot, reason: str, detail: str = "") -> None:
+        """This group is never trained; counted under its reason. A whole pass of these ends the run."""
+        self.last_drop = f"group {slot.group_id[0]}/{slot.group_id[1]}: {reason}" + (f": {detail}" if detail else "")
+        record(self.run, "drop", {"group": list(slot.group_id), "reason": reason})
+        if self.buffer.fruitless >= len(self.run.source):
+            counts = ", ".join(f"{count} {name}" for name, count in drops(self.run.counters).items())
+            whole = f"data.train: {self.buffer.fruitless} prompts in a row, a whole pass over the data, were dropped"
+            self._fail(f"{whole} ({counts}); the last, {self.last_drop}")
+
+    def treat_stale(self, slots: list[Slot]) -> None:
+        """Apply on_stale to groups with tokens above the lag bound. Under `wait` they show that a guard failed."""
+        for slot in slots:
+            if slot.stale_retries:
+                self.drop(slot, "too_slow")
+                continue
+            fields = {"group": list(slot.group_id), "min_version": self.buffer.last_min_version()}
+            record(self.run, "stale", fields)
+
+    def cancel(self, slot: Slot, identity: str, reason: str) -> None:
+        """Tell a server to stop working on a lease."""
+        pass_, index = slot.group_id
+        self._send(identity, m.Cancel(pass_=pass_, index=index, attempt=slot.attempt, reason=reason))
+
+    def _next(self, queued: deque[Slot], version: int) -> tuple[GroupId, int, int] | None:
+        """(group, attempt, min_version) of the oldest lease that may start at `version`; a new one where room is."""
+        if queued:  # its min_version is the lowest: they only grow in the order of admission
+            slot, needed = queued[0], queued[0].min_version
+            if needed > self.buffer.version:  # the line has gone back since: no group may wait for itself
+                needed = min(needed, self.buffer.needed(slot))
+            if needed > version:
+                return None
+            queued.popleft()
+            return slot.group_id, slot.attempt + 1, needed
+        if self.buffer.room > 0 and self.buffer.next_min_version() <= version:
+            return self.run.upcoming(), 1, self.buffer.next_min_version()
+        return None
+
+    def _lease(self, slot: Slot) -> m.Lease:
+        pass_, index = slot.group_id
+        partials = self.run.partials
+        prefix = partials.prefix(slot.group_id, slot.min_version) if partials is not None else {}
+        return m.Lease(
+            pass_=pass_,
+            index=index,
+            attempt=slot.attempt,
+            min_version=slot.min_version,
+            lease_s=self.leases.lease_s,
+            seed=stream_seed(self.run.config.run.seed, pass_, index),
+            prompt=slot.row,
+            **prefix,
+        )
+
+    @staticmethod
+    def _fields(slot: Slot, *, reason: str) -> dict[str, object]:
+        return {"group": list(slot.group_id), "attempt": slot.attempt, "reason": reason}

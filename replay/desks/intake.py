@@ -1,0 +1,131 @@
+"""Takes finished groups in, and leases that a server gives up. No socket."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from replay import messages as m
+from replay.channel.frames import encode
+from replay.desks.granting import RELEASES, Granting, Send
+from replay.desks.leases import Slot, SlotState
+from replay.desks.policies import Policy
+from replay.desks.validation import Bounds, problem_with
+from replay.journal.apply import record
+from replay.journal.format import Frames
+from replay.peers import Peer
+from replay.run import Run
+
+log = logging.getLogger(__name__)
+
+REWARD_WINDOW = 32
+"""Groups over which the share of reward errors is taken."""
+
+AckStatus = Literal["accepted", "superseded", "rejected"]
+
+
+class Intake:
+    """Accepts the first valid group of each prompt (invariant 2)."""
+
+    def __init__(self, run: Run, granting: Granting, *, send: Send, fail: Callable[[str], None]) -> None:
+        self.run, self.granting = run, granting
+        self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
+        self._send = send
+        self._fail = fail
+
+    def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
+        """Take a finished group in.
+
+        Args:
+            peer: its sender.
+            group: the message.
+            frames: the message as it came, for the journal; encoded again where they are not at hand.
+        """
+        run, slot = self.run, self.run.buffer.slots.get((group.pass_, group.index))
+        if slot is None:
+            self._ack(peer, group, "superseded", "this group is finished")
+        elif group.attempt <= slot.voided:
+            self._ack(peer, group, "superseded", "this attempt was called back: too old, or not of the learner's line")
+        elif slot.group is not None:
+            repeated = slot.group.attempt == group.attempt
+            run.counters["duplicate_groups" if repeated else "superseded"] += 1
+            self._ack(peer, group, "accepted" if repeated else "superseded")
+        elif problem := problem_with(group, slot, run.config, Bounds(run.newest_possible, self.granting.vocab_size)):
+            self._reject(peer, slot, group, problem)
+        else:
+            self._judge(peer, slot, group, frames)
+
+    def failed(self, peer: Peer, cancel: m.Cancel) -> None:
+        """A server gives a lease up; too many reward errors end the run."""
+        slot = self.run.buffer.slots.get((cancel.pass_, cancel.index))
+        if slot is None or slot.state is not SlotState.LEASED or slot.server != peer.identity:
+            return
+        if slot.attempt != cancel.attempt:
+            return
+        self.granting.bounded.warning(
+            cancel.reason if cancel.reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
+            peer.name, slot.group_id, slot.attempt, cancel.reason, cancel.detail,
+        )  # fmt: skip
+        self.granting.release(slot, cancel.reason, cancel.detail)
+        if cancel.reason == "reward_error":
+            self._reward_failed(cancel.detail)
+
+    def _reward_failed(self, detail: str) -> None:
+        self.reward_errors.append(True)
+        reward, failed = self.run.config.reward, sum(self.reward_errors)
+        if failed > reward.max_error_rate * REWARD_WINDOW:
+            self._fail(
+                f"reward function {reward.function!r} failed for {failed} of the last {len(self.reward_errors)}"
+                f" groups; reward.max_error_rate {reward.max_error_rate:g} allows"
+                f" {int(reward.max_error_rate * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {detail}"
+            )
+
+    def _reject(self, peer: Peer, slot: Slot, group: m.Group, problem: str) -> None:
+        self.run.counters["groups_rejected"] += 1
+        self.granting.bounded.warning(
+            "rejected", "replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem
+        )
+        self._ack(peer, group, "rejected", problem)
+        if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
+            self.granting.release(slot, "rejected", problem)
+
+    def _judge(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
+        """Accept the group if its policies are on the line; one without a commit yet is passed over."""
+        buffer, known = self.run.buffer, self.run.policies
+        policies = [Policy(incarnation, version) for incarnation, version in group.policies]
+        if not policies:
+            policies = [Policy(peer.incarnation, int(group.versions.max()))]
+        if any(known.is_lost(policy) for policy in policies):
+            self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
+            if slot.server == peer.identity:
+                self.granting.recall(slot)
+            return
+        committed = {"version": buffer.version, "last_committed": buffer.line.last_committed}
+        if any(known.is_unproven(policy, **committed) for policy in policies):
+            return  # it comes again until it is acked
+        if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
+            self.granting.cancel(slot, str(slot.server), "another server was first")
+        self._accept(peer, slot, group, frames or encode(group, "", group.attempt))
+
+    def _accept(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
+        fields = {"group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity}
+        record(self.run, "group", fields, frames)
+        slot.group = group
+        peer.groups_accepted += 1
+        self.reward_errors.append(False)
+        self._ack(peer, group, "accepted")
+        sampling = self.run.config.algorithm
+        if not sampling.dynamic_sampling or np.ptp(group.rewards) > 0:
+            return
+        if self.run.flat_drops < sampling.max_flat_drops * self.run.buffer.groups_per_step:
+            self.granting.drop(slot, "flat_rewards")
+        else:
+            self.run.counters["flat_groups_kept"] += 1
+
+    def _ack(self, peer: Peer, group: m.Group, status: AckStatus, reason: str = "") -> None:
+        if status == "superseded" and reason:
+            self.run.counters["superseded"] += 1
+        ack = m.Ack(pass_=group.pass_, index=group.index, attempt=group.attempt, status=status, reason=reason)
+        self._send(peer.identity, ack)

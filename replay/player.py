@@ -1,0 +1,120 @@
+"""Playback (`--replay`): the batches of another run's journal, in their order, without engines."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from replay.desks.leases import GroupId
+from replay.desks.line import Line, LineStep, Taken
+from replay.journal.apply import check_boot
+from replay.journal.format import Frames, JournalError, Location, Record
+from replay.journal.reader import JournalReader
+from replay.journal.snapshot import group_id_of, line_from, taken_of
+from replay.messages import EvaluationResult, Group
+from replay.run import Run
+
+log = logging.getLogger(__name__)
+
+
+def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
+    """Give a new run the whole line of policies of a journal.
+
+    Raises:
+        JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
+    """
+    whole_line(run, journal.records())
+    line = run.buffer.line
+    if not line.steps or not line.reaches(0) or min(line.steps) != 1:
+        found = f"steps {min(line.steps)} to {line.last}" if line.steps else "no step"
+        raise JournalError(
+            f"{run_dir}/journal: it holds {found}, and --replay needs all from step 1 on; a run with"
+            " replay.journal_keep=all keeps them"
+        )
+    log.info("replay: plays the %d steps of %s/journal", line.last, run_dir)
+
+
+def whole_line(run: Run, records: Iterable[Record]) -> None:
+    """The line of policies from the first file on; steps without a commit are left out."""
+    line, found = run.buffer.line, _Groups()
+    for record in records:
+        found.note(record)
+        if record.kind == "boot":
+            check_boot(run, record)
+        else:
+            _note(line, record, found)
+    for step in [step for step, made in line.steps.items() if not made.digest]:
+        del line.steps[step]
+
+
+def _note(line: Line, record: Record, found: "_Groups") -> None:
+    fields = record.fields
+    if record.kind == "snapshot" and not line.steps and line.initial is None:
+        line_from(line, fields)
+    elif record.kind == "learner":
+        line.initial = line.initial or (fields["version"], fields["digest"])
+    elif record.kind == "take":
+        taken = [found.taken(group) for group in fields["groups"]]
+        if all(entry is not None for entry in taken):
+            line.steps[fields["step"]] = LineStep([entry for entry in taken if entry is not None])
+    elif record.kind == "diverged":
+        line.correct(fields["step"], fields["found"])
+        for step in line.ahead(fields["step"]):
+            del line.steps[step]
+    elif record.kind == "commit" and fields["step"] in line.steps:
+        line.steps[fields["step"]].digest = fields["digest"]
+
+
+class _Groups:
+    """Groups of the journal by id: the last accepted answer of a prompt is the one that a batch takes."""
+
+    def __init__(self) -> None:
+        self._groups: dict[GroupId, Taken] = {}
+
+    def note(self, record: Record) -> None:
+        if record.kind == "group":
+            group_id = group_id_of(record.fields["group"])
+            self._groups[group_id] = Taken(group_id, record.fields["attempt"], 0, record.location)
+        elif record.kind == "snapshot":
+            for plain in record.fields["slots"]:
+                if plain["location"] is not None:
+                    group_id = group_id_of(plain["group"])
+                    self._groups[group_id] = Taken(group_id, plain["attempt"], 0, Location.of(plain["location"]))
+            for _, _, taken in record.fields["line"]:
+                self._groups |= {entry.group_id: entry for entry in map(taken_of, taken)}
+
+    def taken(self, group: list[int]) -> Taken | None:
+        return self._groups.get(group_id_of(group))
+
+
+class PlayedJournal:
+    """A journal of another run, to be read only. Implements `Journal`; nothing is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = JournalReader(folder)
+        self.segment = 1
+        self.size_bytes = 0
+
+    def records(self) -> Iterator[Record]:
+        """All records, from the first file on. Raises JournalError."""
+        return self._reader.records()
+
+    def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
+        """Not kept."""
+        return Location(self.segment, 0, ())
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def read(self, location: Location) -> Group | EvaluationResult:
+        """See `Journal.read`."""
+        return self._reader.read(location)
+
+    def begin_segment(self) -> None:
+        """Nothing to do."""
+
+    def release(self, first: int) -> None:
+        """Nothing to do: the journal is another run's."""
+
+    def want_sync(self) -> None:
+        """Nothing to do."""

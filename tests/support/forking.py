@@ -1,0 +1,263 @@
+"""Programs forked from a process that has imported torch already, in place of `python -m`.
+
+Nine tenths of what a learner rank or a rollout server costs in a test are its imports. A forked program is a process
+of its own all the same: with its command line, environment, output, session, parent and exit code, and what it starts
+itself (the launcher its children, torchrun its ranks) is forked from it again. Tests of the start use subprocess.
+
+The zygote is `python tests/support/forking.py FD PADDING`; each line from FD asks for a program, each line to it says
+that one has started or ended. The padding is where forked programs write their command lines (see `set_title`).
+"""
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+PRELOADED = (
+    "learner.learner",
+    "learner.launch.launcher",
+    "learner.launch.playback",
+    "replay.service",
+    "rollout_server.server",
+    "torch.distributed.run",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+FORKED = ("learner.main", "learner.launch.torchrun", "learner.train", "replay.main", "rollout_server.main")
+"""Programs that are forked when another forked program starts them; everything else is started for real."""
+PADDING = 4000
+READY_S = 60.0
+RealPopen = subprocess.Popen
+
+
+class Child:
+    """A forked program, with the interface of subprocess.Popen as far as it is used."""
+
+    def __init__(self, argv: Sequence[str], **settings: Any) -> None:
+        self.args, self.returncode = list(argv), None
+        read, write = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            become(argv, ready=write, **settings)
+        os.close(write)
+        with open(read, "rb") as pipe:  # as subprocess does: the session, output and command line are there on return
+            pipe.read(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        return wait(self, timeout)
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def wait(program: Any, timeout: float | None) -> int:
+    """Poll until the program has ended. Raises TimeoutExpired."""
+    deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+    while (code := program.poll()) is None:
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired(program.args, timeout or 0.0)
+        time.sleep(0.005)
+    return int(code)
+
+
+class Popen(RealPopen):  # type: ignore[type-arg]
+    """subprocess.Popen inside a forked program: forks what is in FORKED."""
+
+    def __new__(cls, args: Any, **settings: Any) -> Any:
+        return Child(args, **settings) if is_forked(args) else object.__new__(cls)
+
+
+def is_forked(args: Any) -> bool:
+    """Whether the command is `python -m PROGRAM` of a program in FORKED."""
+    if isinstance(args, str | bytes) or args[0] != sys.executable:
+        return False
+    rest = [word for word in args[1:4] if word != "-u"]
+    return rest[:1] == ["-m"] and rest[1] in FORKED
+
+
+def become(
+    argv: Sequence[str],
+    *,
+    ready: int,
+    args: Any = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Any = None,
+    stdin: Any = None,
+    stdout: IO[Any] | None = None,
+    stderr: Any = None,
+    start_new_session: bool = False,
+) -> None:
+    """Run `python [-u] -m MODULE ARGUMENTS` in a process that was just forked; never returns."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if start_new_session:
+            os.setsid()
+        if stdout is not None:
+            os.dup2(stdout.fileno(), 1)
+        if stderr is not None:
+            os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        if cwd is not None:
+            os.chdir(cwd)
+        words = [word for word in argv[1:] if word != "-u"]
+        set_title(argv)
+        os.write(ready, b"x")
+        os.closerange(3, 4096)
+        random.seed()
+        subprocess.Popen = Popen  # type: ignore[misc]
+        handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        sys.modules[handler].Popen = Popen  # type: ignore[attr-defined]
+        import logging
+
+        logging.root.handlers.clear()
+        sys.argv = [words[1], *words[2:]]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if code and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:  # noqa: BLE001 - the edge of the process: whatever it is, its output shows it
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def set_title(argv: Sequence[str]) -> None:
+    """Write the command line where /proc/<pid>/cmdline shows it."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    start, size = int(fields[45]), int(fields[46]) - int(fields[45])
+    text = b"\0".join(os.fsencode(word) for word in argv)
+    ctypes.memmove(start, text[: size - 1].ljust(size, b"\0"), size)
+
+
+def serve(channel: socket.socket) -> None:
+    """Fork programs on request until the tests have ended."""
+    sys.path[0] = str(ROOT)
+    for module in PRELOADED:
+        importlib.import_module(module)
+    running: dict[int, Child] = {}
+    lines = channel.makefile("rwb", buffering=0)
+    while True:
+        if select.select([channel], [], [], 0.02)[0]:
+            line = lines.readline()
+            if not line:
+                return
+            wanted = json.loads(line)
+            with open(wanted["output"], "wb") as output:
+                program = Child(
+                    wanted["argv"], env=wanted["env"], cwd=wanted["cwd"], stdout=output, stderr=subprocess.STDOUT
+                )
+            running[program.pid] = program
+            lines.write(json.dumps({"pid": program.pid}).encode() + b"\n")
+        for pid, program in list(running.items()):
+            if (code := program.poll()) is not None:
+                del running[pid]
+                lines.write(json.dumps({"pid": pid, "code": code}).encode() + b"\n")
+
+
+class Zygote:
+    """The tests' end: starts programs, and hears when they end."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno()), "x" * PADDING],
+            cwd=ROOT,
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        theirs.close()
+        self._lines = self._channel.makefile("rwb", buffering=0)
+        self._ended: dict[int, int] = {}
+
+    def start(self, argv: Sequence[str], *, output: Path, env: Mapping[str, str], cwd: Path = ROOT) -> "Started":
+        """Fork a program, its output to a file."""
+        wanted = {"argv": list(argv), "output": str(output), "env": dict(env), "cwd": str(cwd)}
+        self._lines.write(json.dumps(wanted).encode() + b"\n")
+        while "code" in (answer := self._read(READY_S)):
+            pass
+        return Started(self, list(argv), answer["pid"])
+
+    def code_of(self, pid: int) -> int | None:
+        """Exit code of a program that has ended."""
+        while pid not in self._ended and select.select([self._channel], [], [], 0)[0]:
+            self._read(0)
+        return self._ended.get(pid)
+
+    def _read(self, timeout_s: float) -> dict[str, int]:
+        assert select.select([self._channel], [], [], timeout_s)[0], f"the zygote gave no answer for {timeout_s:g} s"
+        line = self._lines.readline()
+        assert line, "the zygote has ended"
+        answer: dict[str, int] = json.loads(line)
+        if "code" in answer:
+            self._ended[answer["pid"]] = answer["code"]
+        return answer
+
+    def close(self) -> None:
+        """End the zygote; programs that still run go on."""
+        self._process.kill()
+        self._process.wait(10)
+        self._lines.close()
+        self._channel.close()
+
+
+class Started:
+    """A program of the zygote's, with the interface of subprocess.Popen as far as tests use it."""
+
+    def __init__(self, zygote: Zygote, args: list[str], pid: int) -> None:
+        self._zygote, self.args, self.pid = zygote, args, pid
+
+    def poll(self) -> int | None:
+        return self._zygote.code_of(self.pid)
+
+    def wait(self, timeout: float | None = None) -> int:
+        return wait(self, timeout)
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

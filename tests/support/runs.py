@@ -1,0 +1,277 @@
+"""Whole runs for tests: their input, the launcher, what it wrote, and the processes that belong to it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.forking import Started, Zygote
+
+ROOT = Path(__file__).parents[2]
+
+
+def environment() -> dict[str, str]:
+    """The environment that programs of a test start with."""
+    return {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+
+
+@dataclass
+class Input:
+    """A model and prompts on disk."""
+
+    folder: Path
+    reward: str = "exact"
+
+    @property
+    def settings(self) -> list[str]:
+        return [
+            f"model.path={self.folder}/model",
+            f"data.train={self.folder}/train.jsonl",
+            f"data.eval={self.folder}/eval.jsonl",
+            f"reward.function={self.reward}",
+        ]
+
+
+def trained_input(folder: Path) -> Input:
+    """The quick start's input: half a minute."""
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", "0"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return Input(folder)
+
+
+def untrained_input(folder: Path) -> Input:
+    """The same without training, and a reward that differs for every answer."""
+    from learner.examples.sort6 import build_model, rows, save_tokenizer, split_prompts
+
+    folder.mkdir(parents=True)
+    for name, numbers in zip(("train.jsonl", "eval.jsonl"), split_prompts(0, 4000, 64), strict=True):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows(numbers)))
+    build_model(0).save_pretrained(folder / "model")
+    save_tokenizer(folder / "model")
+    return Input(folder, f"{ROOT}/tests/support/rewards.py:spread")
+
+
+@dataclass
+class Run:
+    """A launcher process and its run folder."""
+
+    process: "subprocess.Popen[bytes] | Started"
+    folder: Path
+    output: Path
+
+    def wait(self, timeout: float = 150) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the run did not end within {timeout} s:\n{self.text()[-3000:]}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows() if "training/lag_histogram" in row]
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+
+    def groups(self) -> list[tuple[int, int]]:
+        """Every trained group, as often as it was trained."""
+        return [tuple(group) for line in self.ledger() for group in line["groups"]]
+
+    def log(self, name: str) -> str:
+        path = self.folder / "logs" / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def replay_address(self) -> str:
+        self.wait_until(lambda: "ready at" in self.log("replay"), "replay's address")
+        found = re.search(r"ready at (\S+)", self.log("replay"))
+        assert found is not None
+        return found[1]
+
+    def wait_for_step(self, step: int, timeout: float = 150) -> None:
+        self.wait_until(
+            lambda: any(row["training/global_step"] >= step for row in self.steps()), f"step {step}", timeout
+        )
+
+    def wait_until(self, condition: Callable[[], Any], what: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < deadline, f"{what} did not come within {timeout} s:\n{self.text()[-3000:]}"
+            time.sleep(0.05)
+
+    def pids(self, needle: str = "") -> list[int]:
+        """Processes of this run whose command line holds `needle`."""
+        return [pid for pid, command in processes() if str(self.folder) in command and needle in command]
+
+    def kill(self, needle: str) -> None:
+        """kill -9 of the last process whose command line holds `needle`."""
+        os.kill(self.pids(needle)[-1], signal.SIGKILL)
+
+    def nothing_left(self, within: float = 5.0) -> bool:
+        return left_over(str(self.folder), within) == []
+
+
+@dataclass
+class Runs:
+    """Starts runs with small settings below a folder; `close` ends whatever is left of them.
+
+    Without a zygote every process is started for real.
+    """
+
+    folder: Path
+    input: Input
+    zygote: Zygote | None
+    started: list[Run] = field(default_factory=list)
+
+    def __call__(
+        self,
+        *settings: str,
+        name: str = "run",
+        steps: int = 4,
+        split: str = "1:1",
+        arguments: Sequence[str] = (),
+        real: bool = False,
+    ) -> Run:
+        """Start the launcher.
+
+        Args:
+            settings: `key=value`, over the small ones.
+            name: of the run and its folder.
+            steps: learner.total_steps.
+            split: placement.split.
+            arguments: further ones of the command.
+            real: start every process for real instead of forking it from one that has imported torch.
+        """
+        small = [
+            *self.input.settings,
+            f"run.dir={self.folder}",
+            f"placement.split={split}",
+            f"learner.total_steps={steps}",
+            "rollout.groups_per_step=16",
+            "rollout.max_running=128",
+            "evaluation.num_prompts=64",
+            "evaluation.every_steps=0",
+            "tracking.live=plain",
+            "tracking.plot=false",
+        ]
+        words = [word for setting in (*small, *settings) for word in ("--set", setting)]
+        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name, real=real)
+
+    def start(self, words: Sequence[str], folder: Path, *, real: bool = False, cwd: Path = ROOT) -> Run:
+        """`python -m` these words; `folder` is the run's."""
+        output = self.folder / f"{folder.name}-{len(self.started)}.out"
+        command = [sys.executable, "-m", *words]
+        process: subprocess.Popen[bytes] | Started
+        if real or self.zygote is None:
+            with output.open("wb") as file:
+                process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment())
+        else:
+            process = self.zygote.start(command, output=output, env=environment(), cwd=cwd)
+        run = Run(process, folder, output)
+        self.started.append(run)
+        return run
+
+    def resume(self, folder: Path, *arguments: str) -> Run:
+        """`--resume` of a run in this folder."""
+        return self.start(["learner.main", "--resume", str(folder), *arguments], folder)
+
+    def server(
+        self,
+        run: Run,
+        name: str,
+        program: str = "rollout_server.main",
+        first: Sequence[str] = (),
+        settings: Sequence[str] = (),
+    ) -> Run:
+        """Start a rollout server by hand; `first` and `settings` surround its arguments."""
+        words = ["--config", str(run.folder / "config.yaml"), "--replay", run.replay_address(), "--server-name", name]
+        return self.start([program, *first, *words, *settings], run.folder)
+
+    def close(self) -> None:
+        for run in self.started:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait(10)
+            for pid in run.pids():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def processes() -> list[tuple[int, str]]:
+    """(pid, command line) of every process that is no zombie."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state != "Z":
+                found.append((int(entry.name), command))
+    return found
+
+
+def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:
+    """Other processes whose command line still holds `needle` after `within` seconds."""
+    deadline = time.monotonic() + within
+    while True:
+        left = [found for found in processes() if needle in found[1] and found[0] != os.getpid()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def terminal(
+    output: Path, *command: str, environment: Mapping[str, str], patience_s: float = 0
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A command in its own session; ended by SIGTERM, `patience_s`, SIGKILL."""
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+        )
+    try:
+        yield process
+    finally:
+        if patience_s:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def patient_reward(folder: Path, go_on: Path, *, pause_s: float) -> str:
+    """A reward that is slow until the file `go_on` exists, so that the run lasts."""
+    file = folder / "patient.py"
+    file.write_text(
+        "import os, time, zlib\n\n"
+        "def reward(sample):\n"
+        f"    if not os.path.exists({str(go_on)!r}):\n"
+        f"        time.sleep({pause_s})\n"
+        '    return zlib.crc32(sample["completion"].encode()) / 2**32\n'
+    )
+    return f"{file}:reward"
