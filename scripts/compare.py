@@ -94,8 +94,8 @@ def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, An
     low = [name for name in lags if lags[name] < enough]
     lines += [f"{name}: mean realised lag {lags[name]:.2f} of at most {args.lag}" for name in lags]
     lines.append(
-        f"NOT meaningful: the mean realised lag of {' and '.join(low)} is below {enough:g}; give the servers more"
-        " room (placement.split, rollout.max_running)"
+        f"NOT meaningful: the mean realised lag of {' and '.join(low)} is below {enough:g}; give the rollout servers"
+        " more room (placement.split, rollout.max_running)"
         if low
         else f"meaningful: both runs realised a mean lag of {enough:g} or more"
     )
@@ -124,17 +124,31 @@ def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]
         folder = train(f"stale-{policy}", args, data, settings | {"replay.on_stale": policy}, *server)
         results[policy] = stale_numbers(folder, data, args.seed)
         results[policy]["step_over_wait"] = round(results[policy]["step_s"] / results["wait"]["step_s"], 3)
-    lines = [
-        "| on_stale | dropped | leased again | masked | mean length trained | of all prompts | mean lag | step |",
-        "|---|---|---|---|---|---|---|---|",
+    head = [
+        "on_stale",
+        "dropped",
+        "leased again",
+        "masked",
+        "mean length trained",
+        "of all prompts",
+        "mean lag",
+        "step",
     ]
-    lines += [
-        f"| `{policy}` | {row['dropped']} ({row['dropped_share']:.1%}) | {row['leased_again']} |"
-        f" {row['masked_share']:.1%} | {row['mean_length_trained']} | {row['mean_length_of_all']} | {row['mean_lag']} |"
-        f" × {row['step_over_wait']:.2f} |"
+    rows = [
+        [
+            f"`{policy}`",
+            f"{row['dropped']} ({row['dropped_share']:.1%})",
+            row["leased_again"],
+            f"{row['masked_share']:.1%}",
+            row["mean_length_trained"],
+            row["mean_length_of_all"],
+            row["mean_lag"],
+            f"× {row['step_over_wait']:.2f}",
+        ]
         for policy, row in results.items()
     ]
-    return "\n".join(lines), results
+    table = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table), results
 
 
 def stale_numbers(folder: Path, data: Path, seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Services, messages and journals for tests of replay; whole runs are simulated by scripts/simulation."""
+"""Services, messages and journals for tests of replay; whole runs are simulated by tests/replay/simulation."""
 
 import numpy as np
 
