@@ -34,10 +34,6 @@ class Rollout(Section):
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
     engine_deadline_s: float = Field(default=120.0, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""
-    forced_length_median: int = Field(default=0, ge=0)
-    """For benchmarks: answers ignore stop tokens and get lognormal lengths of this median; 0 is off."""
-    forced_length_sigma: float = Field(default=0.7, ge=0)
-    """Sigma of the forced lengths' logarithm; all are cut at max_new_tokens."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: float = Field(default=1.0, ge=0)
@@ -78,7 +74,7 @@ class Replay(Section):
     """A resumed step whose weights differ from the journalled ones: `supersede` throws away what the lost policies have
     sampled and goes on; `stop` ends the run."""
     wait_for_learner_s: float = Field(default=300.0, gt=0)
-    """How long replay waits for a learner that died to come back before the run stops with an error."""
+    """How long replay waits for a dead learner to return before the run stops with an error."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 

@@ -32,11 +32,11 @@ class WeightBus(Section):
     delta: bool = False
     """Send what has changed since the version before, lossless, wherever that is less than half (staged only)."""
     full_every: int = Field(default=50, ge=1)
-    """With delta: so many versions apart, one is sent whole whatever has changed."""
+    """With delta: one of so many versions is sent whole, whatever has changed."""
     compression: Literal["none", "zstd"] = "none"
     """Of what delta sends, for buckets in host memory; zstd needs the extra `zstd`."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """Subscribers say this often that they live; three silent beats make a peer silent."""
+    """Interval of a subscriber's heartbeats; a peer that misses three is silent."""
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
 
@@ -54,7 +54,7 @@ class Network(Section):
     replay_port: int = Field(default=0, ge=0, le=65535)
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
     heartbeat_s: float = Field(default=1.0, gt=0)
-    """Every process tells replay this often that it lives."""
+    """Interval of every process's heartbeats to replay."""
     silent_after_s: float = Field(default=30.0, gt=0)
     """A peer that was silent for this long is taken for dead: its leases go back to the queue. Heartbeats wait behind
     the message in front of them: the largest, of max_message_bytes, takes 20 s on a link of 100 Mbit/s."""
@@ -72,7 +72,7 @@ class Placement(Section):
     """The GPU split. Either `split` on this host, or `rollout` and `learner` over named nodes."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` is cuda where there is a GPU."""
+    """`auto` is cuda where there is a GPU; where another key is `auto`, named nodes count as nodes with GPUs."""
     split: str | None = "1:1"
     """`R:L` on one host: R devices for rollout servers, L for learner ranks (on a CPU: processes)."""
     rollout: str | None = None

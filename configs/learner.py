@@ -57,7 +57,7 @@ class Evaluation(Section):
     every_steps: int = Field(default=10, ge=0)
     """Evaluate versions that are multiples of this, version 0 and the last; 0 switches it off."""
     num_prompts: int = Field(default=512, ge=1)
-    """At most so many prompts, the first of data.eval; all of a smaller file."""
+    """Prompts to evaluate, from the start of data.eval; a smaller file is evaluated whole."""
     greedy: bool = True
     """One greedy answer a prompt."""
     sampled: bool = True
@@ -76,7 +76,7 @@ class Checkpoint(Section):
 
 
 class Limits(Section):
-    """Health checks of runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
+    """Health checks for runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
 
     flat_reward_steps: int = Field(default=50, ge=0)
     """Every group's rewards equal (nothing to learn from)."""

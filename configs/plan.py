@@ -76,6 +76,7 @@ def assign(
     resume: bool = False,
     only: str | None = None,
     learner_module: str = "learner.train",
+    server_command: Sequence[str] = ("rollout_server.main",),
 ) -> Plan:
     """Devices, ports, environments and commands.
 
@@ -88,6 +89,7 @@ def assign(
         resume: replay goes on from its journal, the learner from its newest checkpoint.
         only: plan the processes of this node alone.
         learner_module: what the learner ranks run.
+        server_command: what rollout servers run: a module and its first arguments.
 
     Raises:
         PlacementError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
@@ -108,7 +110,8 @@ def assign(
     first = shares[0].node
     address = replay or f"tcp://{bracketed(machines[first].address)}:{config.network.replay_port}"
     words = _Words(config, machines, (python, "-m"), config_file, address, [share.node for share in wanted])
-    processes = (*words.replay(first, resume), *words.learners(shares, learner_module, resume), *words.servers(shares))
+    learners, servers = words.learners(shares, learner_module, resume), words.servers(shares, tuple(server_command))
+    processes = (*words.replay(first, resume), *learners, *servers)
     return Plan(processes, first, dict(machines))
 
 
@@ -172,7 +175,7 @@ class _Words:
                 ports=self._learner_ports(number, len(ranked)),
             )
 
-    def servers(self, shares: tuple[Share, ...]) -> Iterator[Process]:
+    def servers(self, shares: tuple[Share, ...], words: tuple[str, ...]) -> Iterator[Process]:
         for share in shares:
             if share.node not in self.wanted:
                 continue
@@ -184,7 +187,7 @@ class _Words:
                     node=share.node,
                     devices=self._devices(share.node, devices),
                     command=self._command(
-                        "rollout_server.main", share.node, "--replay", self.address, "--server-name", name
+                        words[0], share.node, *words[1:], "--replay", self.address, "--server-name", name
                     ),
                     environment=self._environment(share.node, self.config.rollout.num_threads, devices),
                 )

@@ -7,9 +7,12 @@ UNKNOWN_MASK = (
     "truncates the sampling distribution, and the learner would not know the mask; take {key}={value}, which it always"
     " is, and shape the distribution by rollout.temperature"
 )
+BENCHMARK = "is of benchmarks alone; leave it out, and run python -m scripts.bench pipeline --median ... --sigma ..."
 RETIRED: dict[str, tuple[Any, str]] = {
     "rollout.top_p": (1.0, UNKNOWN_MASK),
     "rollout.top_k": (-1, UNKNOWN_MASK),
+    "rollout.forced_length_median": (0, BENCHMARK),
+    "rollout.forced_length_sigma": (0.7, BENCHMARK),
     "algorithm.advantage_epsilon": (1e-4, "can no longer be chosen; leave it out, it is always {value}"),
 }
 """By key: its value, and what is said about another one."""

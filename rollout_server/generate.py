@@ -1,12 +1,10 @@
-"""From a lease to a group: encode the prompt, sample the answers, score them. No sockets."""
+"""Lease to group: encode the prompt, sample answers, score them. No sockets."""
 
 import asyncio
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,15 +12,12 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from replay.prompts import stream_seed
-from rollout_server.engines.base import Completion, Engine, EngineError, Partial, Sampling
+from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, RewardPool, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 T = TypeVar("T")
-PART = "#"
-"""Separates the lease's request id from the answer's number where each answer is a request of its own."""
 
 
 class LeaseFailed(RuntimeError):
@@ -44,8 +39,8 @@ class Generator:
     rewards: RewardPool
     _evaluation_ids: dict[str, list[int]] = field(default_factory=dict)
     """Token ids of evaluation prompts, which come again with every evaluation."""
-    _sampled: dict[str, dict[str, list[Completion]]] = field(default_factory=dict)
-    """By lease in work: what those of its requests that have ended came to. The engine has forgotten them by then."""
+    _sampled: dict[str, list[Completion]] = field(default_factory=dict)
+    """Answers of leases whose rewards are being computed: the engine has forgotten them by then."""
     _texts: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="texts"))
     """Encodes and decodes beside the event loop. One thread: a tokenizer must not be used by two at once."""
 
@@ -65,16 +60,15 @@ class Generator:
         Raises:
             LeaseFailed: the prompt is too long, the reward function failed, or the request was aborted.
         """
-        self._sampled[request_id] = {}
         try:
             return await self._group(lease, request_id)
         finally:
-            del self._sampled[request_id]
+            self._sampled.pop(request_id, None)
 
     async def _group(self, lease: m.Lease, request_id: str) -> m.Group:
         started = time.monotonic()
         prompt_ids = await self._beside(self.encode, lease.prompt)
-        completions = await self._sample(prompt_ids, lease, request_id)
+        completions = self._sampled[request_id] = await self.sample(prompt_ids, lease, request_id)
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         seconds = time.monotonic() - started
@@ -84,72 +78,27 @@ class Generator:
                 raise LeaseFailed("reward_error", outcome.error)
         return _group_message(lease, prompt_ids, completions, texts=texts, outcomes=outcomes, seconds=seconds)
 
-    async def _sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
+    async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
         """The answers of a group, each from its prefix on where the lease brings one."""
-        prefixes = prefixes_of(lease, self.config.rollout.group_size)
-        sampled = self._sampled[request_id]
-
-        async def run(name: str, answers: range) -> list[Completion]:
-            sampling = self._forced(lease.seed, answers.start) if self._lengths_forced else self.sampling(lease.seed)
-            given = prefixes[answers.start : answers.stop] if prefixes is not None else None
-            found = await self.engine.generate(prompt_ids, sampling, len(answers), request_id=name, prefixes=given)
-            sampled[name] = found
-            return found
-
-        try:
-            parts = await asyncio.gather(*(run(name, answers) for name, answers in self._requests(request_id)))
-        except EngineError:
-            self.abort(request_id)  # nobody waits for the others any more
-            raise
-        return [completion for part in parts for completion in part]
-
-    @property
-    def _lengths_forced(self) -> bool:
-        return self.config.rollout.forced_length_median > 0
-
-    def _requests(self, request_id: str) -> list[tuple[str, range]]:
-        """The engine's requests for a lease, with their answers: one, or one for each where lengths are forced."""
         n = self.config.rollout.group_size
-        if not self._lengths_forced:
-            return [(request_id, range(n))]
-        return [(f"{request_id}{PART}{index}", range(index, index + 1)) for index in range(n)]
-
-    def _forced(self, seed: int, index: int) -> Sampling:
-        """Sampling of one answer of a forced length: no token stops it, and its random stream is its own."""
-        rollout = self.config.rollout
-        length = forced_length(
-            seed,
-            index,
-            median=rollout.forced_length_median,
-            sigma=rollout.forced_length_sigma,
-            limit=rollout.max_new_tokens,
-        )
-        return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
+        prefixes = prefixes_of(lease, n)
+        sampling = self.sampling(lease.seed)
+        return await self.engine.generate(prompt_ids, sampling, n, request_id=request_id, prefixes=prefixes)
 
     def abort(self, request_id: str) -> None:
-        """End a lease's request, or its parts, at the next decode step; unknown ones are ignored."""
-        for name, _ in self._requests(request_id):
-            self.engine.abort(name)
+        """End a lease's request at the next decode step; unknown ones are ignored."""
+        self.engine.abort(request_id)
 
     def running_tokens(self) -> Mapping[str, int]:
-        """Tokens generated so far by the lease's request id, parts added up."""
-        counts: Counter[str] = Counter()
-        for name, tokens in self.engine.running_tokens().items():
-            counts[name.partition(PART)[0]] += tokens
-        return counts
+        """Tokens generated so far by the lease's request id."""
+        return self.engine.running_tokens()
 
-    def progress(self, request_id: str, since: Sequence[int]) -> list[Partial]:
-        """What each answer of a lease in work has, from its token number since[i] on; its prefix is counted."""
-        found: list[Partial] = []
-        sampled = self._sampled.get(request_id, {})
-        for name, answers in self._requests(request_id):
-            told = since[answers.start : answers.stop]
-            if name in sampled:
-                parts = [Partial.of(c).since(first) for c, first in zip(sampled[name], told, strict=True)]
-            else:
-                parts = self.engine.progress(name, told)
-            found += parts or [Partial() for _ in answers]
-        return found
+    def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
+        """Tokens of each answer of a running lease from number since[i] on, prefix included."""
+        if request_id not in self._sampled:
+            return self.engine.progress(request_id, since) or [Partial() for _ in since]
+        sampled = self._sampled[request_id]
+        return [Partial.of(c).since(first) for c, first in zip(sampled, since, strict=True)]
 
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
@@ -178,7 +127,7 @@ class Generator:
         )
 
     def encode(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a prompt. Raises LeaseFailed when it is too long or cannot be rendered."""
+        """Token ids of a prompt. Raises LeaseFailed: too long, or cannot be rendered."""
         try:
             return self.task.encode(row)
         except PromptTooLong as error:
@@ -205,7 +154,7 @@ class Generator:
         ]
 
     async def _beside(self, call: Callable[..., T], *arguments: Any) -> T:
-        """What a call returns that takes long: the loop also runs SGLang's frontend and the updates of its weights."""
+        """Run a long call in a thread: the loop also serves SGLang's frontend and updates."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)
 
     async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:
@@ -217,15 +166,6 @@ class Generator:
         ids = self._evaluation_ids[key]
         completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
         return completions[0]
-
-
-def forced_length(seed: int, index: int, *, median: int, sigma: float, limit: int) -> int:
-    """Length in tokens of answer `index` of the lease with this seed: lognormal, in [1, limit].
-
-    Example: median 512, sigma 0.7 and limit 2048 give lengths of mean 638; 2.4 % of them are cut at 2048.
-    """
-    drawn = float(np.random.default_rng([seed, index]).lognormal(math.log(median), sigma))
-    return max(1, min(limit, round(drawn)))
 
 
 def _group_message(

@@ -8,6 +8,8 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import uvloop
 
@@ -17,7 +19,8 @@ from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_ke
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY
-from rollout_server.engines import EngineError, EngineStartFailed, build_engine
+from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
+from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.serve import leave, serve
@@ -29,23 +32,31 @@ from weight_bus.errors import NotAvailable
 log = logging.getLogger(__name__)
 
 
-async def run(
-    config: Config,
-    address: str,
-    name: str,
-    *,
-    dealer: type[AsyncDealer] = AsyncDealer,
-    subscriber: type[Subscriber] = Subscriber,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a rollout server is made of; benchmarks and fault campaigns take variants."""
+
+    engine: Callable[[Config], Engine] = build_engine
+    generator: Callable[[Config, Engine, Task, RewardPool], Generator] = Generator
+    dealer: type[AsyncDealer] = AsyncDealer
+    subscriber: type[Subscriber] = Subscriber
+
+
+STANDARD = Parts()
+
+
+async def run(config: Config, address: str, name: str, parts: Parts) -> int:
     """Serve one run; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
-    engine = build_engine(config)
-    replay = dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
+    engine = parts.engine(config)
+    dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with RewardPool(config.reward) as rewards:
-            generator = Generator(config, engine, Task(config), rewards)
-            server = RolloutServer(config, generator, replay, name=name, fingerprint=fingerprint, subscriber=subscriber)
+            generator = parts.generator(config, engine, Task(config), rewards)
+            server = RolloutServer(
+                config, generator, dealer, name=name, fingerprint=fingerprint, subscriber=parts.subscriber
+            )
             # The imported libraries are hundreds of thousands of objects that never die: without this, every full
             # collection walks over them and decoding stands still meanwhile.
             gc.collect()
@@ -64,11 +75,11 @@ async def run(
             await engine.close()
         except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
             log.error("%s: %s", name, error)
-        replay.close()
+        dealer.close()
 
 
-def main(*, dealer: type[AsyncDealer] = AsyncDealer, subscriber: type[Subscriber] = Subscriber) -> int:
-    """Entry point. `dealer` and `subscriber` are its ends to replay and to the weight bus."""
+def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
+    """Entry point."""
     parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
@@ -76,29 +87,23 @@ def main(*, dealer: type[AsyncDealer] = AsyncDealer, subscriber: type[Subscriber
         "--server-name", default=f"rollout-{socket.gethostname()}-{os.getpid()}", help="name in logs and metrics"
     )
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.parent is not None:
         die_with_parent(args.parent)
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name, dealer=dealer, subscriber=subscriber))
+            return runner.run(run(config, args.replay, args.server_name, parts))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
     except (ChannelError, EngineStartFailed) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
-        first = _first(group)
+        first = first_error(group)
         code = _stop(args.server_name, first)
         return CANNOT_START if isinstance(first, NotAvailable) else code
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _stop(name: str, error: BaseException) -> int:

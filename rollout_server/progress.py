@@ -1,4 +1,4 @@
-"""Partial rollouts: what replay is told of running answers, and what a lease brings of them. No sockets."""
+"""Partial rollouts: progress reports to replay, and prefixes from leases. No sockets."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,15 +20,15 @@ FLAGS = {None: 0, "stop": 1, "length": 2}
 
 
 class Source(Protocol):
-    """Whoever knows the running answers of a lease."""
+    """Provides the running answers of a lease."""
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
-        """What each answer has from its token number since[i] on; nothing where the request is not known."""
+        """Tokens of each answer from number since[i] on; nothing for unknown requests."""
 
 
 @dataclass(slots=True)
 class _Told:
-    """What replay knows of one answer."""
+    """What replay has of one answer."""
 
     tokens: int = 0
     ended: bool = False
@@ -84,7 +84,7 @@ class ProgressReports:
             ]
 
     def begin_again(self) -> None:
-        """Replay may have forgotten what it was told, as after a start of its own: it is told everything again."""
+        """Report everything from the start: replay may have restarted."""
         self._told.clear()
 
     def renew(self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source) -> m.Renew:
@@ -108,7 +108,7 @@ class ProgressReports:
 
 
 def prefixes_of(lease: m.Lease, n: int) -> list[Partial] | None:
-    """The prefix of each answer that a lease brings, empty where it must start anew; None where it brings none.
+    """The lease's prefix of each answer, empty for a fresh start; None without any.
 
     An answer with a token older than the lease allows starts anew as a whole, and so do all of them when the prefixes
     of the lease do not fit together.

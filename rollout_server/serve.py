@@ -10,6 +10,7 @@ import asyncio
 import logging
 
 from replay import messages as m
+from rollout_server.engines.base import first_error
 from rollout_server.server import RolloutServer, RunEnded
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ async def serve(server: RolloutServer) -> bool:
         EngineError: the engine or the weight follower died.
     """
     await server.join()
-    ended: RunEnded | None = None
+    ended: BaseException | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.beat())
@@ -31,21 +32,12 @@ async def serve(server: RolloutServer) -> bool:
                 message = await server.next_message()
                 await server.handle(message, tasks)
     except* RunEnded as group:
-        ended = first_of(group)
+        ended = first_error(group)
     finally:
         # In a thread: the follower may just be waiting for a coroutine on this very loop.
         await asyncio.to_thread(server.follower.stop)
     log.info("the run ended: %s", ended)
-    return ended is not None and not ended.failed
-
-
-def first_of(group: BaseExceptionGroup[RunEnded]) -> RunEnded:
-    """The first RunEnded of a task group's exceptions."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, RunEnded)
-    return error
+    return isinstance(ended, RunEnded) and not ended.failed
 
 
 async def leave(server: RolloutServer, reason: str) -> None:

@@ -17,9 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from configs.loading import ConfigError, load
+from learner.launch.launcher import Launcher
+from learner.main import run
 from learner.report.lag import ReportError, read_rows, report
+from learner.report.live_view import LiveView
 from replay.prompts import PromptSource, load_rows, stream_seed
-from rollout_server.generate import forced_length
+from scripts.bench.server import forced_length
 from scripts.compare_corrections import CompareError, run_module
 
 ROOT = Path(__file__).parents[1]
@@ -55,8 +59,6 @@ def train(policy: str, model: Path, data: Path, out: Path, *, lag: int, seed: in
         "rollout.groups_per_step": GROUPS,
         "rollout.max_new_tokens": CAP,
         "rollout.max_running": 64,
-        "rollout.forced_length_median": MEDIAN,
-        "rollout.forced_length_sigma": SIGMA,
         "replay.on_stale": policy,
         "algorithm.drop_zero_advantage": "false",
         "limits.flat_reward_steps": 0,
@@ -64,9 +66,15 @@ def train(policy: str, model: Path, data: Path, out: Path, *, lag: int, seed: in
         "placement.split": "1:1",
         "tracking.live": "off",
         "tracking.plot": "false",
+        "replay.async_lag": lag,
+        "run.seed": seed,
+        "run.name": name,
+        "learner.total_steps": steps,
     }
-    command = ["learner.main", "--async-lag", str(lag), "--seed", str(seed), "--steps", str(steps), "--name", name]
-    run_module([*command, *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))])
+    config = load("quickstart", [f"{key}={value}" for key, value in settings.items()])
+    servers = ("scripts.bench.server", "--median", str(MEDIAN), "--sigma", str(SIGMA))
+    if run(Launcher(config, False, LiveView(config, "off"), server_command=servers)) != 0:
+        raise CompareError(f"{out / name}: the run failed; look at its logs/")
     try:
         rows = [row for row in read_rows(out / name / "metrics.jsonl") if "response_length/mean" in row]
         lags = report(out / name)
@@ -143,7 +151,7 @@ def main() -> int:
         for policy in POLICIES:
             results[policy] = train(policy, model, data, out, lag=args.lag, seed=args.seed, steps=args.steps)
             results[policy]["step_over_wait"] = round(results[policy]["step_s"] / results["wait"]["step_s"], 3)
-    except (CompareError, subprocess.SubprocessError) as error:
+    except (CompareError, ConfigError, subprocess.SubprocessError) as error:
         sys.stderr.write(f"compare_staleness: {error}\n")
         return 1
     sys.stdout.write(table(results) + "\n" + json.dumps(results) + "\n")

@@ -182,7 +182,7 @@ esac
 (cd "$WORK" && "$python" -c 'import configs, replay.channel, weight_bus, rollout_server, learner') \
     || die "the packages cannot be imported"
 if [ -n "$on_cpu" ]; then
-    (cd "$WORK" && "$python" -c 'from rollout_server.engines.sglang_path import prepare_cpu; prepare_cpu(); import sglang') \
+    (cd "$WORK" && "$python" -c 'from rollout_server.engines.sglang.cpu import prepare_cpu; prepare_cpu(); import sglang') \
         || die "SGLang cannot be imported"
 fi
 "$python" "$WORK/stamp.py" write "$ROOT" "$PINS" "$extras"

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 MOVED = {
+    "scripts.bench_bus": "scripts.bench bus",
+    "scripts.bench_pipeline": "scripts.bench pipeline",
+    "scripts.bench_replay": "scripts.bench replay",
     "scripts.bus_changes": "scripts.chaos weights changes",
     "scripts.bus_corruption": "scripts.chaos weights flips",
     "scripts.bus_faults": "scripts.chaos bus",

@@ -50,6 +50,8 @@ class Launcher:
     view: LiveView
     learner_module: str = "learner.train"
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
+    server_command: tuple[str, ...] = ("rollout_server.main",)
+    """What rollout servers run: a module and its first arguments."""
     replay: Child | None = None
     learner: Child | None = None
     servers: LocalServers | None = None
@@ -239,6 +241,7 @@ class Launcher:
             resume=self.resume,
             only=self.node,
             learner_module=self.learner_module,
+            server_command=self.server_command,
         )
 
     def _start(self, process: Process, *arguments: str) -> Child:

@@ -95,8 +95,11 @@ class PromptEncoder:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises PromptsError."""
+    """The tokenizer of a tokenizer.json, without truncation and padding. Raises PromptsError."""
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception on a broken file
         raise PromptsError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

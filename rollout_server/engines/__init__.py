@@ -1,9 +1,11 @@
 """Engines, chosen once by name."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 from configs.schema import Config
 from rollout_server.engines.base import (
     Completion,
-    DirectUpdates,
     Engine,
     EngineError,
     EngineStartFailed,
@@ -13,9 +15,11 @@ from rollout_server.engines.base import (
     StagesItself,
 )
 
+if TYPE_CHECKING:
+    from rollout_server.engines.sglang.direct import DirectGroup
+
 __all__ = [
     "Completion",
-    "DirectUpdates",
     "Engine",
     "EngineError",
     "EngineStartFailed",
@@ -29,17 +33,18 @@ __all__ = [
 ]
 
 
-def build_engine(config: Config) -> Engine:
+def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = None) -> Engine:
     """The engine that `rollout.engine` names, with the weights of `model.path` as version 0.
 
-    SGLang needs the running event loop on which it will be used, and blocks it until it serves.
+    SGLang needs the running event loop on which it will be used, and blocks it until it serves. `sglang` makes a
+    variant of `SGLangEngine` in its place.
 
     Raises:
         EngineError: the model folder cannot be served, or the engine's package is not installed.
         EngineStartFailed: SGLang did not start.
     """
     if config.rollout.engine == "torch":
-        from rollout_server.engines.torch_engine import TorchEngine
+        from rollout_server.engines.torch.engine import TorchEngine
 
         return TorchEngine.from_folder(
             config.model.path,
@@ -59,11 +64,11 @@ def build_engine(config: Config) -> Engine:
         from weight_bus.transports import set_nccl_defaults
 
         set_nccl_defaults(config.weight_bus)  # for the schedulers, which inherit it
-    return SGLangEngine(config)
+    return (sglang or SGLangEngine)(config)
 
 
-def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
-    """The engine's end of the weight bus where it receives by itself (weight_bus.apply: direct); None where not.
+def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
+    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise.
 
     Raises:
         EngineError: this engine cannot.
@@ -79,7 +84,7 @@ def direct_updates(config: Config, engine: Engine) -> DirectUpdates | None:
 
 
 def staging_in(config: Config, engine: Engine) -> StagesItself | None:
-    """The engine's receiver where updates are staged in it (weight_bus.stage_in: engine); None where not.
+    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise.
 
     Raises:
         EngineError: this engine cannot, or would be taken for dead before a broadcast that hangs is given up.

@@ -11,20 +11,25 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from weight_bus.manifest import Entry
     from weight_bus.remote import Line, RemoteUpdate
-    from weight_bus.transports.base import Formation
 
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """The engine cannot do what was asked; it must not serve until it is refilled or restarted."""
+    """The engine failed; it must not serve until it is refilled or restarted."""
 
 
 class EngineStartFailed(RuntimeError):
-    """The engine did not start. It may pass, and so a restart may help: another process still held the memory, say."""
+    """The engine did not start; a restart may help, for example once memory is free."""
+
+
+def first_error(group: BaseException) -> BaseException:
+    """The first exception in a group that is no group itself."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +67,7 @@ def nothing(dtype: type[np.generic]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """Tokens of an answer that may still be running: its beginning (a prefix to go on from), or what came since."""
+    """Tokens of an answer that may still run: a prefix, or the newest ones."""
 
     token_ids: NDArray[np.int32] = field(default_factory=partial(nothing, np.int32))
     """[L] sampled tokens."""
@@ -130,7 +135,7 @@ class Engine(Protocol):
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """Sample `n` answers to one prompt; updates in between show in the versions of the tokens.
+        """Sample `n` answers to one prompt; updates show in the versions of tokens.
 
         Args:
             token_ids: the prompt.
@@ -147,7 +152,7 @@ class Engine(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop between two decode steps. `drain` first lets running requests finish and starts no new ones.
+        """Stop between two decode steps; `drain` lets running requests finish first.
 
         `keep_kv` keeps the KV of running requests over the update, `recompute_kv` computes it anew.
         """
@@ -160,13 +165,13 @@ class Engine(Protocol):
         """
 
     async def digest(self) -> Mapping[str, int]:
-        """Digest of every logical HF tensor, computed on the live (fused) tensors the engine decodes with."""
+        """Digest of every HF tensor, computed on the live tensors that decode."""
 
     async def resume(self) -> None:
         """Go on decoding with what is loaded."""
 
     def holds(self) -> int | None:
-        """A version that an evaluation keeps live, so that `pause` for an update waits; None where none does."""
+        """Version that an evaluation keeps live, for which `pause` waits; None without."""
 
     async def pin(self, version: int) -> None:
         """Keep the live weights, which must be `version`, for evaluation until `unpin`."""
@@ -193,30 +198,6 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Stop; running requests come back as `abort`."""
-
-
-class DirectUpdates(Protocol):
-    """An engine whose own processes receive updates in a process group with the publisher (weight_bus.apply: direct).
-
-    The engine is paused meanwhile. After an error here it holds parts of an update, or waits for one that never
-    comes: it must be restarted.
-    """
-
-    @property
-    def ranks(self) -> int:
-        """Processes of the engine, each of them a rank."""
-
-    async def form(self, formation: "Formation") -> None:
-        """Enter a group, process i with rank `formation.rank` + i. Raises EngineError."""
-
-    async def receive(self, bucket: "Sequence[Entry]", index: int) -> None:
-        """Receive and load the next bucket: these tensors, end to end. Raises EngineError."""
-
-    async def prove(self, entries: "Sequence[Entry]", version: int) -> Mapping[str, int]:
-        """Digests of the live tensors under these names. The engine is at `version` from now on."""
-
-    async def leave(self) -> None:
-        """Leave the group, if there is one. Raises EngineError."""
 
 
 class StagesItself(Protocol):

@@ -1,11 +1,29 @@
-"""Prefixes that answers go on from, checked before an engine takes them."""
+"""Requests and prefixes, checked before an engine takes them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from rollout_server.engines.base import EngineError, Partial, Sampling
+
+
+def check_request(token_ids: Sequence[int], sampling: Sampling, n: int, *, max_context: int, vocab_size: int) -> None:
+    """Raises EngineError for a request that an engine could not serve as asked."""
+    size, new = len(token_ids), sampling.max_new_tokens
+    if min(size, new, n) < 1:
+        raise EngineError(f"prompt of {size} tokens, max_new_tokens {new}, n {n}: each must be at least 1")
+    if size + new > max_context:
+        raise EngineError(
+            f"prompt of {size} tokens + max_new_tokens {new} = {size + new} exceeds the context of {max_context}"
+            " (data.max_prompt_tokens + rollout.max_new_tokens)"
+        )
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise EngineError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
+    if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
+        raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
 
 
 def settled(prefixes: Sequence[Partial] | None, n: int, sampling: Sampling, vocab_size: int) -> list[Partial]:

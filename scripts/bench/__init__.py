@@ -1,1 +1,1 @@
-"""Parts of scripts/bench_pipeline.py: the model, the phases, the learner that runs them, and the numbers."""
+"""The benchmarks: `python -m scripts.bench pipeline|bus|replay|link`."""

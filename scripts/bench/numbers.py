@@ -1,33 +1,25 @@
-"""From a finished run to the numbers of the table. Imports no torch."""
+"""From a finished pipeline run to its numbers."""
 
 import importlib.metadata
 import os
 import platform
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from learner.launch.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
-from scripts.bench.plan import Phase
-from scripts.bench.run import Finished, ask_gpus
-from scripts.bench.settings import Case
+from scripts.bench.core import Row, ask_gpus, median, p90
+from scripts.bench.train import Finished, Phase
 
-Row = dict[str, Any]
 WARM_UPDATES = 2
 """A server's first weight updates allocate and connect; their pauses are not counted."""
 NOT_PHASES = {"weight_sync/seconds"}
 
 
-def p90(values: Sequence[float]) -> float:
-    """The value that nine in ten do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, -(-9 * len(ordered) // 10) - 1)]
-
-
-def result_of(case: Case, run: Finished) -> dict[str, Any]:
+def result_of(case: str, run: Finished) -> dict[str, Any]:
     """All numbers of a run but those that are held against the raw broadcast."""
     rows = {row["step"]: row for row in read_rows(Path(run.config.run_dir) / FILE) if "step" in row}
     idle, full = durations(run, "idle"), durations(run, "full")
@@ -40,7 +32,7 @@ def result_of(case: Case, run: Finished) -> dict[str, Any]:
     tokens = throughput(run, counted, idle_rows, sum(full))
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
-        "config": str(case),
+        "config": case,
         "eta": max(roll, train) / step,
         "eta_same_length": max(scaled, train) / step,
         "t_rollout": roll,
@@ -180,8 +172,8 @@ def circumstances(run: Finished) -> dict[str, Any]:
     return {
         "settings": {
             "prompt": run.config.data.max_prompt_tokens,
-            "length_median": rollout.forced_length_median,
-            "length_sigma": rollout.forced_length_sigma,
+            "length_median": run.options.median,
+            "length_sigma": run.options.sigma,
             "length_cap": rollout.max_new_tokens,
             "groups": rollout.groups_per_step,
             "group_size": rollout.group_size,
@@ -220,12 +212,6 @@ def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
     """The result with what the admission barrier costs: the same rollouts at lag 8, with a learner that only takes."""
     stream = statistics.mean(durations(run, "idle"))
     return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}
-
-
-def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
-    found = list(values)
-    return statistics.median(found) if found else None
 
 
 def installed(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`torchrun -m scripts.bench.train`: one learner rank that runs the phases of a benchmark (scripts/bench/plan.py).
+"""`torchrun -m scripts.bench.train`: one learner rank that runs the phases of the pipeline benchmark.
 
 The loop is that of learner/train.py, and so are replay, the rollout servers and the weight bus. Only the steps of
 the idle phase leave the update out: they take, commit and publish as always, so that admission and versions go on
@@ -11,9 +11,11 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,12 +29,84 @@ from learner.train import leave, stop, train
 from replay import messages as m
 from replay.channel import Dealer, WireError, load_keys
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
-from scripts.bench.plan import RESULT, Plan
+from scripts.bench.core import until
 
 log = logging.getLogger(__name__)
 
+Phase = Literal["warmup", "idle", "full"]
+FILE = "bench_plan.json"
+RESULT = "bench_learner.json"
 ALONE_REPEATS = 3
 NOTHING = Update({}, applied=False, has_advantage=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Steps of each phase, in this order. A measured phase runs one step more: its first only refills the pipeline.
+
+    Example: Plan(warmup=2, idle=3, full=3, train=3, quiet_s=60) has 10 steps; steps 4 to 6 give T_roll, 8 to 10
+    T_step, and after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
+    """
+
+    warmup: int
+    """Whole steps that nobody counts."""
+    idle: int
+    """Counted steps in which the update is left out: T_roll."""
+    full: int
+    """Counted steps as a run makes them: T_step."""
+    train: int
+    """Counted updates on batches that are already here: T_train."""
+    quiet_s: float
+    """How long the engines have to finish what they hold before the updates are timed."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run."""
+        return self.warmup + self._length(self.idle) + self._length(self.full)
+
+    def phase(self, step: int) -> Phase:
+        """The phase of a step, counted from 1."""
+        if step <= self.warmup:
+            return "warmup"
+        return "idle" if step <= self.warmup + self._length(self.idle) else "full"
+
+    def measured(self, phase: Phase) -> Iterator[int]:
+        """Steps of a phase that count."""
+        steps = [step for step in range(1, self.total_steps + 1) if self.phase(step) == phase]
+        yield from steps[1:]
+
+    def write(self, run_dir: Path) -> None:
+        """Leave the plan where the learner ranks look for it."""
+        (run_dir / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, run_dir: Path) -> "Plan":
+        """The plan of a run. Raises FileNotFoundError in the folder of any other run."""
+        return cls(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
+
+    @staticmethod
+    def _length(counted: int) -> int:
+        return counted + 1 if counted else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that made all its steps, or as many as there was time for."""
+
+    options: argparse.Namespace
+    config: Config
+    plan: Plan
+    watcher: Any
+    learner: Mapping[str, Any] = field(default_factory=dict)
+    """What the learner ranks wrote."""
+    seconds: float = 0.0
+    cut_short: str = ""
+    """Why the run did not end by itself; empty when it did."""
+
+    def measured(self, phase: Phase) -> list[int]:
+        """Counted steps that were made; of a run that was cut short an even number, for they are pairs."""
+        made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
+        return made[: len(made) // 2 * 2] if self.cut_short else made
 
 
 class BenchLearner(Learner):
@@ -143,22 +217,23 @@ class BenchLearner(Learner):
 
 def quiet(config: Config, address: str, limit_s: float) -> bool:
     """Ask replay until no lease is out and there is no room for one; False when that took longer than the limit."""
-    deadline = time.monotonic() + limit_s
     keys = load_keys(config.network.keys)
     with Dealer(address, f"bench.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
-        while time.monotonic() < deadline:
+
+        def is_quiet() -> bool:
             dealer.send(m.StatusRequest())
             try:
                 envelope = dealer.poll(0.2)
             except WireError as error:
                 log.warning("status of replay: %s", error)
-                continue
+                return False
             if envelope is None or not isinstance(envelope.message, m.Status):
-                continue
+                return False
             groups = envelope.message.state["groups"]
-            if groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"]:
-                return True
-            time.sleep(0.05)
+            return bool(groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"])
+
+        if until(is_quiet, limit_s):
+            return True
     log.warning("the engines were still busy after %g s: the updates are timed beside them", limit_s)
     return False
 

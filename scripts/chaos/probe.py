@@ -179,6 +179,11 @@ class Wrapped:
         self._inner.finish(arrived)
 
 
+def wrapping(kind: Callable[..., Wrapped], *arguments: Any) -> TransportFactory:
+    """A factory of such transports, around the one that the configuration names."""
+    return lambda config, host: kind(make_transport(config, host), *arguments)  # type: ignore[return-value]
+
+
 class GatedTransport(Wrapped):
     """The data plane."""
 
@@ -265,7 +270,8 @@ def main() -> int:
 
     name = [after for word, after in zip(sys.argv, sys.argv[1:], strict=False) if word == "--server-name"]
     recorder = Recorder(folder / name[-1])
-    return server.main(dealer=replay_dealer(recorder), subscriber=bus_subscriber(recorder))
+    parts = server.Parts(dealer=replay_dealer(recorder), subscriber=bus_subscriber(recorder))
+    return server.main(parts=parts)
 
 
 if __name__ == "__main__":

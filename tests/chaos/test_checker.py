@@ -78,6 +78,12 @@ def test_an_acked_group_that_is_not_in_the_journal_is_lost(tmp_path):
     assert not report.violations
 
 
+def test_producers_that_record_no_ack_are_not_in_order(tmp_path):
+    folder = a_run().write(tmp_path / "run")
+    (report,) = check(folder, acks=[]).violations
+    assert "no producer has recorded an ack" in report
+
+
 def test_another_attempt_than_the_acked_one_is_not_the_group(tmp_path):
     journal = a_run()
     journal.ack((0, 99), attempt=2)

@@ -15,7 +15,7 @@ import sys
 import torch
 
 from rollout_server import main as rollout_main
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus import Subscriber
 from weight_bus.transports import make_transport
 
@@ -75,4 +75,4 @@ async def load_and_flip(self, named_tensors, new_version):
 TorchEngine.load = load_and_flip
 
 if __name__ == "__main__":
-    sys.exit(rollout_main.main(subscriber=FaultySubscriber))
+    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=FaultySubscriber)))

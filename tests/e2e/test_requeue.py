@@ -93,7 +93,7 @@ def job(scheduler, output):
             process.wait(30)
 
 
-@pytest.mark.parametrize("scheduler_of", [Slurm, Kubernetes])
+@pytest.mark.parametrize("scheduler_of", [Slurm, pytest.param(Kubernetes, marks=pytest.mark.slow)])
 def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, scheduler_of):
     folder = tmp_path / "job"
     folder.mkdir()

@@ -12,6 +12,8 @@ FROZEN = json.loads((Path(__file__).parent / "presets.json").read_text())
 CHANGED: dict[str, dict[str, Any]] = {
     "*": {
         "network.silent_after_s": 30.0,
+        "rollout.forced_length_median": "gone",
+        "rollout.forced_length_sigma": "gone",
         "rollout.top_p": "gone",
         "rollout.top_k": "gone",
         "algorithm.advantage_epsilon": "gone",

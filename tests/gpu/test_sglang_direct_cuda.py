@@ -12,7 +12,7 @@ from test_sglang_cuda import make_folder, run, settings, started
 from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import Sampling
-from rollout_server.weights import WeightFollower
+from rollout_server.follower import WeightFollower
 from weight_bus import EngineSpoiled, Publisher, TransportError
 from weight_bus.digest import slice_digest
 from weight_bus.transports.direct import DirectNccl

@@ -93,6 +93,20 @@ def test_lengths_are_those_of_the_rollout_servers(model: Path, prompt: Any) -> N
     assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
 
 
+@pytest.mark.parametrize(("pad", "cut"), [(64, None), (None, 8)])
+def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(
+    model: Path, tmp_path: Path, pad: int | None, cut: int | None
+) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    if pad is not None:
+        tokenizer.enable_padding(length=pad)
+    if cut is not None:
+        tokenizer.enable_truncation(cut)
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert check_prompts(config_of(model), file_of(tmp_path, "1+1=")) == 1
+    assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
+
+
 def test_a_broken_tokenizer_is_refused_by_file(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").write_text('{"model": {}}')
     said = refused(config_of(model), file_of(tmp_path, "1+1="))

@@ -1,6 +1,7 @@
 """Fixtures of the rollout server's tests."""
 
 import importlib.util
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ def models(tmp_path: Path) -> tuple[Path, Any, Any]:
 
     save_folder(tmp_path)
     return tmp_path, load_model(tmp_path), make_model(seed=1)
+
+
+@pytest.fixture
+def grader(tmp_path: Path) -> str:
+    """A copy of grader.py beside this file, which a test may move away."""
+    return str(shutil.copy(Path(__file__).with_name("grader.py"), tmp_path))
 
 
 @pytest.fixture(scope="session")

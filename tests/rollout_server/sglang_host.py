@@ -48,7 +48,7 @@ def _prepare(parent: int, folder: Path) -> None:
     global _folder
     import torch
 
-    from rollout_server.engines.sglang_path import prepare_cpu
+    from rollout_server.engines.sglang.cpu import prepare_cpu
 
     die_with_parent(parent)
     os.environ.pop("OMP_NUM_THREADS", None)  # the engine sees to it for its schedulers

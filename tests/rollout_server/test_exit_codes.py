@@ -18,7 +18,7 @@ CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 def test_what_is_not_installed_is_not_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RuntimeError, code: int
 ) -> None:
-    async def run(*_: object) -> int:
+    async def run(*_: object, **__: object) -> int:
         raise ExceptionGroup("serving", [ExceptionGroup("following", [error])])
 
     monkeypatch.setattr(rollout_main, "run", run)

@@ -19,7 +19,7 @@ from torch_oracle import DEADLINE_S, hf_tensors
 
 from configs import Config
 from replay import messages as m
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.server import RolloutServer
 from weight_bus import Publisher

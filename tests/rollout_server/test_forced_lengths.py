@@ -1,4 +1,4 @@
-"""Forced lengths (rollout.forced_length_median) through the real generator, torch engine, tokenizer and rewards."""
+"""Forced lengths (scripts/bench/server.py) through the real generator, torch engine, tokenizer and rewards."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -15,11 +15,12 @@ from torch_oracle import DEADLINE_S
 from configs import Config
 from replay import messages as m
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.generate import Generator, LeaseFailed, forced_length
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.rewards import RewardPool
 from rollout_server.tasks import Task
-from scripts.bench.random_model import SHAPES, make
+from scripts.bench.model import SHAPES, make
+from scripts.bench.server import ForcedLengths, forced_length
 
 GROUP, CAP, MEDIAN, SIGMA = 6, 40, 12, 0.7
 PROMPT = {
@@ -39,18 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def generating(folder: Path, **rollout: Any) -> AsyncIterator[Generator]:
+async def generating(folder: Path, median: int = 0, sigma: float = SIGMA) -> AsyncIterator[Generator]:
     config = Config.model_validate(
         {
             "model": {"path": str(folder)},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
-            "rollout": {"group_size": GROUP, "max_new_tokens": CAP, "forced_length_sigma": SIGMA, **rollout},
+            "rollout": {"group_size": GROUP, "max_new_tokens": CAP},
         }
     )
     engine = TorchEngine.from_folder(folder, max_context=8 + CAP, max_running=64)
     try:
         async with RewardPool(config.reward) as rewards:
-            yield Generator(config, engine, Task(config), rewards)
+            parts = (config, engine, Task(config), rewards)
+            yield ForcedLengths(*parts, median=median, sigma=sigma) if median else Generator(*parts)
     finally:
         await engine.close()
 
@@ -92,8 +94,8 @@ def test_lengths_are_lognormal() -> None:
 
 def test_answers_have_their_lengths_and_no_token_stops_them(folder: Path) -> None:
     async def main() -> None:
-        async with generating(folder, forced_length_median=MEDIAN) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"].vocab))
+        async with generating(folder, MEDIAN) as generator:
+            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
             first, again, other = await asyncio.gather(
                 generator.group(lease(3), "0/3/1"),
                 generator.group(lease(3), "0/3/2"),
@@ -113,7 +115,7 @@ def test_answers_have_their_lengths_and_no_token_stops_them(folder: Path) -> Non
 def test_without_a_median_stop_tokens_end_answers(folder: Path) -> None:
     async def main() -> None:
         async with generating(folder) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"].vocab))
+            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
             group = await generator.group(lease(3), "0/3/1")
         assert group.lengths.tolist() == [1] * GROUP
         assert group.finish_reasons == ["stop"] * GROUP
@@ -132,7 +134,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])
 def test_a_lease_is_renewed_and_aborted_by_its_own_name(folder: Path, median: int) -> None:
     async def main() -> None:
-        async with generating(folder, forced_length_median=median, forced_length_sigma=0.0) as generator:
+        async with generating(folder, median, sigma=0.0) as generator:
             await generator.engine.pause("keep_kv")
             doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
             other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
@@ -153,7 +155,7 @@ def test_a_lease_is_renewed_and_aborted_by_its_own_name(folder: Path, median: in
 
 def test_when_one_answer_is_refused_the_others_end(folder: Path) -> None:
     async def main() -> None:
-        async with generating(folder, forced_length_median=CAP * 100) as generator:
+        async with generating(folder, CAP * 100) as generator:
             await generator.engine.pause("keep_kv")
             blocker = asyncio.create_task(
                 generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")

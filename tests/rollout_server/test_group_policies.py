@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rollout_server.server import policies_of
+from rollout_server.leases import policies_of
 
 
 def versions(*numbers: int) -> np.ndarray:

@@ -21,18 +21,19 @@ from replay.desks.leases import Slot, SlotState
 from replay.desks.partials import Partials
 from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
-from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.generate import Generator, forced_length
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.rewards import RewardPool
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task
-from scripts.bench.random_model import SHAPES, make
+from scripts.bench.model import SHAPES, make
+from scripts.bench.server import ForcedLengths, forced_length
 
 GROUP, CAP, STEP, SEED = 4, 30, 12, 11
 PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}
 GROUP_ID = (0, 3)
-BOUNDS = Bounds(1, SHAPES["tiny"].vocab)
+BOUNDS = Bounds(1, SHAPES["tiny"]["vocab_size"])
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +76,13 @@ class Wire:
 
 
 @asynccontextmanager
-async def server_of(config: Config) -> AsyncIterator[tuple[RolloutServer, Wire]]:
+async def server_of(config: Config, median: int = 0) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
     engine = TorchEngine.from_folder(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
     try:
         async with RewardPool(config.reward) as rewards:
-            generator = Generator(config, engine, Task(config), rewards)
+            parts = (config, engine, Task(config), rewards)
+            generator = ForcedLengths(*parts, median=median) if median else Generator(*parts)
             generator.task.stop_token_ids = ()
             yield RolloutServer(config, generator, wire, name="server", fingerprint={}), wire  # type: ignore[arg-type]
     finally:
@@ -123,12 +125,12 @@ class Killed(Exception):
     """Ends a server with all that it does."""
 
 
-async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch) -> Partials:
+async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, median: int) -> Partials:
     """What replay knows of a group when its first server dies after STEP + 1 tokens of each answer."""
     partials = Partials(GROUP, CAP)
     slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
     gate = Gate(monkeypatch, STEP)
-    async with server_of(config) as (server, wire):
+    async with server_of(config, median) as (server, wire):
         with pytest.raises(ExceptionGroup) as ended:
             async with working(server, lease(1)):
                 await gate.reached()
@@ -148,7 +150,7 @@ async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch) -
 def test_a_second_server_goes_on_from_what_the_first_one_told(
     median: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(folders[0], forced_length_median=median)
+    config = config_of(folders[0])
     models = [load_model(folder) for folder in folders]
     lengths = [CAP] * GROUP
     if median:
@@ -156,13 +158,13 @@ def test_a_second_server_goes_on_from_what_the_first_one_told(
         assert min(lengths) < STEP < max(lengths), "some have ended when the server dies"
 
     async def main() -> None:
-        partials = await told_before_it_died(config, monkeypatch)
+        partials = await told_before_it_died(config, monkeypatch, median)
         fields = partials.prefix(GROUP_ID, 0)
         begun = fields["prefix_lengths"].tolist()
         assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
         ended = ["length" if told == length else "" for told, length in zip(begun, lengths, strict=True)]
         assert fields["prefix_finished"] == ended and len(set(ended)) == (2 if median else 1)
-        async with server_of(config) as (server, wire):
+        async with server_of(config, median) as (server, wire):
             await server.engine.pause("keep_kv")
             await server.engine.load(hf_tensors(models[1]).items(), 1)
             await server.engine.resume()
@@ -276,7 +278,7 @@ def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]
                 await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
                 beats = len(wire.of(m.Renew))
                 await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
-            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.working
+            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
 
     run(main)
 

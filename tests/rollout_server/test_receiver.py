@@ -18,9 +18,9 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError, decode, encode, registry
-from rollout_server.engines.sglang import receiver
-from rollout_server.engines.sglang.receiver import Handles, Receiver
-from rollout_server.engines.sglang.staging import CUDA_HANDLE, in_bytes, in_words
+from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_bytes, in_words
+from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from tests.support import bus_receiver
 from tests.support.bus_receiver import HOST, Weights, digests, until
 from weight_bus import Publisher, Subscriber, TransportError, WeightBusError

@@ -6,19 +6,17 @@ may be careless, so nothing that it does costs more than the sample that it was 
 
 import asyncio
 import gc
-import re
-import shutil
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reward_runs import alive, check_culprits, run, runs, sample, score
 
 from configs.data import Reward
-from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import RewardError, RewardPool
 from rollout_server.rewards.framing import MAX_ERROR_CHARS, pack, unpack_reply
 from rollout_server.rewards.numeric import final_number
 from rollout_server.rewards.process import RewardProcess
@@ -28,92 +26,30 @@ from rollout_server.rewards.verdicts import read_answer, read_verdicts
 MEMORY = 192 * 1024**2
 
 
-@pytest.fixture
-def grader(tmp_path: Path) -> str:
-    return str(shutil.copy(Path(__file__).with_name("grader.py"), tmp_path))
-
-
-def sample(completion: str) -> Sample:
-    return {
-        "prompt": "?",
-        "completion": completion,
-        "ground_truth": "1",
-        "data_source": "d",
-        "extra_info": {},
-        "columns": {},
-        "num_tokens": 1,
-        "finish_reason": "stop",
-    }
-
-
-def run(main: Coroutine[Any, Any, Any], *, seconds: float = 40.0) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(seconds):
-            return await main
-
-    return asyncio.run(limited())
-
-
 def limited(function: str, **changes: Any) -> Reward:
     small = {"memory_bytes": MEMORY, "max_file_bytes": 100_000, "max_open_files": 40, "timeout_s": 5.0}
     return Reward(function=function, **(small | changes))
 
 
-def score(function: str, *texts: str, **changes: Any) -> list[RewardOutcome]:
-    async def main() -> list[RewardOutcome]:
-        async with RewardPool(limited(function, **changes)) as pool:
-            return await pool.score([sample(text) for text in texts])
-
-    outcomes: list[RewardOutcome] = run(main())
-    return outcomes
-
-
-def only_the_middle_fails(outcomes: list[RewardOutcome]) -> str:
-    """The error of the second of three outcomes; the others have their scores."""
-    assert [outcome.score for outcome in (outcomes[0], outcomes[2])] == [1.0, 3.0]
-    assert outcomes[1].error is not None and outcomes[1].score != outcomes[1].score
-    assert len(outcomes[1].error) <= MAX_ERROR_CHARS
-    return outcomes[1].error
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those that run, a moment later at the latest; zombies do not."""
-    deadline = time.monotonic() + 3.0
-    while left := [pid for pid in pids if _runs(pid)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    return left
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 # ---- what reward code may take -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        (f"allocate {2 * MEMORY}", f"reward.memory_bytes = {MEMORY}"),
-        ("hoard", f"reward.memory_bytes = {MEMORY}"),
-        ("abort std::bad_alloc", f"SIGABRT.; its last output: terminate called .*; reward.memory_bytes is {MEMORY}"),
-        ("open 60", "reward.max_open_files = 40"),
-        ("file 200000", "OSError: .*File too large.*: more than reward.max_file_bytes = 100000 allows"),
-    ],
-)
-def test_past_a_limit_is_an_error_that_names_it(grader: str, bad: str, named: str) -> None:
-    error = only_the_middle_fails(score(f"{grader}:grade", "score 1", bad, "score 3"))
-    assert re.search(named, error), error
+def test_past_a_limit_is_an_error_that_names_it(grader: str) -> None:
+    named = {
+        f"allocate {2 * MEMORY}": f"reward.memory_bytes = {MEMORY}",
+        "hoard": f"reward.memory_bytes = {MEMORY}",
+        "abort std::bad_alloc": f"reward.memory_bytes is {MEMORY}",
+        "open 60": "reward.max_open_files = 40",
+        "file 200000": ": more than reward.max_file_bytes = 100000 allows",
+    }
+    errors = check_culprits(limited(f"{grader}:grade"), named)
+    assert "SIGABRT); its last output: terminate called" in errors[2] and "File too large" in errors[4]
+    assert max(map(len, errors)) <= MAX_ERROR_CHARS
 
 
 def test_within_the_limits_nothing_fails(grader: str) -> None:
     texts = [f"allocate {MEMORY // 4}", "open 20", "file 99000"]
-    assert [outcome.error for outcome in score(f"{grader}:grade", *texts)] == [None] * 3
+    assert [outcome.error for outcome in score(limited(f"{grader}:grade"), *texts)] == [None] * 3
 
 
 def test_a_limit_of_what_a_process_holds_costs_nobody_later(grader: str) -> None:
@@ -130,7 +66,7 @@ def test_a_limit_of_what_a_process_holds_costs_nobody_later(grader: str) -> None
 
 
 def test_limits_hold_for_asynchronous_functions(grader: str) -> None:
-    outcomes = score(f"{grader}:later", "ok", f"allocate {2 * MEMORY}", "throw evil", "ok")
+    outcomes = score(limited(f"{grader}:later"), "ok", f"allocate {2 * MEMORY}", "throw evil", "ok")
     assert [outcome.error is None for outcome in outcomes] == [True, False, False, True]
     assert "reward.memory_bytes" in str(outcomes[1].error) and "cannot be read" in str(outcomes[2].error)
 
@@ -139,19 +75,19 @@ def test_limits_hold_while_the_function_is_loaded(tmp_path: Path) -> None:
     greedy = tmp_path / "greedy.py"
     greedy.write_text("TABLE = bytearray(10**9)\ndef grade(sample): return 1.0\n")
     with pytest.raises(RewardError, match=rf"could not be loaded: .*reward.memory_bytes = {MEMORY}"):
-        score(f"{greedy}:grade", "x")
+        score(limited(f"{greedy}:grade"), "x")
 
 
 def test_the_smallest_memory_that_the_configuration_takes_is_enough_for_the_built_in_rewards() -> None:
-    (outcome,) = score("numeric", "#### 1", memory_bytes=64 * 1024**2)
+    (outcome,) = score(limited("numeric", memory_bytes=64 * 1024**2), "#### 1")
     assert outcome.score == 1.0
 
 
-def test_where_code_of_the_user_runs(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_code_of_the_userruns(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_PLACE", "x")
     monkeypatch.setenv("SOME_API_KEY", "x")
     monkeypatch.setenv("PLAIN_SETTING", "kept")
-    (outcome,) = score(f"{grader}:grade", "state")
+    (outcome,) = score(limited(f"{grader}:grade"), "state")
     assert outcome.metrics == {
         "no_new_privs": 1.0,
         "secrets": 0.0,
@@ -187,7 +123,7 @@ def test_what_left_its_group_and_session_is_killed_too(grader: str, tmp_path: Pa
             (outcome,) = await pool.score([sample(f"{how} {note}")])
             (pid,) = map(int, note.read_text().split())
             if how == "daemon":
-                assert outcome.score == 1.0 and _runs(pid), "it must have lived until its worker ends"
+                assert outcome.score == 1.0 and runs(pid), "it must have lived until its worker ends"
             else:
                 assert "exit code 9" in str(outcome.error) and not alive([pid])
 
@@ -197,15 +133,15 @@ def test_what_left_its_group_and_session_is_killed_too(grader: str, tmp_path: Pa
 
 def test_a_fork_bomb_ends_at_the_time_limit(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "pids"
-    error = only_the_middle_fails(score(f"{grader}:grade", "score 1", f"bomb {note}", "score 3", timeout_s=1.0))
+    check_culprits(limited(f"{grader}:grade", timeout_s=1.0), {f"bomb {note}": "timed out after 1 s"})
     pids = list(map(int, note.read_text().split()))
-    assert error == "timed out after 1 s" and len(pids) >= 64
+    assert len(pids) >= 64
     assert not alive(pids)
 
 
 def test_a_process_that_never_stays_the_same_is_caught(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "generations"
-    (outcome,) = score(f"{grader}:grade", f"comet {note}", timeout_s=1.0)
+    (outcome,) = score(limited(f"{grader}:grade", timeout_s=1.0), f"comet {note}")
     assert outcome.error == "timed out after 1 s"
     generations = note.stat().st_size
     assert generations > 3
@@ -223,7 +159,7 @@ def test_a_stop_that_was_cancelled_is_finished_by_the_next(grader: str) -> None:
         await asyncio.sleep(0)
         first.cancel()
         await process.stop()
-        assert not _runs(int(pids[0]))
+        assert not runs(int(pids[0]))
 
     run(main())
 
@@ -231,40 +167,32 @@ def test_a_stop_that_was_cancelled_is_finished_by_the_next(grader: str) -> None:
 # ---- what it may answer ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("payload", "named"),
-    [
-        ("hugest", "a message of 4294967295 bytes"),
-        ("twice", "sample 0, which was not asked for"),
-        ("nested", "expected a verdict, found [[[[[[["),
-        ("deeper", "sent garbage"),
-        ("wide", "exceeds max_array_len"),
-        ("widest", "exceeds max_array_len"),
-        ("nan", "score nan"),
-        ("inf", "score inf"),
-        ("integer", "score 9223372036854775808"),
-        ("true", "score True"),
-        ("text", "score '1.0'"),
-        ("neither", "score None with error None"),
-        ("both", "with error 'and why not'"),
-        ("metrics", "metric 'a' = [1.0]"),
-        ("names", "sent garbage"),
-        ("many", "exceeds max_map_len"),
-        ("backwards", "seconds -1.0"),
-        ("map", "expected verdicts, found {"),
-        ("extension", "sent garbage"),
-        ("long", "exceeds max_str_len"),
-    ],
-)
-def test_forged_replies_are_garbage(grader: str, payload: str, named: str) -> None:
-    (outcome, after) = score(f"{grader}:grade", f"write {payload}", "score 2")
-    assert "sent garbage" in str(outcome.error) and named in str(outcome.error)
-    assert after.score == 2.0
-
-
-def test_a_flood_of_replies_is_bounded(grader: str) -> None:
-    error = only_the_middle_fails(score(f"{grader}:grade", "score 1", "replies", "score 3"))
-    assert "sent garbage" in error
+def test_forged_replies_are_garbage(grader: str) -> None:
+    named = {
+        "hugest": "a message of 4294967295 bytes",
+        "twice": "sample 0, which was not asked for",
+        "nested": "expected a verdict, found [[[[[[[",
+        "deeper": "sent garbage",
+        "wide": "exceeds max_array_len",
+        "widest": "exceeds max_array_len",
+        "nan": "score nan",
+        "inf": "score inf",
+        "integer": "score 9223372036854775808",
+        "true": "score True",
+        "text": "score '1.0'",
+        "neither": "score None with error None",
+        "both": "with error 'and why not'",
+        "metrics": "metric 'a' = [1.0]",
+        "names": "sent garbage",
+        "many": "exceeds max_map_len",
+        "backwards": "seconds -1.0",
+        "map": "expected verdicts, found {",
+        "extension": "sent garbage",
+        "long": "exceeds max_str_len",
+    }
+    table = {f"write {payload}": words for payload, words in named.items()}
+    errors = check_culprits(limited(f"{grader}:grade", workers=3), table | {"replies": "sent garbage"})
+    assert all("sent garbage" in error for error in errors), errors
 
 
 def test_a_flood_of_prints_leaves_time_for_others(grader: str) -> None:
@@ -322,40 +250,31 @@ def test_depth_costs_nothing(levels: int) -> None:
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        ("throw evil", "Evil: (its message cannot be read) at "),
-        ("throw endless", "timed out after 1 s"),
-        ("throw hydra", "died (exit code 1)"),
-        ("throw interrupt", "KeyboardInterrupt:  at "),
-        ("throw generator", "GeneratorExit:  at "),
-        ("throw surrogate", "ValueError: ?????"),
-        ("throw long", "grader.py:"),
-        ("give number", "cannot be read: KeyError"),
-        ("give object", "returned"),
-        ("give integer", "returned inf"),
-        ("give bytes", "a bytes"),
-        ("recurse 1", "RecursionError"),
-        ("exit", "died (exit code 3)"),
-    ],
-)
-def test_hostile_objects_cost_one_sample(grader: str, bad: str, named: str) -> None:
-    outcomes = score(f"{grader}:grade", "score 1", bad, "score 3", timeout_s=1.0)
-    assert named in only_the_middle_fails(outcomes)
+def test_hostile_objects_cost_one_sample(grader: str) -> None:
+    named = {
+        "throw evil": "Evil: (its message cannot be read) at ",
+        "throw endless": "timed out after 1 s",
+        "throw hydra": "died (exit code 1)",
+        "throw interrupt": "KeyboardInterrupt:  at ",
+        "throw generator": "GeneratorExit:  at ",
+        "throw surrogate": "ValueError: ?????",
+        "throw long": "grader.py:",
+        "give number": "cannot be read: KeyError",
+        "give object": "returned",
+        "give integer": "returned inf",
+        "give bytes": "a bytes",
+        "recurse 1": "RecursionError",
+        "exit": "died (exit code 3)",
+        # catastrophic backtracking, in C and with the interpreter's lock held: the policy chose the answer
+        "match " + "a" * 64 + "b": "timed out after 1 s",
+    }
+    errors = check_culprits(limited(f"{grader}:grade", workers=3, timeout_s=1.0), named)
+    assert max(map(len, errors)) <= MAX_ERROR_CHARS
 
 
 def test_names_that_have_no_utf8_are_kept_readable(grader: str) -> None:
-    (outcome,) = score(f"{grader}:grade", "give names")
+    (outcome,) = score(limited(f"{grader}:grade"), "give names")
     assert outcome.metrics == {"?": 2.0}
-
-
-def test_an_expression_that_an_answer_drives_into_the_trees_ends_at_the_time_limit(grader: str) -> None:
-    """Catastrophic backtracking, in C and with the interpreter's lock held: the policy chose the answer."""
-    texts = ["score 1", "match " + "a" * 64 + "b", "score 3"]
-    start = time.monotonic()
-    assert only_the_middle_fails(score(f"{grader}:grade", *texts, timeout_s=1.0)) == "timed out after 1 s"
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -384,6 +303,6 @@ def test_the_built_in_rewards_run_nothing_that_an_answer_says(function: str, tmp
     planted = tmp_path / "planted"
     code = f"__import__('pathlib').Path({str(planted)!r}).touch()"
     texts = [code, f"#### {code}", f"\\boxed{{{code}}}", f"{{{code}}}", f"${{{code}}}", f"!!python/object/apply:{code}"]
-    outcomes = score(function, *texts, "os.system('true')", "9**9**9", "1.0")
+    outcomes = score(limited(function), *texts, "os.system('true')", "9**9**9", "1.0")
     assert all(outcome.error is None for outcome in outcomes) and not planted.exists()
     assert outcomes[-2].score == 0.0

@@ -3,78 +3,31 @@
 import asyncio
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import pytest
 import uvloop
+from reward_runs import alive, check_culprits, run, runs, sample, score
 
 from configs.data import Reward
-from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, Sample, output
+from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, output
 from rollout_server.rewards.framing import pack
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {"memory_bytes": 2**30, "max_file_bytes": 2**20, "max_open_files": 64}
 
 
-@pytest.fixture
-def grader(tmp_path: Path) -> str:
-    """A copy of grader.py beside this file, which a test may move away."""
-    return str(shutil.copy(Path(__file__).with_name("grader.py"), tmp_path))
-
-
-def sample(completion: str, prompt: str = "?") -> Sample:
-    return {
-        "prompt": prompt,
-        "completion": completion,
-        "ground_truth": "1",
-        "data_source": "d",
-        "extra_info": {},
-        "columns": {},
-        "num_tokens": 1,
-        "finish_reason": "stop",
-    }
-
-
-def run(main: Coroutine[Any, Any, Any], *, seconds: float = 30.0) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(seconds):
-            return await main
-
-    return asyncio.run(limited())
-
-
-def score(function: str, *texts: str, workers: int = 1, timeout_s: float = 10.0) -> list[RewardOutcome]:
-    async def main() -> list[RewardOutcome]:
-        async with RewardPool(Reward(function=function, workers=workers, timeout_s=timeout_s)) as pool:
-            return await pool.score([sample(text) for text in texts])
-
-    outcomes: list[RewardOutcome] = run(main())
-    return outcomes
-
-
-def gone(pid: int, *, within_s: float = 5.0) -> bool:
-    """Whether a process has ended (a zombie that nobody reaps has ended too)."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
+def reward(function: str, *, workers: int = 1, timeout_s: float = 10.0) -> Reward:
+    return Reward(function=function, workers=workers, timeout_s=timeout_s)
 
 
 def test_scores_come_in_order_with_metrics(grader: str) -> None:
-    outcomes = score(f"{grader}:grade", *[f"score {i}" for i in range(150)], workers=2)
+    outcomes = score(reward(f"{grader}:grade", workers=2), *[f"score {i}" for i in range(150)])
     assert [outcome.score for outcome in outcomes] == [float(i) for i in range(150)]
     assert all(outcome.error is None and 0 <= outcome.seconds < 1 for outcome in outcomes)
     assert {outcome.metrics["pid"] for outcome in outcomes} != {float(os.getpid())}
@@ -91,30 +44,22 @@ def test_runs_under_uvloop(grader: str) -> None:
         runner.run(main())
 
 
-@pytest.mark.parametrize(
-    ("bad", "named"),
-    [
-        ("hang", "timed out after 0.4 s"),
-        ("spin", "timed out after 0.4 s"),
-        ("hold", "timed out after 0.4 s"),
-        ("segfault", "died (signal SIGSEGV); its last output: about to fall"),
-        ("exit", "died (exit code 3)"),
-        ("raise", "ValueError: bad level at"),
-        ("nan", "returned nan"),
-        ("write garbage", "sent garbage"),
-        ("write huge", "a message of 2147483648 bytes"),
-        ("write forged", "sample 999, which was not asked for"),
-        ("flood", "sent garbage"),
-        ("closed", "timed out after 0.4 s"),
-    ],
-)
-def test_only_the_culprit_gets_an_error(grader: str, bad: str, named: str) -> None:
-    texts = ["score 0", "score 1", bad, "score 3", "score 4", "score 5", "score 6", "score 7"]
-    outcomes = score(f"{grader}:grade", *texts, timeout_s=0.4)
-    assert [outcome.score for i, outcome in enumerate(outcomes) if i != 2] == [0.0, 1.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    culprit = outcomes[2]
-    assert culprit.error is not None and named in culprit.error
-    assert culprit.score != culprit.score, "an error must not look like a score"
+def test_only_the_culprits_get_an_error(grader: str) -> None:
+    named = {
+        "hang": "timed out after 0.4 s",
+        "spin": "timed out after 0.4 s",
+        "hold": "timed out after 0.4 s",
+        "closed": "timed out after 0.4 s",
+        "segfault": "died (signal SIGSEGV); its last output: about to fall",
+        "exit": "died (exit code 3)",
+        "raise": "ValueError: bad level at",
+        "nan": "returned nan",
+        "write garbage": "sent garbage",
+        "write huge": "a message of 2147483648 bytes",
+        "write forged": "sample 999, which was not asked for",
+        "flood": "sent garbage",
+    }
+    check_culprits(reward(f"{grader}:grade", workers=3, timeout_s=0.4), named)
 
 
 def test_all_samples_bad_and_the_pool_goes_on(grader: str) -> None:
@@ -187,16 +132,16 @@ def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str) -> 
 
 
 def test_trl_functions_see_the_whole_group(grader: str) -> None:
-    outcomes = score(f"{grader}:trl", *["a"] * 8, workers=4)
+    outcomes = score(reward(f"{grader}:trl", workers=4), *["a"] * 8)
     assert [outcome.score for outcome in outcomes] == [8.5] * 8
-    outcomes = score(f"{grader}:trl", "a", "exit", "b")
+    outcomes = score(reward(f"{grader}:trl"), "a", "exit", "b")
     assert [outcome.score for outcome in outcomes if outcome.error is None] == [1.5, 1.5]
     assert "exit code 3" in str(outcomes[1].error)
 
 
 def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rollout_server.rewards.output"):
-        outcomes = score(f"{grader}:grade", *["print"] * 300)
+        outcomes = score(reward(f"{grader}:grade"), *["print"] * 300)
     assert [outcome.score for outcome in outcomes] == [1.0] * 300
     lines = [record.getMessage() for record in caplog.records]
     assert any("hello from the grader" in line for line in lines)
@@ -205,9 +150,9 @@ def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFix
 
 def test_what_a_killed_worker_started_is_killed_too(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    (outcome,) = score(f"{grader}:grade", f"spawn {note}", timeout_s=1.0)
+    (outcome,) = score(reward(f"{grader}:grade", timeout_s=1.0), f"spawn {note}")
     assert outcome.error == "timed out after 1 s"
-    assert gone(int(note.read_text()))
+    assert not alive([int(note.read_text())])
 
 
 def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
@@ -222,7 +167,7 @@ def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
             await waiting
         with pytest.raises(RewardError, match="not running"):
             await pool.score([sample("score 1")])
-        assert len(set(pids)) == 2 and all(gone(pid, within_s=0.1) for pid in pids)
+        assert len(set(pids)) == 2 and not alive(pids, within_s=0.1)
 
     run(main())
 
@@ -254,7 +199,7 @@ def test_a_function_that_cannot_be_loaded_fails_start(grader: str, tmp_path: Pat
     broken.write_text("nothing\n")
     dying.write_text("import os, sys\nprint('no licence', file=sys.stderr, flush=True)\nos._exit(7)\n")
     with pytest.raises(RewardError) as raised:
-        score(function.format(grader=grader, broken=broken, dying=dying), "x", workers=2)
+        score(reward(function.format(grader=grader, broken=broken, dying=dying), workers=2), "x")
     assert named in str(raised.value)
 
 
@@ -310,7 +255,7 @@ def test_messages_are_bounded(grader: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_worker_imports_nothing_heavy(grader: str) -> None:
-    (outcome,) = score(f"{grader}:imports", "x")
+    (outcome,) = score(reward(f"{grader}:imports"), "x")
     assert outcome.metrics == {"torch": 0.0, "pydantic": 0.0}
 
 
@@ -338,14 +283,14 @@ asyncio.run(main())
     try:
         assert owner.stdout is not None
         worker = int(owner.stdout.readline())
-        assert not gone(worker, within_s=0.05)
+        assert runs(worker)
     finally:
         owner.kill()
         owner.wait(timeout=10)
-    ended = gone(worker)
-    if not ended:
-        os.kill(worker, signal.SIGKILL)
-    assert ended
+    left = alive([worker])
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 def test_a_worker_ends_when_its_channel_closes(grader: str) -> None:

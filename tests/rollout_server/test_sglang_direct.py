@@ -3,19 +3,18 @@
 import asyncio
 import itertools
 import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 import torch
+from sglang_follower import Follower, following, until
 from sglang_host import Host
 from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
-from rollout_server.weights import WeightFollower
 from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.transports.direct import DirectGloo
 
@@ -55,52 +54,8 @@ class NamedPublisher(Publisher):
         )
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
-class Follower:
-    """A weight follower of the session's engine, and what it said."""
-
-    def __init__(self, served: Served, publisher: NamedPublisher, *overrides: str) -> None:
-        self.live: list[int] = []
-        self.dark: list[str] = []
-        self._follower = WeightFollower(
-            served.config(*OVERRIDES, *overrides),
-            served.engine,
-            "one",
-            on_live=self._went_live,
-            on_quarantine=self._went_dark,
-        )
-        self._follower.follow(publisher.address, publisher.run_id)
-
-    async def _went_live(self, version: int, incarnation: int) -> None:
-        self.live.append(version)
-
-    async def _went_dark(self, reason: str) -> None:
-        self.dark.append(reason)
-
-    async def failure(self) -> BaseException | None:
-        """The error that ended it."""
-        await until(lambda: self._follower.failure, "the follower fails")
-        return self._follower.failure
-
-    async def stop(self) -> None:
-        """Leave the bus."""
-        await asyncio.to_thread(self._follower.stop)
-
-
-@asynccontextmanager
-async def following(served: Served, publisher: NamedPublisher, *overrides: str) -> AsyncIterator[Follower]:
-    follower = Follower(served, publisher, *overrides)
-    try:
-        await until(publisher.members, "it joins")
-        yield follower
-    finally:
-        await follower.stop()
+def followed(served: Served, publisher: NamedPublisher, *overrides: str) -> AbstractAsyncContextManager[Follower]:
+    return following(served, publisher, publisher.run_id, *OVERRIDES, *overrides)
 
 
 async def publish(publisher: Publisher, version: int, model: Any) -> PublishReport:
@@ -114,7 +69,7 @@ def test_updates_go_straight_into_the_engine_and_its_logprobs_follow(sglang: Hos
 async def straight(served: Served) -> None:
     first = served.version + 1
     with NamedPublisher(served) as publisher:
-        async with following(served, publisher) as follower:
+        async with followed(served, publisher) as follower:
             for version in range(first, first + 3):
                 model = random_model(100 + version)
                 kept = served.start_sample([3, 1, 2], max_new_tokens=90)
@@ -171,7 +126,7 @@ def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_request
 async def drained(served: Served) -> None:
     version, model = served.version + 1, random_model(9)
     with NamedPublisher(served) as publisher:
-        async with following(served, publisher, "rollout.on_new_weights=drain") as follower:
+        async with followed(served, publisher, "rollout.on_new_weights=drain") as follower:
             running = served.start_sample([3, 1, 2], max_new_tokens=90)
             await served.under_way(running)
             report = await publish(publisher, version, model)
@@ -214,7 +169,7 @@ async def changed(served: Served) -> None:
 
     version, model = served.version + 1, random_model(3)
     with NamedPublisher(served, lambda config, host: Faulty(config, host, flip)) as publisher:
-        async with following(served, publisher) as follower:
+        async with followed(served, publisher) as follower:
             await publish(publisher, version, model)
             await until(lambda: follower.live, "it is healed")
             assert follower.live == [version]
@@ -234,11 +189,12 @@ async def lost(served: Served) -> None:
 
     version, model = served.version + 1, random_model(4)
     with NamedPublisher(served, lambda config, host: Faulty(config, host, cut)) as publisher:
-        async with following(served, publisher) as follower:
+        async with followed(served, publisher) as follower:
             report = await publish(publisher, version, model)
             assert report.served == [] and "bucket 2 did not arrive in the engine" in report.failed["one"], report
             assert "its engine is spoiled and restarts" in report.failed["one"] and publisher.members() == {}
-            failure = await follower.failure()
+            await until(lambda: follower.failure, "the follower fails")
+            failure = follower.failure
             assert isinstance(failure, EngineSpoiled)
             assert "it must be restarted: SGLang refuses 'update_weights_from_distributed'" in str(failure)
             assert (follower.live, follower.dark) == ([], [])

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rollout_server.engines.sglang import loader
-from rollout_server.engines.sglang.layout import live_slices
-from rollout_server.engines.sglang.live import LiveWeights, _covered
-from rollout_server.engines.sglang.staging import FOLDER as FOLDER_VARIABLE
-from rollout_server.engines.sglang.staging import StagingFolder
+from rollout_server.engines.sglang.update import loader
+from rollout_server.engines.sglang.update.layout import live_slices
+from rollout_server.engines.sglang.update.live import LiveWeights, _covered
+from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
+from rollout_server.engines.sglang.update.orders import StagingFolder
 from weight_bus.digest import Part, add, slice_digest, slice_digests
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 4

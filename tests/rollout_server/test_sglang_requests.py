@@ -23,7 +23,7 @@ from rollout_server.engines.sglang.requests import (
     versions_from_boundaries,
     versions_from_spans,
 )
-from rollout_server.engines.sglang.staging import StagingFolder
+from rollout_server.engines.sglang.update.orders import StagingFolder
 
 TRUE_VERSIONS = st.lists(st.integers(0, 6), min_size=1, max_size=40).map(sorted)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.sglang_path import STOOD_IN_FOR, prepare_cpu, stand_in_folder
+from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, prepare_cpu, stand_in_folder
 
 ROOT = Path(__file__).parents[2]
 BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
@@ -112,7 +112,7 @@ import torch._inductor.compile_fx, torch._inductor.runtime.triton_compat
 
 REPORT = """
 import importlib, json, os, sys
-from rollout_server.engines.sglang_path import prepare_cpu
+from rollout_server.engines.sglang.cpu import prepare_cpu
 before = list(sys.path)
 first = prepare_cpu()
 after = list(sys.path)
@@ -142,7 +142,7 @@ def test_missing_packages_have_stand_ins_and_calling_it_again_changes_nothing(tm
     assert said["unchanged"] and said["switch"] == "1"
     assert sorted(said["added"]) == sorted(str(stand_in_folder(name)) for name in STOOD_IN_FOR)  # type: ignore[call-overload]
     # reward processes get the environment and not sys.path: they must not meet a stand-in
-    assert "sglang_cpu" not in str(said["pythonpath"])
+    assert "stand_ins" not in str(said["pythonpath"])
 
 
 @needs_cpu_torch
@@ -173,7 +173,7 @@ def test_spawned_processes_find_the_stand_ins_too(tmp_path: Path) -> None:
         "import multiprocessing\n"
         "def show():\n    import sgl_kernel\n    print(sgl_kernel.__file__)\n"
         "if __name__ == '__main__':\n"
-        "    from rollout_server.engines.sglang_path import prepare_cpu\n    prepare_cpu()\n"
+        "    from rollout_server.engines.sglang.cpu import prepare_cpu\n    prepare_cpu()\n"
         "    child = multiprocessing.get_context('spawn').Process(target=show)\n    child.start()\n    child.join()\n"
     )
     done = python(f"import runpy; runpy.run_path({str(main)!r}, run_name='__main__')", package(tmp_path, "sglang"))
@@ -184,7 +184,7 @@ def test_spawned_processes_find_the_stand_ins_too(tmp_path: Path) -> None:
 @needs_sglang
 def test_sglang_itself_can_be_imported() -> None:
     program = """
-from rollout_server.engines.sglang_path import prepare_cpu
+from rollout_server.engines.sglang.cpu import prepare_cpu
 prepare_cpu()
 import sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
 import sglang.srt.model_executor.model_runner
@@ -213,9 +213,7 @@ def test_a_torch_that_is_no_cpu_build_is_refused(kind: str, monkeypatch: pytest.
 def test_what_looks_around_at_import_must_come_after(early: str, tmp_path: Path) -> None:
     for name in {"sglang", early}:
         package(tmp_path, name)
-    said = python(
-        f"import {early}; from rollout_server.engines.sglang_path import prepare_cpu; prepare_cpu()", tmp_path
-    )
+    said = python(f"import {early}; from rollout_server.engines.sglang.cpu import prepare_cpu; prepare_cpu()", tmp_path)
     assert f"EngineError: {early} was imported before prepare_cpu()" in said.stderr
 
 

@@ -8,20 +8,20 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+from sglang_follower import Follower, following, until
 from sglang_host import Host
 from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.sglang.staging import REQUEST
-from rollout_server.weights import WeightFollower
+from rollout_server.engines.sglang.update.orders import REQUEST
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation
@@ -93,35 +93,6 @@ class Learner(Publisher):
         return await asyncio.to_thread(self.publish, version, update_of(model).items(), digests(model))
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
-
-
-class Follower(WeightFollower):
-    """A weight follower of the session's engine, and what it said."""
-
-    def __init__(self, served: Served, *overrides: str) -> None:
-        self.live: list[int] = []
-        self.dark: list[str] = []
-        config = served.config(*OVERRIDES, *overrides)
-        super().__init__(config, served.engine, "one", on_live=self._went_live, on_quarantine=self._went_dark)
-
-    async def join(self, learner: Learner) -> None:
-        """Follow this one from now on."""
-        self.follow(learner.address, learner.run_id)
-        await until(lambda: learner.members() or self.failure, "it joins")
-        assert self.failure is None, self.failure
-
-    async def _went_live(self, version: int, incarnation: int) -> None:
-        self.live.append(version)
-
-    async def _went_dark(self, reason: str) -> None:
-        self.dark.append(reason)
-
-
 @asynccontextmanager
 async def stuck(learner: Learner, version: int, model: Any) -> AsyncIterator[None]:
     """The publisher stands still before the second bucket of a version, until the end of this."""
@@ -157,14 +128,8 @@ def heard(level: int) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-@asynccontextmanager
-async def following(served: Served, learner: Learner, *overrides: str) -> AsyncIterator[Follower]:
-    follower = Follower(served, *overrides)
-    try:
-        await follower.join(learner)
-        yield follower
-    finally:
-        await asyncio.to_thread(follower.stop)
+def followed(served: Served, learner: Learner, *overrides: str) -> AbstractAsyncContextManager[Follower]:
+    return following(served, learner, learner.run_id, *OVERRIDES, *overrides)
 
 
 def request(served: Served) -> dict[str, Any]:
@@ -191,7 +156,7 @@ def test_updates_are_staged_beside_decoding_and_go_live_with_equal_digests(sglan
 async def staged_in_the_scheduler(served: Served) -> None:
     first = served.version + 1
     with Learner(served) as learner:
-        async with following(served, learner) as follower:
+        async with followed(served, learner) as follower:
             for version in range(first, first + 3):
                 model = random_model(200 + version)
                 kept = served.start_sample([3, 1, 2], max_new_tokens=90)
@@ -210,13 +175,13 @@ def test_changes_are_applied_in_the_scheduler_also_for_the_next_learner_of_the_r
 async def changed(served: Served) -> None:
     model, delta = random_model(5), "weight_bus.delta=true"
     with Learner(served, delta) as learner:
-        async with following(served, learner, delta) as follower:
+        async with followed(served, learner, delta) as follower:
             for _ in range(2):
                 await one_more(served, learner, model)
             whole, change = learner.end.sent
             assert change < whole / 2, "only what has changed has come"
             with Learner(served, delta, run_id=learner.run_id, incarnation=2) as restarted:
-                await follower.join(restarted)
+                await follower.join(restarted, learner.run_id)
                 for _ in range(2):
                     await one_more(served, restarted, model)
                 assert restarted.end.sent == [whole, change]
@@ -243,7 +208,7 @@ async def corrupt(served: Served) -> None:
 
     version, model = served.version + 1, random_model(6)
     with Learner(served) as learner:
-        async with following(served, learner) as follower:
+        async with followed(served, learner) as follower:
             learner.end.fault = flip
             await learner.send(version, model)
             await until(lambda: follower.live, "it is healed")
@@ -259,7 +224,7 @@ def test_a_publisher_lost_in_a_broadcast_costs_its_version_and_the_next_one_serv
 async def lost(served: Served) -> None:
     version, model, before = served.version + 1, random_model(7), served.version
     with Learner(served) as learner, heard(logging.WARNING) as said:
-        async with following(served, learner) as follower:
+        async with followed(served, learner) as follower:
             async with stuck(learner, version, model):
                 started = time.monotonic()
                 (answer,) = await served.sample([5, 6, 7], max_new_tokens=60)
@@ -269,7 +234,7 @@ async def lost(served: Served) -> None:
                 await until(lambda: any("did not arrive" in line for line in said), "the receiver gives up")
                 assert any(f"v{version} did not arrive: broadcast of bucket 2 failed: " in line for line in said), said
             with Learner(served, run_id=learner.run_id, incarnation=2) as restarted:
-                await follower.join(restarted)
+                await follower.join(restarted, learner.run_id)
                 report = await restarted.send(version, model)
                 assert (report.served, report.failed) == (["one"], {}), report
                 assert follower.live[-1] == version and follower.dark == []
@@ -283,12 +248,12 @@ def test_a_server_that_stops_in_a_broadcast_waits_for_nobody_and_the_next_receiv
 async def stopped(served: Served) -> None:
     version, model = served.version + 1, random_model(8)
     with Learner(served) as learner:
-        async with following(served, learner) as follower, stuck(learner, version, model):
+        async with followed(served, learner) as follower, stuck(learner, version, model):
             started = time.monotonic()
             await asyncio.to_thread(follower.stop)
             assert time.monotonic() - started < AT_ONCE_S
     with Learner(served) as learner:
-        async with following(served, learner):
+        async with followed(served, learner):
             report = await learner.send(version, model)
             assert (report.served, report.failed) == (["one"], {}), report
             await check_live(served, version, model)
@@ -300,7 +265,7 @@ def test_a_receiver_that_cannot_receive_ends_the_follower_by_name(sglang: Host) 
 
 async def without_nccl(served: Served) -> None:
     with Learner(served) as learner:
-        follower = Follower(served, "weight_bus.backend=nccl")
+        follower = Follower(served, *OVERRIDES, "weight_bus.backend=nccl")
         follower.follow(learner.address, learner.run_id)
         await until(lambda: follower.failure, "it ends")
         assert isinstance(follower.failure, NotAvailable), "which the launcher does not start again"
@@ -319,7 +284,7 @@ async def killed(served: Served) -> None:
     pid = min(served.engine.pids())
     assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     with Learner(served) as learner, heard(logging.WARNING) as said:
-        async with following(served, learner) as follower, stuck(learner, version, model):
+        async with followed(served, learner) as follower, stuck(learner, version, model):
             os.kill(pid, signal.SIGKILL)
             named = f"v{version} did not arrive: v{version} was not staged: the receiver in the engine hung up [closed]"
             await until(lambda: any(named in line for line in said), "it is named", AT_ONCE_S)

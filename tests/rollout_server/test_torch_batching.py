@@ -21,8 +21,8 @@ from torch_oracle import (
 )
 
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch_model import TorchModel
-from rollout_server.engines.torch_rows import Request, RowTable
+from rollout_server.engines.torch.model import TorchModel
+from rollout_server.engines.torch.rows import Request, RowTable
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]
 
@@ -97,7 +97,7 @@ def test_a_prefill_waits_until_an_eighth_of_the_rows_is_free() -> None:
 
 def test_a_prefill_is_bounded_in_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(save_folder(tmp_path))
-    monkeypatch.setattr("rollout_server.engines.torch_lane.MAX_PREFILL_TOKENS", 20)
+    monkeypatch.setattr("rollout_server.engines.torch.lane.MAX_PREFILL_TOKENS", 20)
     padded: list[tuple[int, int]] = []
     original = TorchModel.prefill
 

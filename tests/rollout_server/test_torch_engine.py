@@ -23,8 +23,8 @@ from torch_oracle import (
 )
 
 from rollout_server.engines import Completion, EngineError, Sampling
-from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.engines.torch_sampling import choose, stream_key, uniforms
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.sampling import choose, stream_key, uniforms
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]
 

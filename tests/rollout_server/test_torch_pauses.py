@@ -24,7 +24,7 @@ from torch_oracle import (
 )
 
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus.digest import slice_digest
 
 
@@ -78,7 +78,7 @@ def test_recompute_in_small_pieces_covers_every_row(
     models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, new = models
-    monkeypatch.setattr("rollout_server.engines.torch_lane.MAX_PREFILL_TOKENS", 20)
+    monkeypatch.setattr("rollout_server.engines.torch.lane.MAX_PREFILL_TOKENS", 20)
 
     async def main() -> None:
         async with stopped_midway(folder, monkeypatch, "recompute_kv", n=5) as (engine, answers, pausing):

@@ -26,7 +26,7 @@ from torch_oracle import (
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.prefixes import settled
-from rollout_server.engines.torch_engine import TorchEngine
+from rollout_server.engines.torch.engine import TorchEngine
 
 LIMIT = LONG.max_new_tokens
 

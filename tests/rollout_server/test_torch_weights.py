@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch_oracle import LLAMA3_ROPE, VARIANTS, hf_tensors, load_model, make_model, save_folder
 
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.torch_family import read_spec
-from rollout_server.engines.torch_weights import LiveWeights, read_folder
+from rollout_server.engines.torch.family import read_spec
+from rollout_server.engines.torch.weights import LiveWeights, read_folder
 from weight_bus.digest import slice_digest
 
 

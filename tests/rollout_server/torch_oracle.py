@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
 
 from rollout_server.engines.base import Completion, Sampling
-from rollout_server.engines.torch_engine import TorchEngine
-from rollout_server.engines.torch_model import TorchModel
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.model import TorchModel
 
 DEADLINE_S = 60.0
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""scripts.bench_pipeline: the model it makes, its phases, its failures, and one whole quick run on the CPU."""
+"""`scripts.bench pipeline`: the model it makes, its phases, its failures, and one whole quick run on the CPU."""
 
 import json
 import os
@@ -8,30 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from test_bench_lines import check
+from transformers import AutoModelForCausalLM
 
 from configs import Config
 from rollout_server.tasks import Task
-from scripts.bench import random_model
-from scripts.bench.numbers import p90
-from scripts.bench.plan import Plan
-from scripts.bench.random_model import EOS, SHAPES, layout, make, shards, write_config, write_prompts
-from scripts.bench.reward import spread
-from scripts.bench.settings import BadOption, Case
-from scripts.bench_pipeline import write
+from scripts.bench import model as bench_model
+from scripts.bench.core import p90, spread
+from scripts.bench.model import EOS, make, write_prompts
+from scripts.bench.model import config as model_config
+from scripts.bench.pipeline import Case, append, parse
+from scripts.bench.train import Plan
+from scripts.chaos import processes
 
 ROOT = Path(__file__).parents[2]
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
-KEYS = {
-    *("eta", "t_rollout", "t_train", "t_step", "bus_over_raw", "sync_over_raw", "pause_ms_p99", "tokens_per_s"),
-    *("mean_length", "max_lag", "digests_equal", "versions", "hardware", "memory", "rollout_idle", "learner_idle"),
-    *("t_rollout_p90", "t_train_p90", "t_step_p90", "trained_tokens_per_s_per_learner_gpu", "pause_source", "raw_s"),
-}
 
 
 def bench(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scripts.bench_pipeline", "--device", "cpu", "--quick", *arguments],
+        [sys.executable, "-m", "scripts.bench", "pipeline", "--device", "cpu", "--quick", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -44,29 +40,15 @@ def bench(*arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[
 # ---- the model ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    write_config(tmp_path, SHAPES[name])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found = layout(SHAPES[name])
-    assert found == expected
-    if name in PARAMETERS:
-        assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
-
-
-def test_a_large_model_is_cut_into_shards_in_order() -> None:
-    tensors = layout(SHAPES["8B"])
-    parts = list(shards(tensors))
-    assert [name for part in parts for name in part] == list(tensors)
-    assert len(parts) > 4 and all(parts)
-    sizes = [sum(random_model.num_bytes(size) for size in part.values()) for part in parts]
-    assert max(sizes) <= random_model.SHARD_BYTES
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[name]
 
 
 def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(random_model, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(bench_model, "SHARD", "100KB")
     assert make("tiny", tmp_path / "model", 0)
     assert not make("tiny", tmp_path / "model", 1), "what is there stays"
     assert make("tiny", tmp_path / "same", 0) and make("tiny", tmp_path / "other", 1)
@@ -119,7 +101,7 @@ def test_every_step_has_one_phase_and_the_first_of_each_does_not_count(tmp_path:
 def test_cases_are_read_or_refused() -> None:
     assert Case.parse("0.6B@1:3") == Case("0.6B", 1, 3) and str(Case("8B", 2, 2)) == "8B@2:2"
     for wrong in ("0.6B", "0.6B@1", "7B@1:1", "0.6B@1:1:1"):
-        with pytest.raises(BadOption, match="SHAPE@R:L"):
+        with pytest.raises(ValueError, match="SHAPE@R:L"):
             Case.parse(wrong)
 
 
@@ -129,22 +111,23 @@ def test_numbers() -> None:
 
 def test_results_are_appended(tmp_path: Path) -> None:
     for eta in (0.5, 0.75):
-        write(tmp_path / "results" / "out.json", {"eta": eta})
+        append(tmp_path / "results" / "out.json", {"eta": eta})
     assert json.loads((tmp_path / "results" / "out.json").read_text()) == [{"eta": 0.5}, {"eta": 0.75}]
 
 
 # ---- the command ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
-    done = bench("--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"))
+    done = bench("--stream", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
     result = json.loads(lines[-1])
-    assert KEYS - result.keys() == set()
+    check("pipeline", result)
     assert json.loads((tmp_path / "out.json").read_text()) == [result]
-    assert lines[0].startswith("| config | eta |") and lines[2].startswith("| tiny@1:1 |")
+    assert lines[0] == "| config | tiny@1:1 |" and lines[2].startswith("| eta | ")
     # Nothing here says that the machine was quiet: a busy one stretches any of the phases.
     assert 0 < result["eta"] < 2
     assert min(result["t_rollout"], result["t_train"], result["t_step"]) > 0
@@ -161,27 +144,27 @@ def test_a_quick_run_on_the_cpu(tmp_path: Path) -> None:
     assert trained == [1, 2, *range(8, 13)], "the idle phase makes no update"
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_case_that_fails_is_named_and_the_next_one_is_tried(tmp_path: Path) -> None:
     work = str(tmp_path / "work")
     done = bench("--configs", "tiny@1:1,tiny@1:999", "--limit-s", "0.5", "--work", work)
     assert done.returncode == 1
-    first, second = json.loads(done.stdout.splitlines()[-1])["results"]
+    line = json.loads(done.stdout.splitlines()[-1])
+    check("pipeline_failed", line)
+    first, second = line["results"]
     assert first["config"] == "tiny@1:1" and "not done within --limit-s 0.5 s" in first["error"]
     assert second["config"] == "tiny@1:999" and "fewer than 999 learner ranks" in second["error"]
     assert "replay ready at" in done.stderr, "the last lines of the logs"
-    left = [path for path in Path("/proc").iterdir() if path.name.isdigit() and work in command_of(path)]
-    assert left == [], "all processes are ended"
+    assert [command for _, _, _, command in processes.table() if work in command] == [], "all processes are ended"
 
 
-def command_of(process: Path) -> str:
-    try:
-        return (process / "cmdline").read_text()
-    except OSError:
-        return ""
-
-
-def test_what_cannot_be_used_is_refused_at_once() -> None:
-    for arguments, words in ((("--configs", "9B@1:1"), "SHAPE@R:L"), (("--steps", "0"), "--steps")):
-        done = bench(*arguments)
-        assert done.returncode == 2 and words in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"), [(["--configs", "9B@1:1"], "SHAPE@R:L"), (["--steps", "0"], "--steps")]
+)
+def test_what_cannot_be_used_is_refused_at_once(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(arguments)
+    assert refused.value.code == 2 and words in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The replay benchmark: honest load, exact books of CPU seconds, and a short run of the real processes."""
 
+import argparse
 import json
 import mmap
 import os
@@ -15,28 +16,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from configs.loading import dump
 from configs.loading import load as load_config
 from replay import messages as m
 from replay.channel import load_keys
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from replay.prompts import load_rows
-from scripts import bench_replay
-from scripts.bench_replay_parts.board import FIELDS, Board
-from scripts.bench_replay_parts.learner import Fault, Learner
-from scripts.bench_replay_parts.payloads import Prepared, prepare
-from scripts.bench_replay_parts.process_cost import cost_of, resident_bytes, written_bytes
-from scripts.bench_replay_parts.run import MIB, memory, run_case
-from scripts.bench_replay_parts.settings import VOCAB_SIZE, Case, Load, Options, config_of, write_config
-from scripts.bench_replay_parts.settings import prepare as prepare_files
-from scripts.bench_replay_parts.table import table
+from scripts.bench import replay as bench_replay
+from scripts.bench.cases import VOCAB_SIZE, Case, Load, Prepared, config_of, prepare
+from scripts.bench.cases import write_files as prepare_files
+from scripts.bench.core import cost_of, resident_bytes, table, written_bytes
+from scripts.bench.load import FIELDS, Board, Fault, Learner
+from scripts.bench.replay import MIB, memory, run_case
+from scripts.chaos import processes
 
 ROOT = Path(__file__).parents[2]
 LOAD = Load(pool=12, rows=8)
 
 
-def options(tmp_path: Path) -> Options:
-    return Options(load=LOAD, work=tmp_path, seconds=1, warmup_steps=1, checkpoint_every=2, limit_s=20)
+def options(tmp_path: Path) -> argparse.Namespace:
+    settings = {"seconds": 1, "warmup_steps": 1, "checkpoint_every": 2, "limit_s": 20, "profile": False}
+    return argparse.Namespace(load=LOAD, work=tmp_path, **settings)
 
 
 def lease(index: int, min_version: int) -> m.Lease:
@@ -52,28 +53,29 @@ def pool() -> list[Prepared]:
 
 
 def test_groups_are_random_different_and_of_lognormal_lengths(pool: list[Prepared]) -> None:
-    lengths = np.concatenate([prepared.lengths for prepared in prepare(replace(LOAD, pool=60))])
+    lengths = np.concatenate([prepared.arrays["lengths"] for prepared in prepare(replace(LOAD, pool=60))])
     assert abs(float(np.median(lengths)) / LOAD.median - 1) < 0.2
     assert abs(float(np.log(lengths).std()) - LOAD.sigma) < 0.1
     assert lengths.max() <= LOAD.cap
     for field in ("token_ids", "logprobs", "prompt_ids"):
-        contents = {getattr(prepared, field).tobytes() for prepared in pool}
+        contents = {prepared.arrays[field].tobytes() for prepared in pool}
         assert len(contents) == LOAD.pool
         for content in contents:
             # ids below 151,936 fill 17.2 of 32 bits, logprobs about 26 of 32
             assert len(zlib.compress(content)) > 0.5 * len(content)
-    texts = [text for prepared in pool for text in prepared.texts]
+    texts = [text for prepared in pool for text in prepared.arrays["texts"]]
     assert len(set(texts)) == LOAD.pool * LOAD.group_size
     assert len(zlib.compress("".join(texts).encode())) > 0.7 * sum(map(len, texts))
 
 
 def test_the_same_load_gives_the_same_groups(pool: list[Prepared]) -> None:
     again, other = prepare(LOAD), prepare(replace(LOAD, seed=1))
-    assert again[3].logprobs.tobytes() == pool[3].logprobs.tobytes() != other[3].logprobs.tobytes()
+    assert again[3].arrays["logprobs"].tobytes() == pool[3].arrays["logprobs"].tobytes()
+    assert other[3].arrays["logprobs"].tobytes() != pool[3].arrays["logprobs"].tobytes()
 
 
 def test_groups_pass_replays_checks_and_have_versions_a_token(pool: list[Prepared], tmp_path: Path) -> None:
-    config = config_of(options(tmp_path), Case(curve=False), "x")
+    config = config_of(options(tmp_path), Case(curve=False))
     for index, prepared in enumerate(pool):
         for min_version, version in ((0, 0), (3, 3), (3, 4)):
             group = prepared.group(lease(index, min_version), version)
@@ -91,14 +93,12 @@ def test_replay_can_read_what_is_prepared(tmp_path: Path) -> None:
     prepare_files(options(tmp_path))
     prepare_files(options(tmp_path))  # over what is there
     for case in (Case(), Case(curve=False, fsync="every", lag=8)):
-        write_config(config_of(options(tmp_path), case, "case"), tmp_path / "case" / "config.yaml")
-        config = load_config(tmp_path / "case" / "config.yaml")
+        (tmp_path / "config.yaml").write_text(dump(config_of(options(tmp_path), case)))
+        config = load_config(tmp_path / "config.yaml")
         assert (config.replay.fsync, config.replay.async_lag) == (case.fsync, case.lag)
         assert (load_keys(config.network.keys) is not None) == case.curve
     rows = load_rows(config.data.train)
     assert len({row["prompt"] for row in rows}) == LOAD.rows
-    LOAD.write(tmp_path / "load.json")
-    assert Load.read(tmp_path / "load.json") == LOAD
 
 
 def test_the_board_is_shared(tmp_path: Path) -> None:
@@ -177,37 +177,18 @@ def test_growth_is_seen() -> None:
     assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
 
 
-def test_the_table_and_the_report_have_every_case(tmp_path: Path) -> None:
-    flow = {
-        "case": "64 producers",
-        "tokens": 2_000_000,
-        "tokens_per_cpu_second": 5_500_000,
-        "groups_per_cpu_second": 70.0,
-        "cpu_seconds_main": 0.2,
-        "cpu_seconds_zmq_io": 0.1,
-        "cpu_seconds_other": 0.0,
-        "bytes_per_token_in": 17.1,
-        "bytes_per_token_out": 13.4,
-        "bytes_per_token_written": 17.2,
-        "rss_mib_by_quarter": [1.0, 2.0, 3.0, 4.0],
-    }
-    held = {
-        "case": "held",
-        "groups": 576,
-        "queued_mib": 200.0,
-        "rss_mib_empty": 60.0,
-        "rss_mib_full": 290.0,
-        "memory_over_queued": 1.15,
-        "producers": 64,
-        "idle_cpu_ms_per_second": 12.0,
-    }
+def test_the_table_and_the_report_have_every_case() -> None:
+    flow = {"case": "64 producers", "tokens_per_cpu_second": 5_500_000, "bytes_per_token_in": 17.125}
+    held = {"case": "held", "memory_over_queued": 1.15, "rss_mib_by_quarter": [1.0, 2.0]}
     failed = {"case": "1000 producers", "error": "replay ended with code 1"}
-    lines = table([flow, failed, held]).splitlines()
-    assert lines[2] == "| 64 producers | 5.50 | 70 | 100, 50, 0 | 17.1, 13.4, 17.2 | 1, 2, 3, 4 |"
-    assert "replay ended with code 1" in lines[3] and "1.15 ×" in lines[-1] and "12 ms of CPU" in lines[-1]
-    document = bench_replay.report([flow, held], options(tmp_path))
+    lines = table([flow, failed, held], "case").splitlines()
+    assert lines[0] == "| case | 64 producers | held |"
+    assert "| tokens_per_cpu_second | 5500000 | - |" in lines and "| bytes_per_token_in | 17.12 | - |" in lines
+    assert "| rss_mib_by_quarter | - | 1, 2 |" in lines
+    assert lines[-1] == "1000 producers: no result: replay ended with code 1"
+    document = bench_replay.report([flow, held], False)
     assert document["tokens_per_cpu_second"] == 5_500_000 and document["memory_over_queued"] == 1.15
-    assert bench_replay.report([failed], options(tmp_path))["error"] == failed["error"]
+    assert bench_replay.report([failed], False)["error"] == failed["error"]
 
 
 # ---- the command ----------------------------------------------------------------------------------------
@@ -215,7 +196,7 @@ def test_the_table_and_the_report_have_every_case(tmp_path: Path) -> None:
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "scripts.bench_replay", "--quick", *arguments],
+        [sys.executable, "-m", "scripts.bench", "replay", "--quick", *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -226,17 +207,10 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def left_behind(work: Path) -> list[str]:
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            try:
-                command = (process / "cmdline").read_text()
-            except OSError:
-                continue
-            found += [command] if str(work) in command else []
-    return found
+    return [command for _, _, _, command in processes.table() if str(work) in command]
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_short_run_of_the_real_processes(tmp_path: Path) -> None:
     work, out = tmp_path / "work", tmp_path / "out.json"
@@ -255,6 +229,7 @@ def test_a_short_run_of_the_real_processes(tmp_path: Path) -> None:
     assert left_behind(work) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_full_buffer_is_held_against_what_came(tmp_path: Path) -> None:
     prepare_files(options(tmp_path))
@@ -266,6 +241,7 @@ def test_a_full_buffer_is_held_against_what_came(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_case_that_fails_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     done = bench("--limit-s", "0.05", "--producers", "2", "--work", str(tmp_path / "work"))

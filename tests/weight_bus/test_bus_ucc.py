@@ -420,6 +420,7 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogC
     assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 3
 
 
+@pytest.mark.slow  # default witnesses: a process lost in a transfer (here), a receiver lost in one (test_bus_processes)
 @over_the_stub
 def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pytest.LogCaptureFixture) -> None:
     with stub(), Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:

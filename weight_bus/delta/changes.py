@@ -149,7 +149,7 @@ class ChangeReader:
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:
             coded = _decompressed(coded, num_bytes)
-        coding.apply(coding.decode(buckets, coded))
+        coding.apply(buckets, coded)
 
 
 def digest_of(change: torch.Tensor) -> str:

@@ -18,7 +18,6 @@ too, comes back as it was. Applied to another base it gives nonsense: the decode
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -79,62 +78,44 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None
     return Coded(headers, columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What is to be done to one section."""
-
-    bucket: int
-    begin: int
-    """Of the section in its bucket, in bytes."""
-    place: torch.Tensor
-    """The section."""
-    index: torch.Tensor | None
-    """Elements to add to, ascending; None writes the values over all of it."""
-    values: torch.Tensor
-
-
-def decode(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[Update]:
-    """What a change does to the buckets that hold its base. Nothing is written; on a GPU it is awaited twice, no more.
+def apply(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> None:
+    """Turn buckets that hold the base into the next version, in place; on a GPU it is awaited twice, no more.
 
     Args:
         buckets: flat uint8.
         change: flat uint8 on the same device.
 
     Raises:
-        WireError: it does not fit them, whatever they hold.
+        WireError: it does not fit the buckets, whatever they hold. Nothing was written.
     """
     headers = _headers(buckets, change)
-    updates, sound = [], []
+    updates: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+    sound: list[torch.Tensor] = []
     at, taken = len(headers) * HEADER.size, iter(headers)
-    for number, bucket in enumerate(buckets):
+    for bucket in buckets:
         done = 0
         while done < bucket.numel():
             kind, width, _, elements, changed, long_gaps, long_values, _ = next(taken)
-            begin, done = done, done + elements * width
-            place = bucket[begin:done].view(INTEGERS[width])
+            place = bucket[done : done + elements * width].view(INTEGERS[width])
+            done += elements * width
             columns = []
             for size in _sizes(kind, width, elements, changed, long_gaps, long_values):
                 columns.append(change[at : at + size])
                 at += size + -size % ALIGN
             if kind == WHOLE:
-                updates.append(Update(number, begin, place, None, columns[0].view(place.dtype)))
+                updates.append((place, None, columns[0].view(place.dtype)))
             elif kind == CODED:
                 index, values, checks = _decoded(place, columns)
-                updates.append(Update(number, begin, place, index, values))
+                updates.append((place, index, values))
                 sound += checks
     if sound and not bool(torch.stack(sound).all()):
         raise WireError("a change has numbers that do not fit its sections")
-    return updates
-
-
-def apply(updates: Sequence[Update]) -> None:
-    """Turn what holds the base into the next version, in place."""
-    for update in updates:
-        if update.index is None:
-            update.place.copy_(update.values)
+    for place, where, values in updates:
+        if where is None:
+            place.copy_(values)
         else:
             # each element once, so no addition has to be atomic
-            update.place.scatter_(0, update.index, update.place.gather(0, update.index) + update.values)
+            place.scatter_(0, where, place.gather(0, where) + values)
 
 
 # ---- one section --------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ import torch
 
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.sglang.staging import folder_tensors
+from rollout_server.engines.sglang.update.orders import folder_tensors
 from weight_bus.manifest import ITEM_SIZES
 
-LOADER = "rollout_server.engines.sglang.loader.apply"
+LOADER = "rollout_server.engines.sglang.update.loader.apply"
 STREAM_INTERVAL = 16
 """Tokens between two signs of life of a request; where SGLang records no versions it is also what is in doubt."""
 SPARE_CONTEXT = 8
@@ -117,7 +117,7 @@ def _context(config: Config) -> dict[str, int]:
 
 
 def _on_cpu(config: Config) -> dict[str, Any]:
-    """What SGLang needs where there is no GPU: its plain PyTorch paths, and no polling while idle."""
+    """Defaults without a GPU: plain PyTorch paths, no polling while idle."""
     tokens = min(config.rollout.max_running, 256) * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
     return {
         "attention_backend": "torch_native",
@@ -129,7 +129,7 @@ def _on_cpu(config: Config) -> dict[str, Any]:
 
 
 def _on_cuda(config: Config) -> dict[str, Any]:
-    """Leave room beside the engine for the buckets of the weight bus, which are received while it decodes."""
+    """Defaults on GPUs: memory is left for the buckets of the weight bus."""
     defaults: dict[str, Any] = {"cuda_graph_max_bs_decode": config.rollout.max_running}
     if "mem_fraction_static" in config.rollout.sglang:
         return defaults

@@ -5,7 +5,7 @@ are a mixture of two versions until the last bucket. The loader's digests decide
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from configs.schema import Config
 from replay.channel.interfaces import InterfaceError, bind_collectives
@@ -16,7 +16,10 @@ from weight_bus.transports.base import Formation
 
 
 class DirectGroup:
-    """Implements `DirectUpdates` for a running SGLang; one group at a time."""
+    """A running SGLang as a member of one group at a time, paused during updates.
+
+    After an error it holds parts of an update, or waits for one that never comes: it must be restarted.
+    """
 
     def __init__(self, engine: SGLangEngine, backend: str) -> None:
         self._engine = engine
@@ -27,11 +30,11 @@ class DirectGroup:
 
     @property
     def ranks(self) -> int:
-        """See `DirectUpdates.ranks`: one per scheduler."""
+        """Processes of the engine, each of them a rank of the group."""
         return self._sglang.num_ranks
 
     async def form(self, formation: Formation) -> None:
-        """See `DirectUpdates.form`."""
+        """Enter a group, scheduler i with rank `formation.rank` + i. Raises EngineError."""
         await self.leave()
         host, _, port = formation.endpoint.rpartition(":")
         if not host or not port.isdigit():
@@ -49,7 +52,7 @@ class DirectGroup:
         )
 
     async def receive(self, bucket: Sequence[Entry], index: int) -> None:
-        """See `DirectUpdates.receive`. Ends after rollout.engine_deadline_s: SGLang's own limit is half an hour."""
+        """Receive and load the next bucket within rollout.engine_deadline_s. Raises EngineError."""
         self._engine.touch(f"bucket {index + 1} of an update was received and not the last")
         await self._sglang.ask(
             "update_weights_from_distributed",
@@ -62,12 +65,12 @@ class DirectGroup:
             flush_cache=False,
         )
 
-    async def prove(self, entries: Sequence[Entry], version: int) -> Mapping[str, int]:
-        """See `DirectUpdates.prove`."""
-        return await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
+    async def prove(self, entries: Sequence[Entry], version: int) -> None:
+        """Digest the live tensors for `Engine.digest`; `version` is live from now on."""
+        await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
 
     async def leave(self) -> None:
-        """See `DirectUpdates.leave`."""
+        """Leave the group, if there is one. Raises EngineError."""
         name, self._name = self._name, ""
         if name:
             await self._sglang.ask("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", group_name=name)

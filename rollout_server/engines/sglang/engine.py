@@ -12,7 +12,6 @@ that it did not compute itself. What an update does to running requests:
 import asyncio
 import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,12 +20,20 @@ from pathlib import Path
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Health, Partial, PauseMode, Sampling
-from rollout_server.engines.prefixes import settled
+from rollout_server.engines.base import (
+    Completion,
+    EngineError,
+    FinishReason,
+    Health,
+    Partial,
+    PauseMode,
+    Sampling,
+    first_error,
+)
+from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part, check_prompt, first_error
-from rollout_server.engines.sglang.staging import FOLDER, StagingFolder, Update, combine, folder_tensors
-from rollout_server.engines.sglang.token_gaps import TokenGaps
+from rollout_server.engines.sglang.requests import Answer, Part
+from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
 from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)
@@ -40,7 +47,7 @@ class SGLangEngine:
         EngineStartFailed: SGLang did not start.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         self._max_running = config.rollout.max_running
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
@@ -48,7 +55,7 @@ class SGLangEngine:
         os.environ[FOLDER] = str(self._staging.path)
         self._staging.name_tensors(folder_tensors(Path(config.model.path)))
         try:
-            self._sglang = SGLangProcess(config)
+            self._sglang = process(config)
         except BaseException:
             self._staging.close()
             raise
@@ -71,7 +78,6 @@ class SGLangEngine:
         """Tokens of answers that were called off, and parts that went on as others after an update."""
         self._busy_s, self._busy_since = 0.0, 0.0
         self._progress_at = time.monotonic()
-        self._gaps = TokenGaps() if config.rollout.forced_length_median else None
 
     @property
     def version(self) -> int:
@@ -105,11 +111,7 @@ class SGLangEngine:
             EngineError: the request or a prefix does not fit, `pinned` is not held, or SGLang refuses it or is dead.
         """
         given = settled(prefixes, n, sampling, self._sglang.vocab_size)
-        check_prompt(
-            token_ids, sampling.max_new_tokens, max_context=self._max_context, vocab_size=self._sglang.vocab_size
-        )
-        if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
-            raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
+        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._sglang.vocab_size)
         if pinned is not None:
             if pinned not in self._pins or pinned != self._version:
                 raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
@@ -161,26 +163,19 @@ class SGLangEngine:
 
     async def _run(self, answer: Answer, part: Part) -> FinishReason:
         """One part; its tokens are added to the answer."""
-        probe = self._gaps is not None and self._gaps.claim(part.rid)
         try:
             async for output in self._sglang.generate(
                 part,
                 answer.prompt + answer.token_ids,
                 answer.sampling,
                 answer.sampling.max_new_tokens - len(answer.token_ids),
-                every_token=probe,
             ):
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
-                if probe and self._gaps is not None:
-                    self._gaps.token(self._progress_at)
         except asyncio.CancelledError:
             self._sglang.abort(part.rid)
             raise
-        finally:
-            if probe and self._gaps is not None:
-                self._gaps.release(part.rid)
         count, reason = answer.take(part, part.output, self._sglang.late_tokens)
         self._tokens += count
         return reason
@@ -204,7 +199,7 @@ class SGLangEngine:
         return tokens
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
-        """See `Engine.progress`; up to the last sign of life of each answer, a stream interval ago at most."""
+        """See `Engine.progress`; a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]
         return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
 
@@ -233,8 +228,6 @@ class SGLangEngine:
         self._open.clear()
         try:
             await self._stop_parts(mode)
-            if self._gaps is not None:
-                self._gaps.pause()
             await self._sglang.pause()
         except BaseException:
             self._open.set()  # nothing was touched: requests go on with the version that they have
@@ -242,7 +235,7 @@ class SGLangEngine:
         self._paused = True
 
     async def _stop_parts(self, mode: PauseMode) -> None:
-        """Wait for running requests, or end parts, which go on as new ones: all of them, or those without a token."""
+        """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
             left = "running requests (replay.lease_s)"
             await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
@@ -276,7 +269,7 @@ class SGLangEngine:
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """SGLang is about to receive a part of an update by itself: `resume` and `pin` refuse until it is proven.
+        """Mark the engine as half updated: `resume` and `pin` refuse until a proof.
 
         Raises:
             EngineError: not paused.
@@ -285,12 +278,11 @@ class SGLangEngine:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
 
-    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> Mapping[str, int]:
-        """Digests of live tensors (name, dtype, shape) that SGLang has received by itself, as `version` from now on."""
+    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> None:
+        """Digest tensors (name, dtype, shape) that SGLang has received by itself, as `version`."""
         self._staging.name_tensors(tensors)
         await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
-        return await self.digest()
 
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
@@ -313,12 +305,12 @@ class SGLangEngine:
         return combine(replies, self._staging.shapes())
 
     async def digest(self) -> Mapping[str, int]:
-        """See `Engine.digest`: of the last load, which took it on the live tensors; asked again, taken anew."""
+        """See `Engine.digest`; taken by the last load, computed anew when asked again."""
         taken, self._digests = self._digests, None
         return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
 
     async def in_schedulers(self, write: Callable[[StagingFolder], None]) -> Mapping[str, int]:
-        """Have the schedulers carry out a request between two forwards; the digests that they reply, if any."""
+        """Run an order in all schedulers between two forwards; their digests, if any."""
         was_paused = self._paused
         if not was_paused:
             await self._sglang.pause()
@@ -340,8 +332,6 @@ class SGLangEngine:
         if self._paused:
             await self._sglang.resume()
             self._paused = False
-            if self._gaps is not None:
-                self._gaps.resume()
         self._open.set()
 
     async def pin(self, version: int) -> None:
@@ -383,7 +373,7 @@ class SGLangEngine:
             generated_tokens=self._tokens + in_flight,
             busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
             memory_bytes=memory[1] - memory[0],
-            detail={**self._counts, **self._seconds, **(self._gaps.detail() if self._gaps is not None else {})},
+            detail={**self._counts, **self._seconds},
         )
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""SGLang itself: the one place that imports it. Starts it, speaks to its tokenizer manager, watches its children.
+"""SGLang's process tree: start, calls to its tokenizer manager, watching the children.
 
 The methods that SGLang's `Engine` offers for pauses and updates are blocking or absent, so its tokenizer manager,
 which is asyncio and lives on our loop, is called directly; every call has a deadline.
@@ -20,8 +20,8 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.cpu import prepare_cpu
 from rollout_server.engines.sglang.requests import Part, request_extra_key
-from rollout_server.engines.sglang_path import prepare_cpu
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit
 
 
 def _ignore_sigquit(_number: int, _frame: object) -> None:
-    """SGLang's children send SIGQUIT when they fail; its own handler would kill this process without a word."""
+    """Replaces SGLang's handler, which kills this process silently when a child fails."""
 
 
 def on_cuda(config: Config) -> bool:
@@ -44,7 +44,7 @@ def on_cuda(config: Config) -> bool:
 
 
 class ChildrenLog:
-    """What is written from now on to the stderr of this process, where SGLang's children log too.
+    """This process's stderr from now on, which SGLang's children share.
 
     Readable where it is a file, as under the launcher.
     """
@@ -55,7 +55,7 @@ class ChildrenLog:
         self._begin = status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def last_error(self) -> str:
-        """The last line of a traceback; empty where there is none or it cannot be read."""
+        """The last line of a traceback; empty without one, or where stderr is unreadable."""
         if self._begin is None:
             return ""
         with open(self._path, "rb") as file:
@@ -65,7 +65,7 @@ class ChildrenLog:
 
 
 def start_failure(said: str, last_error: str) -> str:
-    """Why SGLang did not start: the last error of its children before what it says itself.
+    """Why SGLang did not start: its children's last error first.
 
     Args:
         said: by SGLang; its guess at the OOM killer is kept for a child that SIGKILL ended.
@@ -77,7 +77,7 @@ def start_failure(said: str, last_error: str) -> str:
 
 
 class SGLangProcess:
-    """One SGLang with its schedulers. Make it on the event loop that will use it; that blocks until it serves.
+    """One SGLang with its schedulers. The constructor blocks the event loop until it serves.
 
     Raises:
         EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
@@ -161,25 +161,16 @@ class SGLangProcess:
         return EngineError(f"SGLang is dead: {reason}")
 
     async def generate(
-        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int, *, every_token: bool
+        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """Outputs of one request, each with all tokens so far; the last one has a finish reason.
+        """Outputs of one request, cumulative; the last one has a finish reason.
 
         Raises:
             EngineError: SGLang refuses the request.
         """
-        parameters: dict[str, Any] = {
-            "max_new_tokens": new_tokens,
-            "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": not sampling.stop_token_ids,
-            "skip_special_tokens": False,
-        }
-        if every_token:
-            parameters["stream_interval"] = 1
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
-            sampling_params=parameters,
+            sampling_params=self.sampling_parameters(part, sampling, new_tokens),
             rid=part.rid,
             return_logprob=True,
             logprob_start_len=-1,
@@ -191,6 +182,16 @@ class SGLangProcess:
                 yield output
         except ValueError as error:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
+
+    def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
+        """SGLang's sampling parameters of one request."""
+        return {
+            "max_new_tokens": new_tokens,
+            "temperature": 0.0 if sampling.greedy else sampling.temperature,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": not sampling.stop_token_ids,
+            "skip_special_tokens": False,
+        }
 
     def abort(self, rid: str) -> None:
         """End a request; it comes back with what it has. Unknown ones are ignored."""
@@ -207,7 +208,7 @@ class SGLangProcess:
         await self._within(self._manager.continue_generation(request), "resume")
 
     async def run_loader(self, version: int | None) -> None:
-        """Run our loader in every scheduler; with a version, tokens from now on are booked under it.
+        """Run our loader in every scheduler; `version` labels tokens from now on.
 
         The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
         scheduler. Namespaces of the prefix cache make it unnecessary.
@@ -227,7 +228,7 @@ class SGLangProcess:
             raise EngineError(f"SGLang refuses an update: {message}")
 
     async def ask(self, method: str, request: str, **fields: Any) -> None:
-        """Call a method of the tokenizer manager that answers (success, message), with a request of this class.
+        """Call a method of the tokenizer manager that answers (success, message).
 
         Raises:
             EngineError: SGLang refuses, or does not answer; then it is taken for dead.

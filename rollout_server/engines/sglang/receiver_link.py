@@ -8,7 +8,7 @@ from functools import partial
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.engine import SGLangEngine
-from rollout_server.engines.sglang.staging import StagingFolder
+from rollout_server.engines.sglang.update.orders import StagingFolder
 from weight_bus.errors import TransportError
 from weight_bus.remote import Line, RemoteUpdate
 

@@ -1,4 +1,4 @@
-"""Answers in progress: the parts that updates cut them into, and the version of each token. Pure."""
+"""Answers in progress: their parts between updates, and token versions. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from rollout_server.engines.base import Completion, EngineError, FinishReason, P
 
 @dataclass(slots=True, kw_only=True)
 class Part:
-    """One request to SGLang: an answer, or what is left of it after it was interrupted."""
+    """One request to SGLang: an answer, or its rest after an interruption."""
 
     rid: str
     version: int
@@ -28,7 +28,7 @@ class Part:
 
 
 class Answer:
-    """One answer in progress: the tokens of its prefix and its finished parts, and the part that runs."""
+    """One answer in progress: finished tokens, and the part that runs."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Answer:
         return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
 
     def take(self, part: Part, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
-        """Add the tokens of a part that has ended; how many they are, and why it ended.
+        """Add the tokens of a finished part; their number and its finish reason.
 
         Raises:
             EngineError: SGLang has refused the part, or what it returned is not consistent.
@@ -78,7 +78,7 @@ class Answer:
         return len(ids), finish_reason(finished)
 
     def at_its_end(self) -> FinishReason | None:
-        """How it has ended, by its tokens: SGLang looks at an abort before it looks at a stop token."""
+        """Finish reason by its tokens: SGLang checks aborts before stop tokens."""
         if self.token_ids and self.token_ids[-1] in self.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.sampling.max_new_tokens else None
@@ -88,7 +88,7 @@ class Answer:
         return self._taken(0).as_completion(reason)
 
     def progress(self, since: int) -> Partial:
-        """What is known of it from token number `since` on; how it ended, if it did."""
+        """Tokens from number `since` on, and the finish reason if it has ended."""
         taken = self._taken(since)
         part = self.part
         if part is None:
@@ -148,7 +148,7 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tok
 
 
 def request_extra_key(version: int, loads: int) -> str:
-    """Namespace of the prefix cache: a request reuses only what was computed under the weights that it starts with.
+    """Namespace of the prefix cache: one for each load of weights.
 
     A version alone does not name them: after a learner's restart, the versions past its checkpoint are made again.
     """
@@ -178,29 +178,7 @@ def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
     return "stop" if kind == "stop" else "abort"
 
 
-def check_prompt(token_ids: Sequence[int], new_tokens: int, *, max_context: int, vocab_size: int) -> None:
-    """Raises EngineError for a request that the engine could not serve as asked."""
-    if not token_ids or new_tokens < 1:
-        raise EngineError(f"prompt of {len(token_ids)} tokens, max_new_tokens {new_tokens}: each must be at least 1")
-    if len(token_ids) + new_tokens > max_context:
-        raise EngineError(
-            f"prompt of {len(token_ids)} tokens + max_new_tokens {new_tokens} exceeds the context of {max_context}"
-            " (data.max_prompt_tokens + rollout.max_new_tokens)"
-        )
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise EngineError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
-
-
 def quantile(values: Iterable[float], share: float) -> float:
     """The value at `share` of the sorted values, 0 without any."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def first_error(group: BaseExceptionGroup[Exception]) -> BaseException:
-    """The first exception of a task group that is no group itself."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,4 +1,4 @@
-"""Waits of the engine for its own requests: each has a limit, and ends at once when SGLang dies."""
+"""Bounded waits for the engine's own requests, which end when SGLang dies."""
 
 import asyncio
 import time
@@ -8,7 +8,7 @@ from rollout_server.engines.base import EngineError
 
 
 class Waits:
-    """Whoever changes something calls `changed`; whoever waits looks again then."""
+    """A condition that is checked again after each `changed`."""
 
     def __init__(self, check_alive: Callable[[], None]) -> None:
         self._check_alive = check_alive

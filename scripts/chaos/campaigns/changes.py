@@ -10,9 +10,10 @@ from typing import Any
 
 from configs.infrastructure import WeightBus
 from scripts.chaos.bus_cluster import BusCluster, Weights
-from scripts.chaos.campaigns.message_faults import ControlFaults, DataFaults
+from scripts.chaos.campaigns.message_faults import AlteredTransport, ControlFaults, DataFaults
 from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.polling import Hung
+from scripts.chaos.probe import wrapping
 from scripts.chaos.proxy import Proxy
 
 CONFIG = WeightBus(
@@ -68,7 +69,7 @@ class Changes:
         links = {name: self._proxy.link(address) for name in NAMES}
         self.control = ControlFaults(self._rng.randrange(1 << 30), links)
         for name, link in links.items():
-            self.bus.add(name, address=link.address, transport_factory=self.data.transport(name))
+            self.bus.add(name, address=link.address, transport_factory=wrapping(AlteredTransport, self.data, name))
         self.bus.wait(lambda: len(self.bus.publisher.members()) == len(NAMES), "all have joined", JOIN_S)
         return self
 

@@ -208,14 +208,14 @@ class ElasticRun:
 
     def _quiet(self) -> None:
         """Wait until no step has come for a while."""
-        until = time.monotonic() + STEP_S
-        while True:
-            before = self.account.version
-            self.cluster.rest(QUIET_S)
-            if self.account.version == before:
-                return
-            if time.monotonic() > until:
-                raise Hung(f"{QUIET_S:g} s without a step: not within {STEP_S:g} s; version {self.account.version}")
+        seen = [self.account.version, time.monotonic()]
+
+        def is_quiet() -> bool:
+            if self.account.version != seen[0]:
+                seen[:] = [self.account.version, time.monotonic()]
+            return time.monotonic() - seen[1] > QUIET_S
+
+        self.wait(is_quiet, f"{QUIET_S:g} s without a step", STEP_S)
 
     def _all_serve(self, version: int) -> bool:
         return all(probe.live >= version for probe in self.watch.probes.values() if probe.live >= 0)

@@ -14,9 +14,9 @@ import torch
 from configs.infrastructure import WeightBus
 from scripts.chaos.bus_cluster import BusCluster, Receiver
 from scripts.chaos.campaigns.policy import Policy
-from scripts.chaos.probe import Wrapped
+from scripts.chaos.probe import Wrapped, wrapping
 from weight_bus.manifest import Manifest, plan
-from weight_bus.transports import Transport, TransportFactory, make_transport
+from weight_bus.transports import Transport
 
 ALL = "all"
 BUCKET_BYTES = 16 * 1024
@@ -76,14 +76,6 @@ class Saboteur:
         if index == (0 if self._delta else at) and self.take("wire", victim) is not None:
             due.apply(bucket, offset)
 
-    def transport(self, victim: str) -> TransportFactory:
-        """The data plane of a subscriber, or of the publisher (`all`)."""
-
-        def make(config: WeightBus, host: str) -> Transport:
-            return SpoiledTransport(make_transport(config, host), self, victim)  # type: ignore[return-value]
-
-        return make
-
 
 class SpoiledTransport(Wrapped):
     """A transport on which bits may flip: at a subscriber after they have come, at the publisher in a copy."""
@@ -113,7 +105,7 @@ class Flips:
         self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
         described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
         self.saboteur = Saboteur(plan(described, BUCKET_BYTES), delta=delta)
-        self.bus = BusCluster(config, transport_factory=self.saboteur.transport(ALL))
+        self.bus = BusCluster(config, transport_factory=wrapping(SpoiledTransport, self.saboteur, ALL))
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
@@ -128,7 +120,8 @@ class Flips:
         self.bus.__enter__()
         for name in self._names:
             spoil = partial(self.saboteur.spoil, name)
-            self.bus.add(name, transport_factory=self.saboteur.transport(name), spoil=spoil)
+            factory = wrapping(SpoiledTransport, self.saboteur, name)
+            self.bus.add(name, transport_factory=factory, spoil=spoil)
         members = self.bus.publisher.members
         self.bus.wait(lambda: len(members()) == len(self._names), f"all of {self._names} have joined", JOIN_S)
         return self

@@ -26,14 +26,13 @@ from typing import Any
 
 import torch
 
-from configs.infrastructure import WeightBus
 from replay.channel import decode, encode
 from scripts.chaos.probe import Wrapped
 from scripts.chaos.proxy import Direction, Intercept, Link
 from scripts.chaos.zmtp import ZmtpMessage
 from weight_bus.manifest import Entry
 from weight_bus.messages import TO_SUBSCRIBER, Begin
-from weight_bus.transports import Transport, TransportFactory, make_transport
+from weight_bus.transports import Transport
 from weight_bus.transports.base import ignore
 
 MESSAGES: dict[Direction, tuple[str, ...]] = {
@@ -152,14 +151,6 @@ class DataFaults:
     def clear(self) -> None:
         """Let everything pass from now on."""
         self._due.clear()
-
-    def transport(self, name: str) -> TransportFactory:
-        """The data plane of a subscriber."""
-
-        def make(config: WeightBus, host: str) -> Transport:
-            return AlteredTransport(make_transport(config, host), self, name)  # type: ignore[return-value]
-
-        return make
 
     def alter(self, name: str, version: int, pieces: Sequence[torch.Tensor], history: list[torch.Tensor]) -> None:
         """Do what is due to a change that has come, in place."""

@@ -77,6 +77,8 @@ def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None
     report.lost += history.lost
     report.repeated_steps, report.leased_again = history.repeated_steps, len(history.reopened)
     acked = list(accepted(acks if acks is not None else sorted((run / "logs").glob("acks-*.jsonl"))))
+    if acks is not None and not acked and history.line:
+        report.violations.append("no producer has recorded an ack, so nothing is known of lost groups")
     report.acked = len({group for group, _ in acked})
     report.lost += [
         f"group {list(group)} attempt {attempt} was acked and is not in the journal"

@@ -22,6 +22,7 @@ SMALL = (
     "rollout.max_new_tokens=8",
     "evaluation.num_prompts=4",
     "checkpoint.every_steps=2",
+    "reward.function=scripts.bench.core:spread",
 )
 PROCESSES = ("learner.main", "learner.train", "replay.main", "rollout_server.main", "rollout_server.rewards.worker")
 

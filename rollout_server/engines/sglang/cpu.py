@@ -1,0 +1,81 @@
+"""SGLang on a machine without a GPU: what must be in place before `import sglang`.
+
+SGLang imports triton, torchvision and sgl_kernel at module scope, on a CPU too, where it calls nothing of them. Where
+one of them is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place: each
+has a folder of its own under `stand_ins/`, so that a package that works is never hidden. The folders go on `sys.path`,
+which the processes that SGLang spawns inherit; PYTHONPATH stays as it is, so reward processes never see a stand-in.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from rollout_server.engines.base import EngineError
+
+STOOD_IN_FOR = ("sgl_kernel", "torchvision", "triton")
+CPU_SWITCH = "SGLANG_USE_CPU_ENGINE"
+CANNOT_BE_IMPORTED = (ImportError, OSError, RuntimeError, AttributeError)
+"""What packages that were built for another torch have been seen to raise."""
+
+
+def stand_in_folder(package: str) -> Path:
+    """The path entry that holds the stand-in of one package and nothing else."""
+    return Path(__file__).parent / "stand_ins" / f"without_{package}"
+
+
+def prepare_cpu() -> tuple[str, ...]:
+    """Make SGLang importable here and in its child processes; idempotent.
+
+    Returns:
+        The packages that stand-ins are in use for, for example ("sgl_kernel", "torchvision", "triton").
+
+    Raises:
+        EngineError: torch is no CPU build, SGLang is not installed, or SGLang or transformers were imported before the
+            first call: at their import they look for a GPU and for torchvision.
+    """
+    accelerator = torch.version.cuda or torch.version.hip
+    if accelerator is not None:
+        raise EngineError(
+            f"SGLang on a CPU needs a CPU build of torch, and torch {torch.__version__} is built for {accelerator}; "
+            "take placement.device: cuda with the extra `sglang`, or rollout.engine: torch"
+        )
+    if importlib.util.find_spec("sglang") is None:
+        raise EngineError(
+            "rollout.engine: sglang, and SGLang is not installed; on a machine without a GPU: "
+            "bash scripts/install.sh --venv .venv sglang-cpu"
+        )
+    stood_in = [package for package in STOOD_IN_FOR if _stands_in(package) or not _works(package)]
+    new = [package for package in stood_in if not _stands_in(package)]
+    _check_order("sglang", not new and os.environ.get(CPU_SWITCH) == "1")
+    _check_order("transformers", "torchvision" not in new)
+    os.environ[CPU_SWITCH] = "1"
+    sys.path[:0] = [str(stand_in_folder(package)) for package in new]
+    importlib.invalidate_caches()
+    return tuple(stood_in)
+
+
+def _stands_in(package: str) -> bool:
+    return str(stand_in_folder(package)) in sys.path
+
+
+def _check_order(module: str, prepared: bool) -> None:
+    if module in sys.modules and not prepared:
+        raise EngineError(f"{module} was imported before prepare_cpu() and has already looked for what is installed")
+
+
+def _works(package: str) -> bool:
+    """Whether the package that is installed can be imported; a failed import leaves nothing behind."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # without origin: some folder of that name, no package
+        return False
+    try:
+        importlib.import_module(package)
+    except CANNOT_BE_IMPORTED:
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[name]
+        return False
+    return True

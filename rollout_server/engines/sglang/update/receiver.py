@@ -1,0 +1,182 @@
+"""Runs in the scheduler of tensor-parallel rank 0 (weight_bus.stage_in: engine): receives updates while it decodes.
+
+A thread with the bus's `Intake`, which the rollout server drives over a socket (weight_bus/remote). On a GPU it has
+a stream of its own, so that its kernels run beside the engine's instead of taking turns with them. It shares the
+interpreter with the scheduler, and so it mostly waits: in NCCL, in gloo, at the socket.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.infrastructure import WeightBus
+from replay.channel import Message, WireError
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_words
+from weight_bus.control import wake_quickly
+from weight_bus.errors import NotAvailable, TransportError
+from weight_bus.intake import Intake
+from weight_bus.manifest import alignment_of
+from weight_bus.messages import Begin
+from weight_bus.remote.line import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
+from weight_bus.staging import Staging
+from weight_bus.transports import Transport, TransportFactory, make_transport
+
+log = logging.getLogger(__name__)
+
+MAX_REASON = 2000
+_receiver: "Receiver | None" = None
+"""The one of this process that was started last."""
+
+
+def start(order: Mapping[str, Any], device: torch.device) -> None:
+    """Start a receiver; one that still runs, because its server has not hung up yet, is waited for by the new one.
+
+    Args:
+        order: `socket`, where the server listens; `config`, the weight_bus section; `host`; and `export`, whether
+            other processes load from its memory.
+        device: of this scheduler.
+    """
+    global _receiver
+    _receiver = Receiver(order, device, _receiver)
+    _receiver.start()
+
+
+def bucket(number: int, take: int) -> torch.Tensor:
+    """See `Receiver.bucket`, of this process's receiver."""
+    if _receiver is None:
+        raise ValueError("nothing was ever received in this scheduler")
+    return _receiver.bucket(number, take)
+
+
+class Receiver(threading.Thread):
+    """Serves one rollout server until it hangs up. What it raises stays in its thread."""
+
+    def __init__(
+        self,
+        order: Mapping[str, Any],
+        device: torch.device,
+        before: "Receiver | None" = None,
+        transport_factory: TransportFactory = make_transport,
+    ) -> None:
+        super().__init__(name="weight-bus-receiver", daemon=True)
+        self._path = Path(order["socket"])
+        self._config = WeightBus.model_validate(order["config"])
+        self._host: str = order["host"]
+        self._handles = Handles() if order["export"] else None
+        self._device = device
+        self._before = before
+        self._factory = transport_factory
+        self._intake: Intake | None = None
+        self._staging = Staging()
+        self._run_id = ""
+        self._takes = 0
+        """Versions that have begun to arrive; the last of them is what the buckets hold."""
+
+    def bucket(self, number: int, take: int) -> torch.Tensor:
+        """A staged bucket, flat uint8; keep it for a load, no longer.
+
+        Raises:
+            ValueError: what arrived as number `take` is staged no longer.
+        """
+        if self._intake is None or take != self._takes:
+            raise ValueError(f"update {take} is not staged in this scheduler, which is at {self._takes}")
+        return self._intake.staging.buckets[number]
+
+    def run(self) -> None:
+        """Connect, and carry out orders."""
+        if self._before is not None:
+            self._before.join()
+            self._before = None  # and with it what it has staged
+        wake_quickly()
+        try:
+            with closing(Line.connect(self._path)) as line, ExitStack() as stack:
+                try:
+                    for context in _beside_decoding(self._device):
+                        stack.enter_context(context)
+                    self._serve(line)
+                except Exception as error:
+                    log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
+                    reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
+                    line.send(Over(reason=reason, for_good=isinstance(error, NotAvailable)))
+        except TransportError as error:
+            log.warning("weight bus: the rollout server is gone: %s", error)
+        finally:
+            self._drop()
+
+    def _serve(self, line: Line) -> None:
+        transport = self._factory(self._config, self._host)
+        line.send(Hosting(facts=transport.facts()))
+        while (order := line.receive(ORDERS, None)) is not None:
+            match order.message:
+                case Begin():
+                    answer: Message = self._take(self._intake_of(order.run_id, transport), order.message)
+                case Forget():
+                    self._intake_of(order.run_id, transport).forget()
+                    answer = Done()
+            line.send(answer)
+
+    def _intake_of(self, run_id: str, transport: Transport) -> Intake:
+        """The one of a run. The buffers stay, also for another run: other ranks may have them mapped."""
+        if self._intake is None or run_id != self._run_id:
+            self._drop()
+            self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)
+            self._run_id = run_id
+        return self._intake
+
+    def _take(self, intake: Intake, begin: Begin) -> Message:
+        self._takes += 1
+        try:
+            corrupt = intake.take(begin)
+        except TransportError as error:
+            return NotTaken(reason=error.message, symptom=error.symptom)
+        except WireError as error:
+            return NotTaken(reason=str(error))
+        handles = self._handles.of(intake.staging.buckets) if self._handles is not None else []
+        memory = [
+            {"kind": "staged", "take": self._takes, "cuda": handles[number] if handles else None}
+            for number in range(len(intake.staging.buckets))
+        ]
+        return Taken(corrupt=corrupt, seconds=dict(intake.seconds), memory=memory)
+
+    def _drop(self) -> None:
+        intake, self._intake = self._intake, None
+        if intake is not None:
+            intake.close()
+
+
+class Handles:
+    """CUDA IPC handles of buckets, for the other ranks: exported once, for each export adds to a reference count."""
+
+    def __init__(self, export: Callable[[torch.Tensor], Mapping[str, Any]] | None = None) -> None:
+        self._export = export or _exported
+        self._known: list[tuple[weakref.ref[torch.Tensor], Mapping[str, Any]]] = []
+        """Without a hold on the buckets: those of another layout make room before new ones are made."""
+
+    def of(self, buckets: Sequence[torch.Tensor]) -> list[Mapping[str, Any]]:
+        """The handle of each bucket."""
+        known = {id(ref()): (ref, handle) for ref, handle in self._known if ref() is not None}
+        self._known = [
+            known[id(bucket)] if id(bucket) in known else (weakref.ref(bucket), self._export(bucket))
+            for bucket in buckets
+        ]
+        return [handle for _, handle in self._known]
+
+
+def _exported(bucket: torch.Tensor) -> Mapping[str, Any]:
+    handle = bucket.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    return in_words(dict(zip(CUDA_HANDLE, handle, strict=True)))
+
+
+def _beside_decoding(device: torch.device) -> list[AbstractContextManager[Any]]:
+    """This thread's device, and a stream that waits for nobody else's kernels."""
+    if device.type != "cuda":
+        return []
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    return [torch.cuda.stream(stream)]

@@ -1,0 +1,12 @@
+"""The embedded `torch` engine: continuous batching on a CPU, for small models.
+
+engine    the asyncio side: what the rollout server calls
+loop      the decode thread
+mailbox   commands from the one to the other
+lane      one set of weights with its answers and KV cache
+rows      book-keeping of the answers in a lane
+model     the forward on fused weights
+sampling  choosing tokens by counter-based random numbers
+family    which model folders it serves exactly
+weights   live weights, the inverse map, digests
+"""

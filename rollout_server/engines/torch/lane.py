@@ -1,0 +1,140 @@
+"""A lane: one set of weights with the answers that it decodes and their KV cache.
+
+The engine has one live lane and one lane per pinned version; lanes share the model and nothing else, so an
+evaluation on pinned weights neither sees an update nor takes rows from live requests.
+"""
+
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollout_server.engines.base import Completion
+from rollout_server.engines.torch.model import KVCache, TorchModel
+from rollout_server.engines.torch.rows import Request, RowTable
+from rollout_server.engines.torch.sampling import choose, uniforms
+from rollout_server.engines.torch.weights import LiveWeights
+
+MAX_PREFILL_TOKENS = 16384
+"""Padded prompt tokens of one forward; bounds its memory and how long a pause can wait for it."""
+
+
+class Lane:
+    """Continuous batching on one set of weights. Called by the engine thread only, except `rows` under `lock`."""
+
+    def __init__(
+        self,
+        model: TorchModel,
+        weights: LiveWeights,
+        version: int,
+        *,
+        max_running: int,
+        max_context: int,
+        lock: threading.Lock,
+    ) -> None:
+        self.model = model
+        self.weights = weights
+        self.version = version
+        self.rows = RowTable(max_running=max_running, max_context=max_context)
+        self.cache = KVCache(model.spec, weights.dtype, max_rows=max_running, max_length=max_context)
+        self.generated_tokens = 0
+        self.decode_steps = 0
+        self.prefilled_prompts = 0
+        self._lock = lock
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weights and KV."""
+        return self.weights.num_bytes + self.cache.num_bytes
+
+    def step(self, *, may_admit: bool) -> None:
+        """Start what waits if it is worth a prefill, then decode one token for every running answer."""
+        if may_admit and self.rows.ready_to_admit():
+            self._admit()
+        if self.rows.running:
+            self._decode()
+
+    def _admit(self) -> None:
+        with self._lock:
+            admission = self.rows.admit(MAX_PREFILL_TOKENS)
+        first, last = admission.first_row, self.rows.running
+        longest = max(len(prompt) for prompt in admission.prompts)
+        self.cache.reserve(last, longest + 1)
+        self.cache.clear(first, last)
+        logits = self.model.prefill(
+            self.weights,
+            self.cache,
+            admission.prompts,
+            first_row=first,
+            prompt_of_row=admission.prompt_of_row,
+        )
+        self.prefilled_prompts += len(admission.prompts)
+        self._sample(first, logits[torch.tensor(admission.prompt_of_row)])
+
+    def _decode(self) -> None:
+        rows, n = self.rows, self.rows.running
+        positions = rows.length[:n] - 1
+        self.cache.reserve(n, int(positions.max()) + 1)
+        logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions)
+        self.decode_steps += 1
+        self._sample(0, logits)
+
+    def _sample(self, start: int, logits: torch.Tensor) -> None:
+        rows, stop = self.rows, start + logits.shape[0]
+        counters = rows.length[start:stop] - rows.prompt_length[start:stop]
+        tokens, logprobs = choose(
+            logits,
+            temperature=rows.temperature[start:stop],
+            greedy=rows.greedy[start:stop],
+            uniform=uniforms(rows.key[start:stop], counters),
+        )
+        with self._lock:
+            rows.record(start, tokens, logprobs, self.version)
+            ended = rows.ended()
+            self.generated_tokens += len(tokens)
+        if len(ended):
+            self._remove(ended, aborted=False)
+
+    def _remove(self, ended: NDArray[np.int64], *, aborted: bool) -> None:
+        with self._lock:
+            longest = int(self.rows.length[: self.rows.running].max())
+            complete, source, target = self.rows.remove(ended, aborted=aborted)
+        if len(source):
+            self.cache.move(source, target, min(longest, self.cache.length))
+        _deliver(complete)
+
+    def recompute(self) -> None:
+        """Compute the KV of all running answers anew from their tokens, under the weights as they are now."""
+        rows = self.rows
+        first = 0
+        while first < rows.running:
+            last, longest = first, 0
+            while last < rows.running:
+                longest = max(longest, int(rows.length[last]) - 1)
+                if last > first and longest * (last + 1 - first) > MAX_PREFILL_TOKENS:
+                    break
+                last += 1
+            # The last token of a row is fed by its next decode step.
+            known = [rows.ids[row, : rows.length[row] - 1] for row in range(first, last)]
+            self.cache.clear(first, last)
+            self.model.prefill(
+                self.weights, self.cache, known, first_row=first, prompt_of_row=list(range(last - first))
+            )
+            first = last
+
+    def abort(self, request: Request | None = None) -> None:
+        """End one request, or all of them, now; answers come back with what they have."""
+        with self._lock:
+            complete = self.rows.drop_waiting(request)
+        _deliver(complete)
+        running = self.rows.rows_of(request)
+        if len(running):
+            self._remove(running, aborted=True)
+
+
+def _deliver(complete: list[Request]) -> None:
+    for request in complete:
+        future: Future[list[Completion]] = request.future
+        future.set_result(request.completions())

@@ -1,0 +1,178 @@
+"""The forward of the torch engine on fused weights: batched prefill, batched decode, KV cache.
+
+Shapes: n rows (running answers), P prompts, L padded prompt length, T cached positions, H query heads, K KV heads,
+D head_dim. Rows are dense: the running answers are always rows 0..n-1 of the cache, so that the decode step reads
+it through views and never gathers.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from rollout_server.engines.torch.family import ModelSpec
+from rollout_server.engines.torch.weights import LayerTensors, LiveWeights
+
+LENGTH_BUCKET = 16
+
+
+class KVCache:
+    """Keys and values [layer, 2, row, K, T, D]; grows by doubling up to max_rows and max_length."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, max_rows: int, max_length: int) -> None:
+        self._max_rows = max_rows
+        self._max_length = -(-max_length // LENGTH_BUCKET) * LENGTH_BUCKET
+        self._shape = (spec.num_layers, 2, 0, spec.num_kv_heads, 0, spec.head_dim)
+        self.data = torch.zeros(self._shape, dtype=dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.data.nbytes
+
+    @property
+    def length(self) -> int:
+        """Positions that fit now."""
+        return self.data.shape[4]
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Make room for `rows` rows of `length` positions; what is cached stays."""
+        held_rows, held_length = self.data.shape[2], self.data.shape[4]
+        if rows <= held_rows and length <= held_length:
+            return
+        layers, two, _, heads, _, dim = self._shape
+        new_rows = held_rows if rows <= held_rows else min(self._max_rows, max(rows, 2 * held_rows))
+        bucketed = -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
+        new_length = held_length if length <= held_length else min(self._max_length, max(bucketed, 2 * held_length))
+        data = torch.zeros((layers, two, new_rows, heads, new_length, dim), dtype=self.data.dtype)
+        data[:, :, :held_rows, :, :held_length] = self.data
+        self.data = data
+
+    def clear(self, start: int, stop: int) -> None:
+        """Zero rows [start, stop): masked positions get weight 0, and 0 times a left-over NaN would be NaN."""
+        self.data[:, :, start:stop].zero_()
+
+    def move(self, source: NDArray[np.int64], target: NDArray[np.int64], length: int) -> None:
+        """Copy the first `length` positions of the rows `source` to the rows `target`."""
+        view = self.data[..., :length, :]
+        view[:, :, torch.from_numpy(target)] = view[:, :, torch.from_numpy(source)]
+
+
+class TorchModel:
+    """Stateless forward; weights and cache are arguments, so that one model serves live and pinned weights."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, max_context: int) -> None:
+        self.spec = spec
+        self._rows_per_kv = spec.num_heads // spec.num_kv_heads
+        angles = torch.outer(torch.arange(max_context, dtype=torch.float32), spec.inv_freq)
+        cos, sin = angles.cos() * spec.rope_scaling, angles.sin() * spec.rope_scaling
+        # rotate_half(x) * sin is (x2, x1) * (-sin, sin): the sign lives in the table, one op less per layer.
+        self._cos = torch.cat((cos, cos), dim=-1).to(dtype)
+        self._sin = torch.cat((-sin, sin), dim=-1).to(dtype)
+
+    def decode(
+        self, weights: LiveWeights, cache: KVCache, tokens: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """One token for every running row; its KV is written at its position.
+
+        Args:
+            tokens: [n] last token of each row, rows 0..n-1 of the cache.
+            positions: [n] where each of them lies.
+
+        Returns:
+            float32 logits [n, V].
+        """
+        n, heads, kv_heads, dim = len(tokens), self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
+        length = min(cache.length, (int(positions.max()) // LENGTH_BUCKET + 1) * LENGTH_BUCKET)
+        position = torch.from_numpy(positions)
+        x = F.embedding(torch.from_numpy(tokens), weights.embed)
+        cos, sin = self._cos[position].unsqueeze(1), self._sin[position].unsqueeze(1)
+        hidden = torch.arange(length) > position.unsqueeze(1)
+        mask = torch.zeros(n, length, dtype=x.dtype).masked_fill_(hidden, float("-inf")).view(n, 1, 1, length)
+        slots = torch.arange(n * kv_heads).view(n, kv_heads) * cache.length + position.unsqueeze(1)
+        slots = slots.view(-1)
+        for index, layer in enumerate(weights.layers):
+            q, k, v = self._qkv(layer, x, cos, sin)
+            keys, values = cache.data[index, 0], cache.data[index, 1]
+            keys.view(-1, dim).index_copy_(0, slots, k.reshape(-1, dim))
+            values.view(-1, dim).index_copy_(0, slots, v.reshape(-1, dim))
+            # The query heads that share a KV head stand in as its query positions: no copy of K and V per head.
+            mixed = F.scaled_dot_product_attention(
+                q.view(n, kv_heads, self._rows_per_kv, dim), keys[:n, :, :length], values[:n, :, :length], mask
+            )
+            x = self._after_attention(layer, x, mixed.reshape(n, heads * dim))
+        return self._logits(weights, x)
+
+    def prefill(
+        self,
+        weights: LiveWeights,
+        cache: KVCache,
+        prompts: list[NDArray[np.int32]],
+        *,
+        first_row: int,
+        prompt_of_row: list[int],
+    ) -> torch.Tensor:
+        """Compute the KV of whole prompts and write it to rows first_row, first_row + 1, ...
+
+        Args:
+            prompts: P token sequences, padded here on the right (causal attention never looks there).
+            first_row: row of the first answer.
+            prompt_of_row: which prompt each row gets; answers to one prompt share its forward.
+
+        Returns:
+            float32 logits [P, V] after the last token of each prompt.
+        """
+        spec = self.spec
+        num, longest = len(prompts), max(len(prompt) for prompt in prompts)
+        ids = np.zeros((num, longest), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+        last_row = first_row + len(prompt_of_row)
+        source = torch.tensor(prompt_of_row)
+        x = F.embedding(torch.from_numpy(ids).view(-1), weights.embed)
+        cos = self._cos[:longest].repeat(num, 1).unsqueeze(1)
+        sin = self._sin[:longest].repeat(num, 1).unsqueeze(1)
+        for index, layer in enumerate(weights.layers):
+            q, k, v = (
+                part.view(num, longest, -1, spec.head_dim).transpose(1, 2) for part in self._qkv(layer, x, cos, sin)
+            )
+            cache.data[index, 0, first_row:last_row, :, :longest] = k[source]
+            cache.data[index, 1, first_row:last_row, :, :longest] = v[source]
+            if self._rows_per_kv > 1:
+                k, v = (part.repeat_interleave(self._rows_per_kv, dim=1) for part in (k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = self._after_attention(layer, x, mixed.transpose(1, 2).reshape(num * longest, -1))
+        ends = [row * longest + len(prompt) - 1 for row, prompt in enumerate(prompts)]
+        return self._logits(weights, x[torch.tensor(ends)])
+
+    def _qkv(
+        self, layer: LayerTensors, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated q [N, H, D] and k [N, K, D], and v [N, K, D], of N tokens x [N, hidden]."""
+        spec = self.spec
+        fused = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
+        num_qk = spec.num_heads + spec.num_kv_heads
+        qk, v = fused[:, :num_qk], fused[:, num_qk:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(qk[:, : spec.num_heads], layer.q_norm), self._norm(qk[:, spec.num_heads :], layer.k_norm)
+            qk = torch.cat((q, k), dim=1)
+        half = spec.head_dim // 2
+        swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
+        turned = torch.addcmul(qk * cos, swapped, sin)
+        return turned[:, : spec.num_heads], turned[:, spec.num_heads :], v
+
+    def _after_attention(self, layer: LayerTensors, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Output projection, MLP and both residuals; [N, hidden]."""
+        x = torch.addmm(x, mixed, layer.o.t())
+        if layer.o_bias is not None:
+            x = x + layer.o_bias
+        gate_up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        gate, up = gate_up.chunk(2, dim=-1)
+        x = torch.addmm(x, F.silu(gate) * up, layer.down.t())
+        return x if layer.down_bias is None else x + layer.down_bias
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_norm_eps)
+
+    def _logits(self, weights: LiveWeights, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self._norm(x, weights.norm), weights.lm_head).float()

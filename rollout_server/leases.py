@@ -1,0 +1,156 @@
+"""Leases and evaluations in progress, and their results until replay has them."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from configs.schema import Config
+from replay import messages as m
+from replay.channel import AsyncDealer
+from rollout_server.engines.base import EngineError
+from rollout_server.generate import Generator, LeaseFailed
+from rollout_server.progress import LeaseKey, ProgressReports
+
+log = logging.getLogger(__name__)
+
+RESEND_S = 5.0
+"""A group that was not acked for this long is sent again; replay deduplicates."""
+
+
+def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """[incarnation, version] of each policy that may have sampled one of these tokens.
+
+    Args:
+        versions: of the tokens.
+        served: policies that were live from the lease on, in order; what a prefix brings is of the first one's line.
+    """
+    found = set(np.unique(versions).tolist())
+    known = [policy for policy in served if policy[1] in found]
+    incarnation = served[0][0] if served else 0
+    known += [(incarnation, version) for version in found - {version for _, version in known}]
+    return [list(policy) for policy in sorted(set(known))]
+
+
+class Leases:
+    """Leases in progress and results without an acknowledgement."""
+
+    def __init__(self, config: Config, generator: Generator, dealer: AsyncDealer) -> None:
+        self._generator = generator
+        self._dealer = dealer
+        self.served: list[tuple[int, int]] = []
+        """(incarnation, version) of every policy that went live here, in order."""
+        self.working: dict[LeaseKey, asyncio.Task[None]] = {}
+        self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
+        self.evaluating: dict[tuple[int, bool], asyncio.Task[None]] = {}
+        self._evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
+        """Results of evaluations that are not closed yet, by version and mode; a restarted replay gets them again."""
+        self._reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
+
+    # ---- messages --------------------------------------------------------------------------------------
+
+    def take(self, lease: m.Lease, tasks: asyncio.TaskGroup) -> None:
+        """Work on a lease, unless it was sent twice."""
+        key = (lease.pass_, lease.index, lease.attempt)
+        if key not in self.working and key not in self.unacked:
+            self._reports.leased(lease)
+            self.working[key] = tasks.create_task(self._work(lease, key))
+
+    def cancel(self, message: m.Cancel) -> None:
+        """Stop working on a lease; unknown ones are ignored."""
+        key = (message.pass_, message.index, message.attempt)
+        if key in self.working:
+            self._generator.abort(_request_id(key))
+
+    def acked(self, ack: m.Ack) -> None:
+        """Drop a group that replay has answered."""
+        self.unacked.pop((ack.pass_, ack.index, ack.attempt), None)
+        if ack.status == "rejected":
+            log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
+
+    def evaluate(self, lease: m.EvaluationLease, tasks: asyncio.TaskGroup) -> None:
+        """Run an evaluation, unless it runs already."""
+        which = (lease.version, lease.greedy)
+        if which not in self.evaluating:
+            self.evaluating[which] = tasks.create_task(self._evaluate(lease))
+            self.evaluating[which].add_done_callback(lambda _: self.evaluating.pop(which, None))
+
+    async def close_evaluation(self, version: int) -> None:
+        """Forget the results of an evaluation and let its version go."""
+        self._evaluated = {which: result for which, result in self._evaluated.items() if which[0] != version}
+        await self._generator.engine.unpin(version)
+
+    # ---- renewals and resends ------------------------------------------------------------------------------------
+
+    def begin_again(self) -> None:
+        """Forget what replay was sent: it may have restarted. Called before Hello."""
+        self._reports.begin_again()
+
+    async def send_again(self) -> None:
+        """Send every result that replay has not acknowledged."""
+        await self._resend(time.monotonic(), 0.0)
+        for result in list(self._evaluated.values()):
+            await self._dealer.send(result)
+
+    async def renew(self, now: float) -> None:
+        """Renew leases in progress; resend groups without an acknowledgement."""
+        running = self._generator.running_tokens()
+        if self.working:
+            working = [(key, _request_id(key)) for key in self.working]
+            await self._dealer.send(self._reports.renew(working, running, self._generator))
+        await self._resend(now, RESEND_S)
+
+    async def _resend(self, now: float, older_than_s: float) -> None:
+        for key, (group, sent) in list(self.unacked.items()):
+            if now - sent >= older_than_s:
+                self.unacked[key] = (group, now)
+                await self._dealer.send(group)
+
+    # ---- work ------------------------------------------------------------------------------------------
+
+    async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
+        first = max(0, len(self.served) - 1)
+        try:
+            group = await self._group(lease, key)
+            group = replace(group, policies=policies_of(group.versions, self.served[first:]))
+        except LeaseFailed as failed:
+            await self._dealer.send(
+                m.Cancel(
+                    pass_=lease.pass_,
+                    index=lease.index,
+                    attempt=lease.attempt,
+                    reason=failed.reason,
+                    detail=failed.detail,
+                )
+            )
+        else:
+            self.unacked[key] = (group, time.monotonic())
+            await self._dealer.send(group)
+        finally:
+            self.working.pop(key, None)
+
+    async def _group(self, lease: m.Lease, key: LeaseKey) -> m.Group:
+        """Generate the lease's group. A refused request fails the lease while the engine lives."""
+        try:
+            return await self._generator.group(lease, _request_id(key))
+        except EngineError as error:
+            await self._generator.engine.health()  # raises when the engine itself is dead
+            raise LeaseFailed("engine_error", str(error)) from error
+
+    async def _evaluate(self, lease: m.EvaluationLease) -> None:
+        try:
+            result = await self._generator.evaluation(lease)
+        except (LeaseFailed, EngineError) as error:
+            log.error("evaluation of version %d failed: %s", lease.version, error)
+            failed = m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error))
+            await self._dealer.send(failed)
+            return
+        self._evaluated[lease.version, lease.greedy] = result
+        await self._dealer.send(result)
+
+
+def _request_id(key: LeaseKey) -> str:
+    return f"{key[0]}/{key[1]}/{key[2]}"

@@ -1,0 +1,102 @@
+"""The time of nothing but the wire: a bare broadcast that the weight bus is held against.
+
+Rank 0 broadcasts the same bytes in the same buckets, into memory that is there already, with no digest and no
+message around it, one bucket right after the other. A time is that of the slowest rank, from a common start to the
+end of its last bucket with the device synchronised. Each rank is `torchrun -m scripts.bench.broadcast`.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from configs.plan import NCCL_DEFAULTS
+from configs.schema import Config
+from learner.launch.machine import visible_devices
+from replay.channel.interfaces import bind_collectives
+from replay.lifeline import PARENT, die_with_parent
+from scripts.bench.core import CaseFailed, tail
+from scripts.chaos.report import conclude
+
+WARM_UP, REPEAT = 3, 12
+TIMEOUT_S, LIMIT_S = 60.0, 90.0
+
+
+def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
+    """The same bytes to as many receivers on the same devices. Raises CaseFailed."""
+    share = config.shares[0]
+    receivers = [engine[0] for engine in share.engines(config.placement.tensor_parallel)]
+    environment = {**os.environ, **NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
+    if config.weight_bus.backend != "gloo":
+        visible = visible_devices(os.environ)
+        chosen = [share.learner[0], *receivers]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
+    command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
+    command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
+    command += [str(num_bytes), str(config.weight_bus.bucket_bytes), config.weight_bus.backend, config.network.host]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseFailed(f"the raw broadcast did not end within {LIMIT_S:g} s") from expired
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        raise CaseFailed(f"the raw broadcast failed (exit code {done.returncode}): {tail(done.stderr)}")
+    return dict(json.loads(lines[-1]))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    """The largest number of all ranks; also a barrier."""
+    value = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value.item())
+
+
+def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
+    """Seconds of REPEAT broadcasts of all buckets."""
+    sizes = [bucket] * (num_bytes // bucket) + ([num_bytes % bucket] if num_bytes % bucket else [])
+    buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    seconds = []
+    for _ in range(WARM_UP + REPEAT):
+        synchronize(device)
+        slowest(0.0, device)
+        started = time.perf_counter()
+        for one in buckets:
+            dist.broadcast(one, 0)
+        synchronize(device)
+        seconds.append(slowest(time.perf_counter() - started, device))
+    return seconds[WARM_UP:]
+
+
+def main() -> int:
+    """Entry point of one rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
+    num_bytes, bucket, backend, host = sys.argv[1:]
+    die_with_parent(int(os.environ.get(PARENT, os.getppid())))
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    bind_collectives(os.environ, host)
+    dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+    seconds = measure(int(num_bytes), int(bucket), device)
+    if dist.get_rank() == 0:
+        result = {"raw_s": statistics.median(seconds), "raw_min_s": min(seconds), "raw_max_s": max(seconds)}
+        conclude(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)}, (), in_order=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""`python -m scripts.bench.model --shape 8B --out DIR`: a Qwen3 folder of random weights; prompts and versions of it.
+
+Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+SHARD = "2GB"
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+PAD, EOS, UNK = range(3)
+COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+COLUMNS += ("head_dim", "vocab_size", "tie_word_embeddings")
+SHAPES: dict[str, dict[str, Any]] = {
+    name: dict(zip(COLUMNS, sizes, strict=True))
+    for name, *sizes in (
+        ("tiny", 64, 2, 192, 4, 2, 16, 512, True),
+        ("10M", 320, 7, 960, 5, 5, 64, 4096, True),
+        ("85M", 640, 12, 2560, 10, 5, 64, 16_384, True),
+        ("0.6B", 1024, 28, 3072, 16, 8, 128, 151_936, True),
+        ("1.7B", 2048, 28, 6144, 16, 8, 128, 151_936, True),
+        ("8B", 4096, 36, 12_288, 32, 8, 128, 151_936, False),
+    )
+}
+"""Sizes of Qwen3 decoders, in the words of transformers."""
+Version = dict[str, torch.Tensor]
+
+
+def config(name: str) -> Any:
+    """The transformers configuration of a shape."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        **SHAPES[name],
+        max_position_embeddings=40_960,
+        architectures=["Qwen3ForCausalLM"],
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+
+
+def write_weights(folder: Path, shape: str, seed: int) -> None:
+    """config.json and all weights in bfloat16, as transformers draws them: normal of deviation 0.02, norms of one."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        built = AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+    built.save_pretrained(folder, max_shard_size=SHARD)
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """One word is one token: `w17` is id 17. So a prompt of n words has n tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), vocab))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[UNK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL[PAD],
+        eos_token=SPECIAL[EOS],
+        unk_token=SPECIAL[UNK],
+        clean_up_tokenization_spaces=False,
+        model_max_length=40_960,
+    ).save_pretrained(folder)
+
+
+def write_prompts(path: Path, *, vocab: int, count: int, num_tokens: int, seed: int) -> None:
+    """`count` rows of `num_tokens` random words each; no two share a prefix that a cache could serve."""
+    ids = np.random.default_rng(seed).integers(len(SPECIAL), vocab, size=(count, num_tokens))
+    with path.open("w", encoding="utf-8") as file:
+        for row in ids.tolist():
+            file.write(json.dumps({"prompt": " ".join(f"w{i}" for i in row), "answer": ""}) + "\n")
+
+
+def make(name: str, out: Path, seed: int) -> bool:
+    """Write the folder unless it is there; False when it was. It appears whole or not at all."""
+    if (out / "config.json").is_file():
+        return False
+    beside = out.with_name(f".{out.name}.{os.getpid()}.new")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        write_weights(beside, name, seed)
+        write_tokenizer(beside, SHAPES[name]["vocab_size"])
+        try:
+            beside.rename(out)
+        except OSError:  # another process was faster; its folder is as good
+            if not (out / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return True
+
+
+# ---- versions of it -------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                yield name, file.get_tensor(name)
+
+
+def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int) -> list[Version]:
+    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
+
+    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
+    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
+    trained (docs/benchmarks/bus.md).
+    """
+    made: list[Version] = [{} for _ in range(count)]
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in read(folder):
+        weight = torch.nn.Parameter(tensor.to(device=device, dtype=torch.float32))
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        weight.grad = torch.empty_like(weight)
+        for step in range(1, before + count):
+            weight.grad.normal_(generator=generator)
+            optimizer.step()
+            if step >= before:
+                made[step - before][name] = weight.detach().to(torch.bfloat16)
+    return made
+
+
+def density(old: Version, new: Version) -> float:
+    """Share of elements whose bits differ."""
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
+    return changed / sum(tensor.numel() for tensor in new.values())
+
+
+def main() -> int:
+    """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.model", description=__doc__)
+    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder to make; left alone if it is there")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    made = make(args.shape, args.out, args.seed)
+    sys.stdout.write(f"{args.out}: {'made' if made else 'there already'}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,368 @@
+"""`python -m scripts.bench pipeline --configs 0.6B@1:1,0.6B@1:3`: how well rollouts, training and broadcast overlap.
+
+Each case starts the processes of a run once (replay, rollout servers, learner ranks) on random weights of a shape,
+with answers of forced lognormal lengths, and measures in that one run
+
+    T_roll    a step with everything but the update: rollouts, admission and publications alone
+    T_step    a step as it is, rollouts and training at the same time
+    T_train   an update alone, on the batches of T_step, with the engines standing still
+
+and eta = max(T_roll, T_train) / T_step: 1 means that the shorter side and the broadcast are hidden whole. After the
+run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against. Where the answers'
+lengths, the batch or the split are not yours, take --median, --cap, --groups or --configs.
+
+Standard output gets markdown tables, and as its last line one object of JSON (of several cases: {"results": [...]}).
+`--device cpu --quick` does all of it with a tiny model, the torch engine and gloo, in less than a minute.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from configs.loading import ConfigError, apply_override, validate
+from configs.placement import PlacementError
+from configs.schema import Config
+from learner.launch.launcher import Launcher
+from learner.launch.servers import RunFailed
+from learner.report.metrics import MetricsError
+from scripts.bench import core
+from scripts.bench.broadcast import raw_broadcast
+from scripts.bench.core import CaseFailed, ask_gpus, say, table, tail, write_json
+from scripts.bench.model import SHAPES, write_prompts
+from scripts.bench.numbers import result_of, with_raw, with_stream
+from scripts.bench.train import RESULT, Finished, Plan
+from scripts.chaos.report import conclude
+
+STREAM_LAG = 8
+MODEL_LIMIT_S = 240.0
+MEMORY_EVERY_S = 2.0
+DEFAULTS = {
+    "prompt": (256, 16),
+    "median": (512, 24),
+    "sigma": (0.7, 0.5),
+    "cap": (2048, 64),
+    "groups": (32, 4),
+    "group_size": (8, 4),
+    "steps": (6, 4),
+    "max_running": (512, 64),
+    "microbatch": (16384, 1024),
+    "bucket_mib": (512, 0.125),
+}
+"""Of the options that --quick changes: without it, with it."""
+
+
+class TimeUp(RunFailed):
+    """The run did not end within --limit-s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of the table: a shape, and devices for rollout servers and learner ranks."""
+
+    shape: str
+    rollout: int
+    learner: int
+
+    def __str__(self) -> str:
+        return f"{self.shape}@{self.rollout}:{self.learner}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        """`0.6B@1:3`. Raises ValueError."""
+        match = re.fullmatch(r"([\w.]+)@(\d+):(\d+)", text.strip())
+        if match is None or match[1] not in SHAPES:
+            known = ", ".join(SHAPES)
+            raise ValueError(f"--configs {text!r}: expected SHAPE@R:L, such as 0.6B@1:3, with one of {known}")
+        return cls(match[1], int(match[2]), int(match[3]))
+
+
+@dataclass(slots=True)
+class Watcher:
+    """In the place of the live view: keeps the servers' gauges, and ends a run that takes too long."""
+
+    limit_s: float
+    started: float = field(default_factory=time.monotonic)
+    gauges: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
+    """Of each rollout server after each of its weight updates, by (name, updates)."""
+    idle: list[tuple[int, float]] = field(default_factory=list)
+    """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
+    used_mib: dict[int, int] = field(default_factory=dict)
+    """Peak of each GPU."""
+    step: int = 0
+    death: str = ""
+    _memory_at: float = 0.0
+    _status: Mapping[str, Any] | None = None
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Called by the launcher ten times a second.
+
+        Raises:
+            RunFailed: a rollout server has died, or the time is up.
+        """
+        self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
+        if status is not self._status:
+            self._status = status
+            self._keep(status or {})
+        now = time.monotonic()
+        if now - self._memory_at > MEMORY_EVERY_S:
+            self._memory_at = now
+            for line in ask_gpus("index,memory.used"):
+                index, used = line.split(",")
+                if used.strip().isdigit():
+                    self.used_mib[int(index)] = max(int(used), self.used_mib.get(int(index), 0))
+        if self.death:
+            raise RunFailed(self.death)
+        if now - self.started > self.limit_s:
+            raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
+
+    def _keep(self, status: Mapping[str, Any]) -> None:
+        for peer in status.get("peers", []):
+            gauges = peer["gauges"]
+            if peer["role"] == "rollout_server" and "weight_updates" in gauges:
+                self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
+                self.idle.append((self.step + 1, gauges["idle_ratio"]))
+
+    def event(self, text: str) -> None:
+        """A child died: the numbers of a run without it would be of another case."""
+        if "died" in text:
+            self.death = text
+
+
+def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
+    """The configuration of one run. Raises ConfigError when the options do not fit together."""
+    cuda = options.device == "cuda"
+    dtype = "bfloat16" if cuda else "float32"
+    tree: dict[str, Any] = {
+        "run": {"name": name, "dir": str(options.work / "runs"), "seed": options.seed},
+        "model": {"path": str(options.work / "models" / case.shape)},
+        "data": {"train": str(prompts_of(options, case)), "max_prompt_tokens": options.prompt, "shuffle": False},
+        "reward": {"function": f"{core.__file__}:spread"},
+        "rollout": {
+            "engine": "sglang" if cuda else "torch",
+            "group_size": options.group_size,
+            "groups_per_step": options.groups,
+            "max_new_tokens": options.cap,
+            "max_running": options.max_running,
+            "dtype": dtype,
+            "restarts": 0,
+        },
+        "replay": {"async_lag": STREAM_LAG if stream else options.lag},
+        "learner": {
+            "total_steps": plan_of(options, stream).total_steps,
+            "lr": 1e-6,
+            "warmup_steps": 0,
+            "max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap),
+            "compute_dtype": dtype,
+            "batch_deadline_s": options.limit_s,
+        },
+        "evaluation": {"every_steps": 0},
+        "weight_bus": {
+            "backend": "nccl" if cuda else "gloo",
+            "bucket_bytes": int(options.bucket_mib * 2**20),
+            "deadline_s": 60.0,
+            "collective_timeout_s": 30.0,
+        },
+        "network": {"silent_after_s": 60.0, "heartbeat_s": 0.5},
+        "placement": {"device": options.device, "split": f"{case.rollout}:{case.learner}"},
+        "tracking": {"live": "off", "plot": False},
+        "limits": {"flat_reward_steps": 0},
+    }
+    for override in options.set:
+        apply_override(tree, override)
+    return validate(tree, f"the settings of {case}")
+
+
+def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
+    """The phases of the main run, or of the run without an admission barrier."""
+    full = 0 if stream else options.steps
+    return Plan(warmup=options.warmup, idle=options.steps, full=full, train=full, quiet_s=options.quiet_s)
+
+
+def make_model(options: argparse.Namespace, case: Case) -> None:
+    """The folder of the case's shape, made on first use. Raises CaseFailed."""
+    folder = options.work / "models" / case.shape
+    if (folder / "config.json").is_file():
+        return
+    command = [sys.executable, "-m", "scripts.bench.model", "--shape", case.shape, "--out", str(folder)]
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MODEL_LIMIT_S)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseFailed(f"the model of shape {case.shape} was not written within {MODEL_LIMIT_S:g} s") from expired
+    if done.returncode:
+        raise CaseFailed(f"the model of shape {case.shape} cannot be written: {tail(done.stderr)}")
+    say(f"model of shape {case.shape}: {time.monotonic() - started:.1f} s")
+
+
+def num_prompts(options: argparse.Namespace) -> int:
+    """Prompts for all steps and what is in flight at the end, none of them twice."""
+    lag = max(options.lag, STREAM_LAG if options.stream else 0)
+    return int(options.groups * (plan_of(options).total_steps + 2 + lag))
+
+
+def prompts_of(options: argparse.Namespace, case: Case) -> Path:
+    """Where the prompts of a case are."""
+    return Path(options.work / f"prompts-{case.shape}-{options.prompt}-{num_prompts(options)}.jsonl")
+
+
+def make_data(options: argparse.Namespace, case: Case) -> None:
+    """The prompts, made on first use."""
+    path = prompts_of(options, case)
+    if not path.is_file():
+        beside = path.with_suffix(f".{os.getpid()}.new")
+        beside.parent.mkdir(parents=True, exist_ok=True)
+        sizes = {"vocab": SHAPES[case.shape]["vocab_size"], "num_tokens": options.prompt}
+        write_prompts(beside, **sizes, count=num_prompts(options), seed=options.seed)
+        beside.replace(path)
+
+
+def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
+    """Start all processes, run all phases, end all processes. Raises CaseFailed, ConfigError."""
+    make_model(options, case)
+    make_data(options, case)
+    suffix = "-stream" if stream else ""
+    name = f"{case.shape}-{case.rollout}-{case.learner}{suffix}-{time.time_ns() // 1_000_000}-{os.getpid()}"
+    config = config_of(options, case, name=name, stream=stream)
+    servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
+    modules: dict[str, Any] = {"learner_module": "scripts.bench.train", "server_command": servers}
+    watcher = Watcher(options.limit_s)
+    try:
+        launcher = Launcher(config, False, watcher, **modules)  # type: ignore[arg-type]  # it asks no more of a view
+    except PlacementError as error:
+        raise CaseFailed(str(error)) from error
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True)
+    run = Finished(options, config, plan_of(options, stream), watcher)
+    run.plan.write(run_dir)
+    try:
+        launcher.start()
+        launcher.watch()
+        launcher.leave()
+        learner = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+        return replace(run, learner=learner, seconds=time.monotonic() - watcher.started)
+    except TimeUp as late:
+        cut_short = replace(run, seconds=options.limit_s, cut_short=str(late))
+        return what_there_is(cut_short, CaseFailed(str(late), log_tails(run_dir)))
+    except (RunFailed, PlacementError, OSError, ValueError) as error:
+        raise CaseFailed(str(error), log_tails(run_dir)) from error
+    finally:
+        launcher.stop()
+
+
+def what_there_is(run: Finished, error: CaseFailed) -> Finished:
+    """What a run had measured when its time was over. Raises the error where that is too little for the table."""
+    result = Path(run.config.run_dir) / RESULT
+    if not result.is_file():
+        raise error
+    run = replace(run, learner=json.loads(result.read_text(encoding="utf-8")))
+    if len(run.measured("idle")) < 2 or len(run.measured("full")) < 2:
+        raise error
+    return run
+
+
+def log_tails(run_dir: Path) -> str:
+    """The last lines of every process's log."""
+    paths = sorted((run_dir / "logs").glob("*.log"))
+    return "\n".join(f"--- {path}\n{tail(path.read_text(encoding='utf-8', errors='replace'))}" for path in paths)
+
+
+def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """All numbers of one case; what failed is in `error`, or in `raw_error` and `stream_error` beside the rest."""
+    steps = plan_of(options)
+    say(f"{case}: {steps.total_steps} steps, then {steps.train} updates alone")
+    try:
+        result = result_of(str(case), run := run_case(options, case))
+    except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
+        say_logs(error)
+        return {"config": str(case), "error": f"{type(error).__name__}: {error}"}
+    try:
+        if result["bus_bytes"]:
+            result = with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
+    except CaseFailed as error:
+        result["raw_error"] = str(error)
+    if options.stream:
+        try:
+            result = with_stream(result, run_case(options, case, stream=True))
+        except (CaseFailed, KeyError) as error:
+            say_logs(error)
+            result["stream_error"] = str(error)
+    return result
+
+
+def say_logs(error: Exception) -> None:
+    """The last lines of the processes of a case that failed."""
+    if isinstance(error, CaseFailed) and error.logs:
+        say(f"last lines of the logs:\n{error.logs}")
+
+
+def append(path: Path, result: dict[str, Any]) -> None:
+    """Add one result to a JSON file that holds a list."""
+    write_json(path, [*(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), result])
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """The options of the command. Exits on what cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench pipeline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny shape, short answers, few steps")
+    parser.add_argument("--configs", help="cases in order, such as 0.6B@1:1,1.7B@2:2 (SHAPE@ROLLOUT:LEARNER)")
+    parser.add_argument("--shape", choices=list(SHAPES), help="shape of the only case (default: tiny with --quick)")
+    parser.add_argument("--split", default="1:1", help="R:L of the only case (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, help="tokens of every prompt")
+    parser.add_argument("--median", type=int, help="median of the answers' lognormal lengths")
+    parser.add_argument("--sigma", type=float, help="deviation of the logarithm of the lengths")
+    parser.add_argument("--cap", type=int, help="longer answers are cut here")
+    parser.add_argument("--groups", type=int, help="groups in a step")
+    parser.add_argument("--group-size", type=int, help="answers in a group")
+    parser.add_argument("--lag", type=int, default=1, help="bound of the lag (default: %(default)s)")
+    parser.add_argument("--steps", type=int, help="counted steps of each phase")
+    parser.add_argument("--warmup", type=int, default=2, help="whole steps before (default: %(default)s)")
+    parser.add_argument("--max-running", type=int, help="answers that an engine decodes at once")
+    parser.add_argument("--microbatch", type=int, help="tokens of a microbatch")
+    parser.add_argument("--bucket-mib", type=float, help="size of one broadcast")
+    parser.add_argument("--stream", action="store_true", help="also T_stream: rollouts at lag 8, in a run of its own")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="of one run (default: %(default)s)")
+    parser.add_argument("--quiet-s", type=float, default=60.0, help="wait for the engines before T_train, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="models, prompts and run folders")
+    parser.add_argument("--out", type=Path, help="JSON file that every result is appended to")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
+    args = parser.parse_args(argv)
+    for name, values in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, values[args.quick])
+    shape = args.shape or ("tiny" if args.quick else "0.6B")
+    args.work = args.work.absolute()
+    if args.steps < 1 or args.warmup < 1:
+        parser.error("--steps and --warmup: at least 1 each")
+    try:
+        return args, [Case.parse(text) for text in (args.configs or f"{shape}@{args.split}").split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def command(argv: Sequence[str]) -> int:
+    """Command line; 1 when a case has no result."""
+    options, cases = parse(argv)
+    results = []
+    for case in cases:
+        result = measure(options, case)
+        results.append(result)
+        if options.out is not None:
+            append(options.out, result)
+        for key in ("error", "raw_error", "stream_error"):
+            if key in result:
+                say(f"{case}: {key}: {result[key]}")
+    sys.stdout.write(table(results, "config") + "\n\n")
+    good = not any("error" in result for result in results)
+    return conclude(results[0] if len(results) == 1 else {"results": results}, (), in_order=good)

@@ -1,0 +1,324 @@
+"""`python -m scripts.bench replay`: what the data plane costs, in tokens per CPU-second of the replay process.
+
+Starts the real replay process (`python -m replay.main`), simulated rollout servers that answer every lease with a
+prepared group (lognormal lengths, median 2k, groups of 8, a version a token), and a learner rank that takes and commits
+every batch. Counted are the CPU seconds of the replay process alone, all its threads, from /proc; producers and learner
+are other processes. A token is counted once, when its step is committed: it was then received, decoded, checked,
+journalled, put into a batch and sent out.
+
+    python -m scripts.bench replay                    all cases: CURVE, fsync, 1 to 1,000 producers, memory
+    python -m scripts.bench replay --quick            the same cases, short ones: under a minute
+    python -m scripts.bench replay --minutes 10       the main case alone, for that long: does memory grow?
+    python -m scripts.bench replay --profile          the main case under cProfile: what the main thread does
+
+Standard output gets a table and, as its last line, one object of JSON with the main case's `tokens_per_cpu_second`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import pstats
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import zmq
+
+from configs.loading import ConfigError, dump
+from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, write_files
+from scripts.bench.core import (
+    CaseFailed,
+    Cost,
+    Processes,
+    cost_of,
+    resident_bytes,
+    say,
+    table,
+    write_json,
+    written_bytes,
+)
+from scripts.bench.load import ALL_STOP, LEARNER_STOPS, RUN_ID, Board
+from scripts.chaos.report import conclude
+
+READY = "replay ready at "
+LOOK_S = 0.002
+SAMPLE_S = 1.0
+END_S = 15.0
+SETTLE_S = 1.0
+IDLE_S = 3.0
+COUNTED = ("steps", "tokens", "batch_bytes", "groups", "group_tokens", "group_bytes")
+CURVE_POINTS = 60
+MIB = 2**20
+PROFILE_LINES = 40
+# ---- processes ------------------------------------------------------------------------------------------
+
+
+class Running(Processes):
+    """The processes of a case, and the counters that they share."""
+
+    def __init__(self, options: argparse.Namespace, case: Case) -> None:
+        super().__init__(options.work / "case")
+        self.options, self.case = options, case
+        self.board = Board(self.folder / "board", create=True)
+        self.board["hold"] = int(case.hold)
+
+    def check(self, *, may_end: bool = False) -> None:
+        """Raises CaseFailed when a process has ended or a group was not accepted."""
+        super().check(may_end=may_end)
+        if self.board["refused"]:
+            raise CaseFailed("replay refused what producers sent", self.logs())
+
+    def start_all(self) -> None:
+        """Replay, producers that are all welcome, a learner that has joined."""
+        options, folder, python = self.options, self.folder, sys.executable
+        family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
+        profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
+        self.start("replay", [python, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
+        self.wait("replay to be ready", lambda: READY in self.log("replay"))
+        address = self.log("replay").partition(READY)[2].split()[0]
+        count = self.case.producers
+        job = {"parent": os.getpid(), "address": address, "count": count, "load": asdict(options.load)}
+        job["checkpoint_every"] = options.checkpoint_every
+        load = [python, "-m", "scripts.bench.load"]
+        self.start("producers", [*load, "producers", str(folder), json.dumps(job)])
+        self.wait(f"{count} producers to join", lambda: self.board["joined"] == count)
+        if self.case.hold:
+            time.sleep(SETTLE_S)
+            self.board["resting_bytes"] = resident_bytes(self.pid("replay"))
+        self.start("learner", [*load, "learner", str(folder), json.dumps(job)])
+
+    def wait(self, what: str, done: Any) -> None:
+        """See `wait_until`; within --limit-s."""
+        self.wait_until(what, done, self.options.limit_s, look_s=LOOK_S)
+
+    def end_all(self) -> None:
+        """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
+        for name, stage in (("learner", LEARNER_STOPS), ("replay", LEARNER_STOPS), ("producers", ALL_STOP)):
+            self.board["stop"] = stage
+            self.wait_for_end(name, END_S)
+
+
+@contextmanager
+def started(options: argparse.Namespace, case: Case) -> Iterator[Running]:
+    """A case that runs; everything ends with the block."""
+    folder = options.work / "case"
+    for old in (folder, options.work / "runs"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(config_of(options, case)), encoding="utf-8")
+    try:
+        with Running(options, case) as running:
+            running.start_all()
+            yield running
+            running.end_all()
+    finally:
+        shutil.rmtree(options.work / "runs", ignore_errors=True)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------
+
+
+def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """All numbers of one case. Raises CaseFailed and ConfigError."""
+    with started(options, case) as running:
+        return _held(running) if case.hold else _flow(running)
+
+
+def named(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+    """The result of a case with what the case is."""
+    return {"case": str(case), **asdict(case), **found}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Everything that is counted, at the moment of a commit."""
+
+    at: float
+    cost: Cost
+    written: int
+    counts: dict[str, int]
+
+    @classmethod
+    def at_next_commit(cls, running: Running) -> "Reading":
+        """Read when a step has just been committed, so that a window holds whole steps."""
+        step = running.board["steps"]
+        running.wait("a commit", lambda: running.board["steps"] > step)
+        pid = running.pid("replay")
+        return cls(time.monotonic(), cost_of(pid), written_bytes(pid), running.board.read(COUNTED))
+
+
+def _flow(running: Running) -> dict[str, Any]:
+    """Full load for `seconds`."""
+    options = running.options
+    warm = options.warmup_steps
+    running.wait(f"step {warm}", lambda: running.board["steps"] >= warm)
+    before = Reading.at_next_commit(running)
+    resident: list[int] = []
+    while time.monotonic() < before.at + options.seconds:
+        running.check()
+        resident.append(resident_bytes(running.pid("replay")))
+        time.sleep(min(SAMPLE_S, options.seconds / 4))
+    return flow_of(before, Reading.at_next_commit(running), resident, options.load)
+
+
+def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) -> dict[str, Any]:
+    """What lies between two readings."""
+    cost, seconds = after.cost.since(before.cost), after.at - before.at
+    counts = {field: after.counts[field] - before.counts[field] for field in COUNTED}
+    tokens = counts["tokens"]
+    return {
+        "seconds": round(seconds, 2),
+        "steps": counts["steps"],
+        "tokens": tokens,
+        "tokens_per_cpu_second": round(tokens / cost.total),
+        "groups_per_cpu_second": round(counts["steps"] * load.groups_per_step / cost.total, 1),
+        "tokens_per_second": round(tokens / seconds),
+        "cpu_seconds": round(cost.total, 2),
+        "cpu_seconds_main": round(cost.main, 2),
+        "cpu_seconds_zmq_io": round(cost.zmq_io, 2),
+        "cpu_seconds_other": round(cost.total - cost.main - cost.zmq_io, 2),
+        "cpu_seconds_system": round(cost.system, 2),
+        "bytes_per_token_in": round(counts["group_bytes"] / counts["group_tokens"], 2),
+        "bytes_per_token_out": round(counts["batch_bytes"] / tokens, 2),
+        "bytes_per_token_written": round((after.written - before.written) / tokens, 2),
+        **memory(resident),
+    }
+
+
+def memory(resident: list[int]) -> dict[str, Any]:
+    """Whether resident memory grows: means of the quarters of the window, in MiB, and the last against the second."""
+    quarter = max(1, len(resident) // 4)
+    parts = [resident[i * quarter : (i + 1) * quarter] or resident[-quarter:] for i in range(4)]
+    means = [round(sum(part) / len(part) / MIB, 1) for part in parts]
+    step = max(1, len(resident) // CURVE_POINTS)
+    return {
+        "rss_mib_max": round(max(resident) / MIB, 1),
+        "rss_mib_by_quarter": means,
+        "rss_mib_growth": round(means[3] - means[1], 1),
+        "rss_mib_curve": [round(value / MIB, 1) for value in resident[::step]],
+    }
+
+
+def _held(running: Running) -> dict[str, Any]:
+    """Memory of a full buffer over the bytes of the groups in it."""
+    full = (running.case.lag + 1) * running.options.load.groups_per_step
+    running.wait(f"{full} groups", lambda: running.board["groups"] == full)
+    time.sleep(SETTLE_S)
+    pid = running.pid("replay")
+    resting, held, queued = running.board["resting_bytes"], resident_bytes(pid), running.board["group_bytes"]
+    before, began = cost_of(pid), time.monotonic()
+    time.sleep(IDLE_S)
+    idle = cost_of(pid).since(before).total / (time.monotonic() - began)
+    return held_of(full, queued, resting, held, idle)
+
+
+def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> dict[str, Any]:
+    """Bytes of groups that came, resident memory without and with them, and CPU seconds a second at rest."""
+    return {
+        "groups": groups,
+        "queued_mib": round(queued / MIB, 1),
+        "rss_mib_empty": round(resting / MIB, 1),
+        "rss_mib_full": round(held / MIB, 1),
+        "memory_over_queued": round((held - resting) / queued, 3),
+        "idle_cpu_ms_per_second": round(1000 * idle, 1),
+    }
+
+
+# ---- the report -----------------------------------------------------------------------------------------
+
+
+def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
+    """The last line: the main case at the top, all of them in `results`."""
+    top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
+    held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
+    return {
+        **{key: results[0][key] for key in top if key in results[0]},
+        **({"memory_over_queued": held[0]} if held else {}),
+        "profiled": profiled,
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "versions": {
+            "python": platform.python_version(),
+            "pyzmq": zmq.__version__,
+            "libzmq": zmq.zmq_version(),
+            "numpy": np.__version__,
+            "msgpack": ".".join(map(str, msgpack.version)),
+        },
+        "results": results,
+    }
+
+
+def cpu_name() -> str:
+    """Model name of the processor, from /proc/cpuinfo."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+# ---- the command ----------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
+    """The options of the command. Exits on what cannot be used."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under a minute")
+    parser.add_argument("--minutes", type=float, help="the main case alone, for so long")
+    parser.add_argument("--seconds", type=float, help="of each case (default: 20; with --quick 2)")
+    parser.add_argument("--profile", action="store_true", help="the main case alone, under cProfile")
+    parser.add_argument("--producers", type=int, help="one case: so many producers")
+    parser.add_argument("--no-curve", action="store_true", help="one case: without keys")
+    parser.add_argument("--fsync", choices=["every", "interval", "never"], help="one case: replay.fsync")
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps (default: %(default)s)")
+    parser.add_argument("--limit-s", type=float, default=120.0, help="of every wait (default: %(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench-replay"), help="model, prompts, keys and run")
+    parser.add_argument("--out", type=Path, help="JSON file for the report")
+    args = parser.parse_args(argv)
+    cases = QUICK_CASES if args.quick else CASES
+    if args.minutes or args.profile or args.producers or args.no_curve or args.fsync:
+        producers = args.producers if args.producers is not None else MAIN.producers
+        cases = [Case(producers=producers, curve=not args.no_curve, fsync=args.fsync or MAIN.fsync)]
+    seconds = args.seconds or (60 * args.minutes if args.minutes else 2.0 if args.quick else 20.0)
+    if not seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:
+        parser.error("--seconds, --minutes, --checkpoint-every and --producers: more than 0 each")
+    args.load = QUICK_LOAD if args.quick else Load()
+    args.work, args.seconds, args.warmup_steps = args.work.absolute(), seconds, 4 if args.quick else 10
+    return args, cases
+
+
+def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """The result of a case; one that failed has an `error`."""
+    say(str(case))
+    try:
+        return named(case, run_case(options, case))
+    except (CaseFailed, ConfigError) as error:
+        say(f"{error}\n{getattr(error, 'logs', '')}")
+        return {"case": str(case), "error": str(error).splitlines()[0]}
+
+
+def command(argv: Sequence[str]) -> int:
+    """Command line; 1 when a case has no result."""
+    options, cases = parse(argv)
+    write_files(options)
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        results.append(measure(options, case))
+        if options.out is not None:
+            write_json(options.out, report(results, options.profile))
+    if options.profile and "error" not in results[0]:
+        stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
+        stats.sort_stats("tottime").print_stats(PROFILE_LINES)
+    sys.stdout.write(table(results, "case") + "\n\n")
+    good = not any("error" in result for result in results)
+    return conclude(report(results, options.profile), (), in_order=good)

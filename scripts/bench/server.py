@@ -1,0 +1,219 @@
+"""`python -m scripts.bench.server --median 512 --sigma 0.7 ...`: a rollout server whose answers have forced lengths.
+
+Lengths are lognormal and follow from the lease's seed; no token stops an answer. In SGLang one request at a time is a
+probe: it reports every token, and the gaps between its tokens say what an update costs running requests.
+"""
+
+import argparse
+import asyncio
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from configs.schema import Config
+from replay import messages as m
+from replay.prompts import stream_seed
+from rollout_server import main as rollout_server
+from rollout_server.engines import Completion, Engine, EngineError, Health, Partial, Sampling, build_engine
+from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.engines.sglang.requests import Part, quantile
+from rollout_server.generate import Generator
+from rollout_server.progress import prefixes_of
+
+PART = "#"
+"""Separates a lease's request id from the answer's number: here each answer is a request of its own."""
+KEPT = 4096
+
+
+def forced_length(seed: int, index: int, *, median: int, sigma: float, limit: int) -> int:
+    """Length in tokens of answer `index` of the lease with this seed: lognormal, in [1, limit].
+
+    Example: median 512, sigma 0.7 and limit 2048 give lengths of mean 638; 2.4 % of them are cut at 2048.
+    """
+    drawn = float(np.random.default_rng([seed, index]).lognormal(math.log(median), sigma))
+    return max(1, min(limit, round(drawn)))
+
+
+@dataclass(frozen=True)
+class ForcedLengths(Generator):
+    """Samples each answer of a lease as a request of its own, with the length that its seed gives it."""
+
+    median: int = 512
+    sigma: float = 0.7
+    _ended: dict[str, Completion] = field(default_factory=dict)
+    """By request, while others of the lease run: the engine has forgotten them by then."""
+
+    async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
+        """See `Generator.sample`."""
+        names = self._names(request_id)
+        prefixes = prefixes_of(lease, len(names))
+
+        async def run(index: int, name: str) -> Completion:
+            given = [prefixes[index]] if prefixes is not None else None
+            sampling = self._forced(lease.seed, index)
+            (found,) = await self.engine.generate(prompt_ids, sampling, 1, request_id=name, prefixes=given)
+            self._ended[name] = found
+            return found
+
+        try:
+            return await asyncio.gather(*(run(index, name) for index, name in enumerate(names)))
+        except EngineError:
+            self.abort(request_id)  # or the others of the lease would run on
+            raise
+        finally:
+            for name in names:
+                self._ended.pop(name, None)
+
+    def _names(self, request_id: str) -> list[str]:
+        return [f"{request_id}{PART}{index}" for index in range(self.config.rollout.group_size)]
+
+    def _forced(self, seed: int, index: int) -> Sampling:
+        limit = self.config.rollout.max_new_tokens
+        length = forced_length(seed, index, median=self.median, sigma=self.sigma, limit=limit)
+        return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
+
+    def abort(self, request_id: str) -> None:
+        """See `Generator.abort`."""
+        for name in self._names(request_id):
+            self.engine.abort(name)
+
+    def running_tokens(self) -> Mapping[str, int]:
+        """See `Generator.running_tokens`; tokens of answers that have ended no longer count."""
+        counts: dict[str, int] = {}
+        for name, tokens in self.engine.running_tokens().items():
+            lease = name.partition(PART)[0]
+            counts[lease] = counts.get(lease, 0) + tokens
+        return counts
+
+    def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
+        """See `Generator.progress`."""
+        if request_id in self._sampled:
+            return super().progress(request_id, since)
+        found: list[Partial] = []
+        for name, first in zip(self._names(request_id), since, strict=True):
+            if name in self._ended:
+                found.append(Partial.of(self._ended[name]).since(first))
+            else:
+                found += self.engine.progress(name, [first]) or [Partial()]
+        return found
+
+
+class TokenGaps:
+    """Gaps between two tokens of the probe; those that an update fell into stand apart."""
+
+    def __init__(self) -> None:
+        self._probe = ""
+        self._last: float | None = None
+        self._gaps: deque[float] = deque(maxlen=KEPT)
+        self._pauses: deque[float] = deque(maxlen=KEPT)
+        self._resumed = False
+
+    def is_probe(self, rid: str) -> bool:
+        """Whether this request reports every token."""
+        return rid == self._probe
+
+    def claim(self, rid: str) -> bool:
+        """Make a request the probe where there is none."""
+        if self._probe:
+            return False
+        self._probe, self._last = rid, None
+        return True
+
+    def release(self) -> None:
+        """The probe has ended."""
+        self._probe, self._last = "", None
+
+    def token(self, now: float) -> None:
+        """A token of the probe has arrived."""
+        if self._last is not None:
+            (self._pauses if self._resumed else self._gaps).append(now - self._last)
+        self._resumed, self._last = False, now
+
+    def resume(self) -> None:
+        """The engine goes on after an update: the next gap holds it."""
+        self._resumed = self._last is not None
+
+    def detail(self) -> dict[str, float]:
+        """Milliseconds: the median gap, and gaps over an update less that."""
+        median = quantile(self._gaps, 0.5)
+        pauses = [max(0.0, gap - median) for gap in self._pauses]
+        return {
+            "token_gap_ms_p50": 1e3 * median,
+            "pause_ms_p50": 1e3 * quantile(pauses, 0.5),
+            "pause_ms_p99": 1e3 * quantile(pauses, 0.99),
+            "pause_ms_max": 1e3 * max(pauses, default=0.0),
+            "pause_ms_last": 1e3 * (pauses[-1] if pauses else 0.0),
+            "pause_samples": float(len(pauses)),
+        }
+
+
+class ProbedProcess(SGLangProcess):
+    """SGLang with one request at a time that reports every token; the others report every so many."""
+
+    def __init__(self, config: Config, *, gaps: TokenGaps) -> None:
+        self._gaps = gaps
+        super().__init__(config)
+
+    def sampling_parameters(self, part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
+        """See `SGLangProcess.sampling_parameters`."""
+        interval = {"stream_interval": 1} if self._gaps.is_probe(part.rid) else {}
+        return super().sampling_parameters(part, sampling, new_tokens) | interval
+
+    async def generate(
+        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
+    ) -> AsyncIterator[dict[str, Any]]:
+        """See `SGLangProcess.generate`."""
+        probe = self._gaps.claim(part.rid)
+        try:
+            async for output in super().generate(part, token_ids, sampling, new_tokens):
+                if probe:
+                    self._gaps.token(time.monotonic())
+                yield output
+        finally:
+            if probe:
+                self._gaps.release()
+
+    async def resume(self) -> None:
+        """See `SGLangProcess.resume`."""
+        await super().resume()
+        self._gaps.resume()
+
+
+class ProbedEngine(SGLangEngine):
+    """SGLang whose health has what updates cost the probe."""
+
+    def __init__(self, config: Config) -> None:
+        self._gaps = TokenGaps()
+        super().__init__(config, partial(ProbedProcess, gaps=self._gaps))
+
+    async def health(self) -> Health:
+        """See `Engine.health`."""
+        found = await super().health()
+        return replace(found, detail={**found.detail, **self._gaps.detail()})
+
+
+def make_engine(config: Config) -> Engine:
+    """The configuration's engine, probed where it is SGLang."""
+    return build_engine(config, sglang=ProbedEngine)
+
+
+def main() -> int:
+    """Entry point; all other arguments are those of rollout_server.main."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.server", add_help=False, allow_abbrev=False)
+    parser.add_argument("--median", type=int, required=True, help="of the lengths, in tokens")
+    parser.add_argument("--sigma", type=float, required=True, help="of their logarithm")
+    args, others = parser.parse_known_args()
+    generator = partial(ForcedLengths, median=args.median, sigma=args.sigma)
+    return rollout_server.main(others, rollout_server.Parts(make_engine, generator))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
