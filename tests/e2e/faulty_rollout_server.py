@@ -16,7 +16,7 @@ import torch
 
 from rollout_server import main as rollout_main
 from rollout_server.engines.torch.engine import TorchEngine
-from weight_bus import subscriber as subscriber_module
+from weight_bus import Subscriber
 from weight_bus.transports import make_transport
 
 fault, ordinal = sys.argv[1], int(sys.argv[2])
@@ -43,8 +43,11 @@ class FaultyTransport:
             bucket[len(bucket) // 3] ^= 0x10
 
 
-class CountingSubscriber(subscriber_module.Subscriber):
-    """Counts the versions that are sent."""
+class FaultySubscriber(Subscriber):
+    """Counts the versions that are sent, and receives them over the faulty transport."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings, transport_factory=FaultyTransport)
 
     def _handle(self, message, engine):
         if type(message).__name__ == "Begin" and message.version not in seen:
@@ -70,7 +73,6 @@ async def load_and_flip(self, named_tensors, new_version):
 
 
 TorchEngine.load = load_and_flip
-subscriber_module.make_transport = FaultyTransport
 
 if __name__ == "__main__":
-    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=CountingSubscriber)))
+    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=FaultySubscriber)))
