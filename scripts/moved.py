@@ -14,6 +14,7 @@ MOVED = {
     "scripts.bus_corruption": "scripts.chaos weights flips",
     "scripts.bus_faults": "scripts.chaos bus",
     "scripts.elastic": "scripts.chaos elastic",
+    "scripts.fuzz": "tests.security.fuzz",
     "scripts.exact_resume": "scripts.chaos resume",
     "scripts.check_export": "learner.report.check_export",
     "scripts.lag_report": "learner.report.lag",

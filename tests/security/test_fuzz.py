@@ -11,10 +11,10 @@ import pytest
 from replay import messages as m
 from replay.channel import WireError, decode
 from replay.channel.frames import encode
-from scripts import fuzz
-from scripts.fuzzing import worker
-from scripts.fuzzing.mutations import Mutator, seal
-from scripts.fuzzing.samples import Samples
+from tests.security.fuzz import __main__ as fuzz
+from tests.security.fuzz import worker
+from tests.security.fuzz.mutations import Mutator, seal
+from tests.security.fuzz.samples import Samples
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER
 
 EVERY = {"to replay": m.TO_REPLAY, "from replay": m.FROM_REPLAY, "to bus": TO_PUBLISHER, "from bus": TO_SUBSCRIBER}

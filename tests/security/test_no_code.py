@@ -47,7 +47,6 @@ ALLOWED = {
     ("rollout_server/rewards/loading.py", "importlib.util.spec_from_file_location"): "reward.function, named by a file",
     ("rollout_server/rewards/loading.py", "description.loader.exec_module"): "reward.function, named by a file",
     ("rollout_server/engines/sglang/cpu.py", "importlib.import_module"): "packages of a table in that file",
-    ("scripts/fuzzing/worker.py", "importlib.import_module"): "targets of a table in that file",
 }
 """(file, what): why it may. Each is needed: test_every_exception_is_used."""
 

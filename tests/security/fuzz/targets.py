@@ -22,7 +22,7 @@ from replay.channel.frames import Message, Registry, encode
 from replay.prompts import PromptSource
 from replay.serve import flush, take_in
 from replay.service import Service
-from scripts.fuzzing.samples import GROUP_SIZE, PROMPTS
+from tests.security.fuzz.samples import GROUP_SIZE, PROMPTS
 
 HOST = "127.0.0.1"
 RUN = "fuzz"

@@ -7,7 +7,7 @@ from typing import Any
 from learner.batches import BatchReader, RunEnded
 from replay import messages as m
 from replay.channel import ChannelError
-from scripts.fuzzing.targets import PATIENCE_S, FakeServer, Vanished, config
+from tests.security.fuzz.targets import PATIENCE_S, FakeServer, Vanished, config
 
 
 class LearnerTarget:

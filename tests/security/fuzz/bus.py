@@ -11,7 +11,7 @@ import zmq
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from scripts.fuzzing.targets import HOST, PATIENCE_S, RUN, FakeServer, Vanished, connected, discard
+from tests.security.fuzz.targets import HOST, PATIENCE_S, RUN, FakeServer, Vanished, connected, discard
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat

@@ -9,7 +9,7 @@ from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.server import RolloutServer, RunEnded
-from scripts.fuzzing.targets import PATIENCE_S, FakeServer, Vanished, config
+from tests.security.fuzz.targets import PATIENCE_S, FakeServer, Vanished, config
 
 
 class NoEngine:

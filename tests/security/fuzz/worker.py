@@ -1,4 +1,4 @@
-"""Attacks one target in a process of its own: `python -m scripts.fuzzing.worker --target replay --frames N --seed S`.
+"""Attacks one target in a process of its own: `python -m tests.security.fuzz.worker --target T --frames N --seed S`.
 
 Its last line is JSON: frames, messages, accepted (messages that their reader found whole), resealed (share of the
 mutated ones with a right checksum), unhandled (a list), rss_growth_bytes, cpu_s.
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from replay.channel.frames import encode
-from scripts.fuzzing.mutations import Mutator
-from scripts.fuzzing.samples import Samples
-from scripts.fuzzing.targets import RUN, Target
+from tests.security.fuzz.mutations import Mutator
+from tests.security.fuzz.samples import Samples
+from tests.security.fuzz.targets import RUN, Target
 
 TARGETS = {
-    "replay": "scripts.fuzzing.targets:ReplayTarget",
-    "rollout": "scripts.fuzzing.rollout:RolloutTarget",
-    "learner": "scripts.fuzzing.rank:LearnerTarget",
-    "publisher": "scripts.fuzzing.bus:PublisherTarget",
-    "subscriber": "scripts.fuzzing.bus:SubscriberTarget",
+    "replay": "tests.security.fuzz.targets:ReplayTarget",
+    "rollout": "tests.security.fuzz.rollout:RolloutTarget",
+    "learner": "tests.security.fuzz.rank:LearnerTarget",
+    "publisher": "tests.security.fuzz.bus:PublisherTarget",
+    "subscriber": "tests.security.fuzz.bus:SubscriberTarget",
 }
 BATCH = 64
 WARM = 0.2
@@ -124,7 +124,7 @@ def resident_bytes() -> int:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.fuzzing.worker", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.security.fuzz.worker", description=__doc__)
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
     parser.add_argument("--frames", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)

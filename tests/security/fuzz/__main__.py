@@ -1,7 +1,7 @@
-"""`python -m scripts.fuzz --frames 1000000 --seed 1`: what peers can send does not stop anybody.
+"""`python -m tests.security.fuzz --frames 1000000 --seed 1`: what peers can send does not stop anybody.
 
 Valid messages of every kind are changed (bits, lengths, frames, values, numbers, nesting, dtypes) and sent through real
-sockets to each kind of socket of a run, with the code behind it that reads it in a run (scripts/fuzzing/targets.py says
+sockets to each kind of socket of a run, with the code that reads it in a run behind it (targets.py says
 what that is). At least half of the changed messages carry the right checksum for what they became, so that what stands
 behind the checksum is reached.
 
@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.fuzzing.worker import TARGETS
+from tests.security.fuzz.worker import TARGETS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 CAP_BYTES = 64 * 1024 * 1024
 QUICK_FRAMES = 4000
 SECONDS_PER_FRAME = 0.005
@@ -36,7 +36,7 @@ TAIL = 2000
 
 def attack(target: str, frames: int, seed: int) -> dict[str, Any]:
     """Result of one process; `crash` says how it died, if it did."""
-    command = [sys.executable, "-m", "scripts.fuzzing.worker", "--target", target]
+    command = [sys.executable, "-m", "tests.security.fuzz.worker", "--target", target]
     command += ["--frames", str(frames), "--seed", str(seed)]
     limit_s = START_S + frames * SECONDS_PER_FRAME
     try:
@@ -72,7 +72,7 @@ def describe(target: str, result: dict[str, Any], seconds: float) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.security.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--frames", type=int, default=1_000_000, help="for each kind of socket (default: 1000000)")
     parser.add_argument("--seed", type=int, default=1, help="of the messages (default: 1)")

@@ -1,1 +1,0 @@
-"""Mutated messages through real sockets: what scripts/fuzz.py is made of."""
