@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import subprocess
 import sys
 import tomllib
@@ -65,6 +66,18 @@ def test_arrows_point_inward() -> None:
             if module.split(".")[0] in OURS and not is_within(module, (package, *MAY_IMPORT[package])):
                 offences.append(f"{name_of(path)}:{line}: {package} must not import {module}")
     assert offences == []
+
+
+def test_no_import_leads_back_to_its_module() -> None:
+    """Imports inside functions and for type checkers count as well: a circle is one thing in two files."""
+    dotted_names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
+    modules = {name.removesuffix(".__init__"): path for name, path in dotted_names.items()}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = {module if module in modules else module.rpartition(".")[0] for _, module in imports(tree_of(path))}
+        graph[name] = {module for module in found if module in modules} - {name}
+    assert len(graph) > 150 and sum(map(len, graph.values())) > 500
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the circle
 
 
 def test_torch_and_sglang_stay_where_they_belong() -> None:
