@@ -22,6 +22,7 @@ from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
 from rollout_server.engines.sglang.requests import Part, request_extra_key
+from rollout_server.engines.sglang.scheduler import engine_class
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class SGLangProcess:
         root, children_log = logging.getLogger(), ChildrenLog()
         handlers, level = root.handlers[:], root.level
         try:
-            self._engine = sglang.Engine(**arguments)
+            self._engine = engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
             reason = start_failure(str(error), children_log.last_error())
             raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
