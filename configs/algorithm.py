@@ -79,27 +79,72 @@ class Replay(Section):
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
-class Algorithm(Section):
-    """Advantages and loss. Formulas and sources stand in learner/advantages.py and learner/losses/."""
+Clip = tuple[float, float]
+CLIPS: dict[str, Clip] = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+"""(clip_low, clip_high) of a loss, where the configuration gives none: of DAPO, the GSPO paper, and TRL and ScaleRL."""
 
-    advantage: Literal["grpo"] = "grpo"
-    """GRPO: reward minus group mean, over the group's standard deviation."""
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation (off: Dr. GRPO)."""
+
+class Algorithm(Section):
+    """Advantages and loss. Formulas and sources stand in docs/algorithms.md."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"] = "grpo"
+    """What a reward is compared with: group mean and standard deviation (`grpo`), group mean (`dr_grpo`), the other
+    answers of the group (`rloo`), group mean, as a divisor too (`maxrl`), the batch (`reinforce++`), both
+    (`reinforce++_baseline`)."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
     max_flat_drops: float = Field(default=4.0, gt=0)
     """Most groups that dynamic sampling drops for a step, in units of rollout.groups_per_step; more are kept."""
     drop_zero_advantage: bool = True
     """Leave trajectories of zero advantage out of the batch and of its token count."""
-    loss: Literal["ppo_clip", "decoupled_ppo", "policy_gradient"] = "ppo_clip"
-    """`ppo_clip` corrects for lag by its ratio against the behaviour logprobs; `policy_gradient`
-    corrects nothing and is refused above lag 0 unless i_know_this_is_biased is set."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """PPO clip range below 1."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """PPO clip range above 1 (clip-higher, DAPO)."""
-    max_prox_weight: float = Field(default=2.0, gt=0)
-    """Cap of the proximal importance weight in decoupled_ppo."""
+    loss: str = "ppo_clip"
+    """`ppo_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `policy_gradient`, or one of yours: `path/to/file.py:name`."""
+    clip_low: float | None = Field(default=None, gt=0, le=1)
+    """Clip range below 1; unset: the loss's own, 0.2 for ppo_clip."""
+    clip_high: float | None = Field(default=None, gt=0)
+    """Clip range above 1; unset: the loss's own, 0.28 for ppo_clip (clip-higher, DAPO)."""
+    clip_dual: float = Field(default=0.0, ge=0)
+    """Bound of ppo_clip's ratio for negative advantages (dual clip; verl 3); 0 has none."""
+    sapo_tau_positive: float = Field(default=1.0, gt=0)
+    """Temperature of sapo's gate for positive advantages."""
+    sapo_tau_negative: float = Field(default=1.05, gt=0)
+    """Temperature of sapo's gate for negative advantages."""
+    dppo_delta: float = Field(default=0.2, gt=0, lt=1)
+    """Change of a token's probability above which dppo_tv leaves it out."""
+    dppo_kl: float = Field(default=1e-3, ge=0)
+    """Factor of dppo_tv's squared log ratio."""
+    proximal: Literal["behaviour", "log_linear", "current"] = "behaviour"
+    """The policy that ratios are taken against: the one that sampled the token, a log-linear mean of it and the one in
+    training, or the weights at the start of the step (decoupled PPO). The last two need a correction."""
+    correction: Literal["none", "token_tis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = "none"
+    """Weight for the distance to the policy that sampled: truncated or masked, per token or per answer."""
+    correction_low: float | None = Field(default=None, ge=0)
+    """Lower bound of the correction; unset: its own."""
+    correction_high: float | None = Field(default=None, gt=0)
+    """Upper bound of the correction; unset: its own, 2 for token_tis."""
+    veto_low: float = Field(default=0.0, ge=0, lt=1)
+    """Leave out an answer with a token whose importance ratio is below this (slime: 1e-4); 0 has no such bound."""
+    veto_high: float = Field(default=0.0, ge=0)
+    """Leave out an answer with a token whose importance ratio is above this (SkyRL: 100); 0 has no such bound."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Loss of a batch: mean over tokens (DAPO), mean over answers of their token means (GRPO, GSPO), or mean over
+    answers of their token sums over rollout.max_new_tokens (Dr. GRPO)."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
+
+    @property
+    def clip(self) -> Clip:
+        """(low, high) of the loss."""
+        low, high = CLIPS.get(self.loss, CLIPS["ppo_clip"])
+        return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def has_ratio(self) -> bool:
+        """The loss takes the ratio against the proximal policy itself."""
+        return self.loss != "policy_gradient"
+
+    @property
+    def is_corrected(self) -> bool:
+        """Something accounts for the distance between the policy in training and the one that sampled."""
+        ratio_against_behaviour = self.has_ratio and self.proximal == "behaviour"
+        return ratio_against_behaviour or self.correction != "none"

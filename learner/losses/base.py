@@ -1,8 +1,8 @@
-"""What a loss is given, what it returns, and the measurements that all losses share.
+"""What a loss is given and what it returns.
 
-Shapes: B trajectories of a microbatch, T tokens; every tensor is [B, T-1] float32 and column t speaks of the
-token predicted from position t. A loss returns one value per token; the caller sums them and divides by the
-tokens of the whole batch (global token mean, so microbatches and ranks do not change the weight of a token).
+Shapes: a row holds m trajectories one after the other; every tensor over tokens is [n] float32, one element for each
+token in the loss. A loss returns one value per token. The caller sums them, each times its weight
+(learner/aggregation.py), so microbatches and ranks do not change what a token counts.
 """
 
 from collections.abc import Callable
@@ -18,63 +18,51 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One microbatch as a loss sees it; all [B, T-1] float32."""
+    """One row as a loss sees it."""
 
     logprobs: torch.Tensor
-    """Of the policy in training; the only one with a gradient."""
-    behaviour_logprobs: torch.Tensor
-    """Of the policy that sampled the token."""
+    """[n] of the policy in training; the only one with a gradient."""
+    proximal_logprobs: torch.Tensor
+    """[n] of the policy that the ratio is taken against (algorithm.proximal)."""
     advantages: torch.Tensor
-    lags: torch.Tensor
-    """Version being trained minus version that sampled the token."""
-    mask: torch.Tensor
-    """1 where the token is in the loss."""
+    """[n]"""
+    lengths: torch.Tensor
+    """[m] int64, tokens in the loss of each trajectory, n in all; every one above 0."""
+    groups: torch.Tensor
+    """[m] int64, group of each trajectory."""
+
+    def log_ratio(self) -> torch.Tensor:
+        """[n] log of policy over proximal policy, clamped to ± MAX_LOG_RATIO."""
+        return log_ratio(self.logprobs, self.proximal_logprobs)
+
+    def sequence_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] mean of `values` [n] over each trajectory, at each of its tokens."""
+        return self.spread(sequence_sums(values, self.lengths) / self.lengths)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] from one value per trajectory [m]."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """Per-token loss, and sums over the microbatch's tokens that ranks may add.
-
-    Sums (0-dim float32, detached): `clipped` tokens held back by the clip, `weight` Σw and `weight_squared` Σw² of
-    the ratio w = π/μ against the behaviour policy μ, `k1` and `k3` of KL(μ ‖ π).
-    """
+    """What a loss gives back."""
 
     loss: torch.Tensor
-    """[B, T-1] float32, 0 where the mask is 0."""
-    sums: dict[str, torch.Tensor]
+    """[n] float32, with a gradient."""
+    clipped: torch.Tensor | None = None
+    """[n] bool, tokens whose gradient the loss took away; none for a loss that takes none away."""
 
 
-SUMS = ("clipped", "weight", "weight_squared", "k1", "k3")
 Loss = Callable[[LossInputs], LossOutput]
 LossFactory = Callable[[Algorithm], Loss]
 
 
 def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """log(π/reference), clamped to ± MAX_LOG_RATIO."""
+    """log(policy / reference), clamped to ± MAX_LOG_RATIO."""
     return (logprobs - reference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def finish(inputs: LossInputs, loss: torch.Tensor, clipped: torch.Tensor | None = None) -> LossOutput:
-    """Mask the per-token loss and measure the distance to the behaviour policy.
-
-    k1 = −log w and k3 = w − 1 − log w estimate KL(μ ‖ π) from tokens of μ (Schulman 2020, "Approximating KL
-    divergence"). The mask selects rather than multiplies, so nothing outside the loss can leak into it.
-
-    Args:
-        inputs: what the loss was computed from.
-        loss: [B, T-1] per-token loss, with gradient.
-        clipped: [B, T-1] bool, tokens whose gradient the clip removed; none for a loss without a clip.
-    """
-    in_loss = inputs.mask > 0
-    with torch.no_grad():
-        delta = log_ratio(inputs.logprobs.detach(), inputs.behaviour_logprobs)[in_loss]
-        weight = delta.exp()
-        held = clipped[in_loss].sum() if clipped is not None else weight.new_zeros(())
-        sums = {
-            "clipped": held.to(weight.dtype),
-            "weight": weight.sum(),
-            "weight_squared": weight.square().sum(),
-            "k1": -delta.sum(),
-            "k3": (weight - 1 - delta).sum(),
-        }
-    return LossOutput(loss=torch.where(in_loss, loss, 0.0), sums=sums)
+def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[m] sums of `values` [n] over trajectories of `lengths` [m] tokens, in a fixed order on every device."""
+    return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

@@ -1,0 +1,97 @@
+"""What an advantage is computed from, and the sums over groups that several of them need. Pure, on the host.
+
+Every rank computes all N values from the same arrays, in float64 and in index order, so no rank can disagree with
+another about which trajectory has an advantage of zero.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs.algorithm import Algorithm
+
+Float64 = NDArray[np.float64]
+
+EPSILON = 1e-6
+"""Added to a standard deviation before a division, as in verl."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageInputs:
+    """The whole batch, the same on every rank."""
+
+    rewards: NDArray[np.float32]
+    """[N] reward of each trajectory."""
+    groups: NDArray[np.int32]
+    """[N] group of each trajectory, any labels >= 0."""
+    loss_tokens: NDArray[np.int32]
+    """[N] tokens in the loss of each trajectory."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no advantage can be computed from.
+
+        Raises:
+            ValueError: the shapes differ, or a reward is not finite.
+        """
+        if not self.rewards.shape == self.groups.shape == self.loss_tokens.shape or self.rewards.ndim != 1:
+            raise ValueError(
+                f"rewards {self.rewards.shape}, groups {self.groups.shape} and loss_tokens {self.loss_tokens.shape}"
+                " are not three vectors of one length"
+            )
+        wrong = np.flatnonzero(~np.isfinite(self.rewards))
+        if wrong.size:
+            raise ValueError(f"reward of trajectory {wrong[0]} is {self.rewards[wrong[0]]}; rewards must be finite")
+
+    @property
+    def values(self) -> Float64:
+        """[N] rewards. float64 holds every sum of float32 rewards of one size exactly, so equal rewards centre to
+        exactly 0: a residue of 1e-17 would keep a group without any signal in the batch."""
+        return self.rewards.astype(np.float64)
+
+    def of_groups(self) -> "Groups":
+        """Sums over groups."""
+        _, index = np.unique(self.groups, return_inverse=True)
+        return Groups(index, np.bincount(index))
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which group each of N trajectories is in, of G groups."""
+
+    index: NDArray[np.int64]
+    """[N] 0 to G-1."""
+    sizes: NDArray[np.int64]
+    """[G] trajectories of each group."""
+
+    def mean(self, values: Float64) -> Float64:
+        """[N] mean of each trajectory's group."""
+        return (np.bincount(self.index, weights=values) / self.sizes)[self.index]
+
+    def std(self, values: Float64) -> Float64:
+        """[N] unbiased standard deviation (divisor n - 1) of each trajectory's group; 0 for a group of one."""
+        squares = (values - self.mean(values)) ** 2
+        return np.sqrt(np.bincount(self.index, weights=squares) / np.maximum(self.sizes - 1, 1))[self.index]
+
+
+def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:
+    """Values minus their mean over their standard deviation, each counted once for every token in the loss.
+
+    Exactly 0 everywhere if all are equal.
+    """
+    weights = loss_tokens.astype(np.float64)
+    total = weights.sum()
+    if total == 0:
+        return np.zeros_like(values)
+    centred = values - (weights * values).sum() / total
+    counted = centred[weights > 0]
+    if not counted.any() or np.ptp(values[weights > 0]) == 0:
+        return np.zeros_like(values)
+    variance = (weights * centred**2).sum() / max(total - 1, 1)
+    return centred / (np.sqrt(variance) + EPSILON)
+
+
+Advantage = Callable[[AdvantageInputs], Float64]
+"""Gives [N] values, exactly 0 where a trajectory teaches nothing."""
+AdvantageFactory = Callable[[Algorithm], Advantage]

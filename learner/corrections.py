@@ -1,0 +1,120 @@
+"""Corrections: weights for the distance between the policy that sampled a token and the one that trains on it.
+
+rho = numerator / behaviour policy, per token, where the numerator is the proximal policy, or the policy in training
+with `algorithm.proximal: behaviour` (then the loss itself has the ratio, or none). A weight has no gradient; 0 takes a
+token out of the loss, and tokens that are taken out still count in its mean, as in AReaL: dividing by those that are
+left would raise the step when most are refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from configs.algorithm import Algorithm
+from learner.losses.base import sequence_sums
+
+
+@dataclass(frozen=True, slots=True)
+class Rho:
+    """log rho of a row."""
+
+    log: torch.Tensor
+    """[n], without gradient, clamped."""
+    lengths: torch.Tensor
+    """[m] tokens of each trajectory."""
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """[n] from [m]."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.log))
+
+    def product(self) -> torch.Tensor:
+        """[n] product over the trajectory, at each of its tokens."""
+        return self.spread(sequence_sums(self.log, self.lengths).clamp(-20.0, 20.0)).exp()
+
+    def geometric_mean(self) -> torch.Tensor:
+        """[n] geometric mean over the trajectory, at each of its tokens."""
+        return self.spread(sequence_sums(self.log, self.lengths) / self.lengths).exp()
+
+
+def token_tis(rho: Rho, low: float, high: float) -> torch.Tensor:
+    """min(rho, high): truncated importance sampling, per token (Yao et al. 2025; verl, slime, SkyRL with 2)."""
+    return rho.log.exp().clamp(max=high)
+
+
+def icepop(rho: Rho, low: float, high: float) -> torch.Tensor:
+    """rho where low <= rho <= high, else 0 (Ring-1T 2025, IcePop; verl and SkyRL with 0.5 and 2)."""
+    weight = rho.log.exp()
+    return weight * within(weight, low, high)
+
+
+def sequence_tis(rho: Rho, low: float, high: float) -> torch.Tensor:
+    """min(product of rho over the answer, high) (SkyRL with 5)."""
+    return rho.product().clamp(max=high)
+
+
+def sequence_mis(rho: Rho, low: float, high: float) -> torch.Tensor:
+    """Product of rho over the answer where low <= it <= high, else 0: masked importance sampling (TRL with 3)."""
+    weight = rho.product()
+    return weight * within(weight, low, high)
+
+
+def geometric_mis(rho: Rho, low: float, high: float) -> torch.Tensor:
+    """1 where low <= geometric mean of rho over the answer <= high, else 0 (verl 0.999 and 1.001, SkyRL 0.99, 1.01)."""
+    return within(rho.geometric_mean(), low, high).to(rho.log.dtype)
+
+
+def within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Whether values are in [low, high]."""
+    return (values >= low) & (values <= high)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One correction with its bounds, where the configuration gives none."""
+
+    weights: Callable[[Rho, float, float], torch.Tensor]
+    low: float
+    high: float
+
+
+CORRECTIONS = {
+    "token_tis": Kind(token_tis, 0.0, 2.0),
+    "icepop": Kind(icepop, 0.5, 2.0),
+    "sequence_tis": Kind(sequence_tis, 0.0, 5.0),
+    "sequence_mis": Kind(sequence_mis, 0.0, 3.0),
+    "geometric_mis": Kind(geometric_mis, 0.99, 1.01),
+}
+
+Correction = Callable[[Rho], torch.Tensor]
+"""Gives [n] weights >= 0."""
+
+
+def build_correction(algorithm: Algorithm) -> Correction:
+    """The correction of this configuration, with its veto.
+
+    A veto takes a whole trajectory out of the loss where one of its tokens has a rho below veto_low or above
+    veto_high (slime: below 1e-4): such a token was sampled by another model than the one that is said to have.
+    With `proximal: behaviour` and a loss that has the ratio itself, only where the weight is 0 counts.
+    """
+    kind = CORRECTIONS.get(algorithm.correction)
+    mask_only = algorithm.has_ratio and algorithm.proximal == "behaviour"
+
+    def weights(rho: Rho) -> torch.Tensor:
+        weight = torch.ones_like(rho.log)
+        if kind is not None:
+            low = kind.low if algorithm.correction_low is None else algorithm.correction_low
+            high = kind.high if algorithm.correction_high is None else algorithm.correction_high
+            weight = kind.weights(rho, low, high)
+            if mask_only:
+                weight = (weight > 0).to(weight.dtype)
+        if algorithm.veto_low > 0 or algorithm.veto_high > 0:
+            ratio = rho.log.exp()
+            wrong = ratio < algorithm.veto_low
+            if algorithm.veto_high > 0:
+                wrong |= ratio > algorithm.veto_high
+            refused = rho.spread(sequence_sums(wrong.to(rho.log.dtype), rho.lengths) > 0)
+            weight = weight.masked_fill(refused, 0.0)
+        return weight
+
+    return weights
