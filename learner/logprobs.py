@@ -1,157 +1,122 @@
-"""Logprobs of given tokens in float32, without ever holding float32 logits whole.
+"""Logprob and entropy of given tokens in float32, without ever holding the logits of a row whole.
 
-The logits of a microbatch are its largest tensor: tokens × vocabulary. A float32 copy, its log-softmax and the
-softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens.
+The logits are the largest tensor of a step: tokens × vocabulary. Forward and backward walk over chunks of tokens, so
+the memory of the output head does not depend on tokens times vocabulary. A product of 16-bit matrices is accumulated
+and kept in float32: rounding logits of 30 to bfloat16 moves them by up to 0.06.
 
-    token_logprobs  from logits: they are kept, and the only new tensor of their size is their gradient
-    head_logprobs   from the hidden states in front of the output head: the gradient of the logits is never whole, and
-                    above KEEP_LOGITS_BYTES the logits are not either; the backward computes them a second time
+On CUDA a Triton kernel (learner/vocabulary.py) reads each chunk once for maximum, sum and entropy together; elsewhere
+plain torch does the same.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
-CHUNK_TOKENS = 1024
-"""Tokens per chunk: 1024 × 152k vocabulary × 4 bytes = 0.6 GB, a few times over while it is worked on."""
-
-KEEP_LOGITS_BYTES = 4 * 1024**3
-"""Logits up to this size wait for the backward: 14k tokens of 152k vocabulary in bfloat16. At 16k tokens keeping them
-whole with their gradient would be 10 GB; computing them twice is 2 products of tokens × hidden × vocabulary instead
-of keeping any."""
+CHUNK_BYTES = 512 * 1024**2
+"""Float32 logits that are held at once."""
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            log_p = _log_softmax(logits[part], temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(log_p.exp() * log_p).sum(1)
-        ctx.save_for_backward(logits, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            grad[part] = _logits_gradient(logits[part], targets[part], ctx.temperature, grads[0][part])
-        return grad, None, None, None
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        chunk: int,
-        keep_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(logprobs)
-        keep = len(targets) * len(weight) * hidden.element_size() <= keep_bytes
-        kept = []
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            logits = hidden[part] @ weight.T
-            log_p = _log_softmax(logits, temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(log_p.exp() * log_p).sum(1)
-            if keep:
-                kept.append(logits)
-        ctx.save_for_backward(hidden, weight, targets, *kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
+        entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        for part in _chunks(targets, weight):
+            logits = _logits(hidden[part], weight, temperature)
+            logprobs[part], entropy[part], normalizer[part] = _statistics(logits, targets[part])
+        ctx.save_for_backward(hidden, weight, targets, entropy, normalizer)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
-        hidden, weight, targets, *kept = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        # Sums over chunks in float32: in 16 bit each addition would round.
+        # sums over chunks in float32: in 16 bit each addition would round
         weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for number, start in enumerate(range(0, len(targets), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
-            logits = kept[number] if kept else hidden[part] @ weight.T
-            grad = _logits_gradient(logits, targets[part], ctx.temperature, grads[0][part])
+        for part in _chunks(targets, weight):
+            logits = _logits(hidden[part], weight, ctx.temperature)
+            known = (targets[part], normalizer[part], entropy[part])
+            grad = _gradient(logits, *known, *(None if g is None else g[part] for g in grads))
+            grad = (grad / ctx.temperature if ctx.temperature != 1.0 else grad).to(hidden.dtype)
             hidden_grad[part] = grad @ weight
-            weight_grad += grad.T @ hidden[part]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None
+            _add_product(weight_grad, grad.T, hidden[part])
+        return hidden_grad, weight_grad.to(weight.dtype), None, None
 
 
-def _logits_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, upstream: torch.Tensor
-) -> torch.Tensor:
-    # torch's own backward, not the formula written out: at probabilities near 1 the gradient is a difference
-    # of nearly equal numbers, and AdamW makes such rounding visible in elements of almost no gradient.
-    with torch.enable_grad():
-        piece = logits.detach().requires_grad_()
-        logprobs = _log_softmax(piece, temperature).gather(1, targets[:, None]).squeeze(1)
-    (grad,) = torch.autograd.grad(logprobs, piece, upstream)
+def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:
+    tokens = max(1, CHUNK_BYTES // (4 * len(weight)))
+    return [slice(start, start + tokens) for start in range(0, len(targets), tokens)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    if hidden.dtype == torch.float32 or not hidden.is_cuda:
+        logits = hidden.float() @ weight.float().T
+    else:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in float32."""
+    if left.dtype == torch.float32 or not left.is_cuda:
+        total.addmm_(left.float(), right.float())
+    else:
+        total += torch.mm(left, right, out_dtype=torch.float32)
+
+
+def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target, entropy and log-sum-exp of each row, [n] float32."""
+    if logits.is_cuda:
+        from learner import vocabulary
+
+        return vocabulary.statistics(logits, targets)
+    log_p = torch.log_softmax(logits, dim=-1)
+    chosen = targets[:, None]
+    normalizer = logits.gather(1, chosen) - log_p.gather(1, chosen)
+    return log_p.gather(1, chosen)[:, 0], -(log_p.exp() * log_p).sum(1), normalizer[:, 0]
+
+
+def _gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    of_logprobs: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits, in their memory.
+
+    d logprob / d logit_v = [v is the target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
+    """
+    if logits.is_cuda:
+        from learner import vocabulary
+
+        return vocabulary.gradient(logits, targets, normalizer, entropy, of_logprobs, of_entropy)
+    log_p = logits.sub_(normalizer[:, None])
+    p = log_p.exp()
+    grad = torch.zeros_like(log_p)
+    if of_entropy is not None:
+        grad -= (of_entropy[:, None] * p).mul_(log_p.add_(entropy[:, None]))
+    if of_logprobs is not None:
+        grad -= of_logprobs[:, None] * p
+        grad.scatter_add_(1, targets[:, None], of_logprobs[:, None])
     return grad
 
 
-def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    scaled = logits.float()
-    return torch.log_softmax(scaled if temperature == 1.0 else scaled / temperature, dim=-1)
-
-
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunk: int = CHUNK_TOKENS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target token at the sampling temperature, and the entropy of its distribution.
-
-    Args:
-        logits: [B, T, V] of any floating dtype.
-        targets: [B, T] int64.
-        temperature: the one the tokens were sampled at.
-        chunk: tokens whose float32 logits are held at once.
-
-    Returns:
-        Two [B, T] float32 tensors; the logprobs carry a gradient (in the dtype of the logits), the entropy none.
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}")
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, targets.reshape(-1), temperature, chunk)  # type: ignore[no-untyped-call]
-    return logprobs.view(targets.shape), entropy.view(targets.shape)
-
-
-def head_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    *,
-    chunk: int = CHUNK_TOKENS,
-    keep_bytes: int = KEEP_LOGITS_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As token_logprobs of hidden @ weight.T, with less memory.
+def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
     Args:
         hidden: [n, H], what the output head is given.
         weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
-        chunk: tokens whose float32 logits are held at once.
-        keep_bytes: up to this size the logits (in the dtype of `hidden`) are kept for the backward.
 
     Returns:
-        Logprobs [n] float32, with a gradient to `hidden` and `weight`; entropy [n] float32, without.
+        Two [n] float32 tensors, with gradients to `hidden` and `weight`.
     """
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}")
-    logprobs, entropy = _HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, keep_bytes)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -1,0 +1,104 @@
+"""Triton kernels over rows of float32 logits: one pass for logprob, entropy and log-sum-exp, one for the gradient.
+
+The reference in plain torch stands in learner/logprobs.py. Each program owns a row, so results do not depend on how
+rows are cut into chunks, and nothing is added up across programs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _statistics(  # type: ignore[no-untyped-def]
+    logits, targets, logprobs, entropies, normalizers, stride, vocabulary, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * stride
+    lane = tl.arange(0, BLOCK)
+    # running maximum, sum of exp(x - maximum) and of exp(x - maximum) (x - maximum), lane by lane
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, vocabulary, BLOCK):
+        inside = begin + lane < vocabulary
+        x = tl.load(source + begin + lane, mask=inside, other=float("-inf"))
+        above = tl.maximum(highest, x)
+        base = tl.where(above == float("-inf"), 0.0, above)
+        shrink = tl.where(highest == float("-inf"), 0.0, tl.exp(highest - base))
+        moved = tl.where(highest == float("-inf"), 0.0, highest - base)
+        e = tl.where(inside, tl.exp(x - base), 0.0)
+        weighted = shrink * (weighted + total * moved) + tl.where(e > 0, e * (x - base), 0.0)
+        total = shrink * total + e
+        highest = above
+    top = tl.max(highest, axis=0)
+    shift = tl.where(highest == float("-inf"), 0.0, highest - top)
+    scale = tl.where(highest == float("-inf"), 0.0, tl.exp(shift))
+    mass = tl.sum(scale * total, axis=0)
+    mean = tl.sum(scale * (weighted + total * shift), axis=0) / mass
+    spread = tl.log(mass)
+    target = tl.load(source + tl.load(targets + row))
+    tl.store(logprobs + row, (target - top) - spread)
+    tl.store(entropies + row, spread - mean)
+    tl.store(normalizers + row, top + spread)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gradient(  # type: ignore[no-untyped-def]
+    logits, targets, normalizers, entropies, of_logprobs, of_entropies, stride, vocabulary,
+    WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    source = logits + row * stride
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = lane < vocabulary
+    log_p = tl.load(source + lane, mask=inside, other=float("-inf")) - tl.load(normalizers + row)
+    p = tl.exp(log_p)
+    upstream = tl.load(of_logprobs + row)
+    grad = tl.where(lane == tl.load(targets + row), upstream - upstream * p, -upstream * p)
+    if WITH_ENTROPY:
+        inner = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
+        grad -= tl.load(of_entropies + row) * inner
+    tl.store(source + lane, grad, mask=inside)
+
+
+def statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target, entropy and log-sum-exp of each row.
+
+    Args:
+        logits: [n, V] float32 on a CUDA device, rows contiguous.
+        targets: [n] int64.
+
+    Returns:
+        Three [n] float32 tensors.
+    """
+    found = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _statistics[(len(logits),)](
+            logits, targets, *found, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=8
+        )  # fmt: skip
+    return found[0], found[1], found[2]
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    normalizer: Tensor,
+    entropy: Tensor,
+    of_logprobs: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits, written over them; see learner.logprobs for the formula."""
+    grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
+    upstream = torch.zeros_like(normalizer) if of_logprobs is None else of_logprobs.contiguous()
+    with_entropy = of_entropy is not None
+    of_entropies = of_entropy.contiguous() if of_entropy is not None else upstream
+    if len(logits):
+        _gradient[grid](
+            logits, targets, normalizer.contiguous(), entropy.contiguous(), upstream, of_entropies,
+            logits.stride(0), logits.shape[1], WITH_ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return logits
