@@ -4,6 +4,7 @@ Replay decides which rank gets which trajectory and in which microbatch, so that
 number of microbatches and no rank is alone in a collective (invariant 9).
 """
 
+import heapq
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -25,55 +26,51 @@ class Assignment:
     num_microbatches: int
 
 
-def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assignment:
-    """Spread N trajectories over ranks and microbatches.
+def assign(lengths: NDArray[np.int64], trained: NDArray[np.bool_], num_ranks: int, max_tokens: int) -> Assignment:
+    """Spread N trajectories over ranks and microbatches, so that all microbatches are about equally long.
 
-    The longest come first and go to the rank with the fewest tokens that still has room for one of its
-    N / num_ranks (rounded up). Inside a rank, trajectories of similar length share a microbatch of at most `max_tokens`
-    padded tokens.
+    There are as few microbatches as hold all tokens. The longest trajectory comes first, each goes to the microbatch
+    with the fewest tokens (LPT, Graham 1969); ranks meet in every microbatch, so what counts is that those of the same
+    number are alike. Trajectories that are not trained cost nothing and are dealt out by turns.
 
     Args:
         lengths: [N] prompt + answer tokens of each trajectory.
+        trained: [N] bool, whether the learner computes anything for it.
         num_ranks: data-parallel ranks, at most N.
-        max_tokens: bound of rows × longest row in a microbatch.
+        max_tokens: most tokens of a microbatch; a longer trajectory has one of its own.
     """
-    order = np.argsort(-lengths, kind="stable")
-    rank = np.zeros(len(lengths), dtype=np.int32)
-    microbatch = np.zeros(len(lengths), dtype=np.int32)
-    share = -(-len(lengths) // num_ranks)
-    loads, counts = [0] * num_ranks, [0] * num_ranks
-    # Per rank: index of the open microbatch, its rows, and its longest row (the first, as rows get shorter).
-    opened, rows, longest = [-1] * num_ranks, [0] * num_ranks, [0] * num_ranks
-    for i in order.tolist():
-        length = int(lengths[i])
-        r = min((r for r in range(num_ranks) if counts[r] < share), key=lambda r: (loads[r], r))
-        if opened[r] < 0 or (rows[r] + 1) * longest[r] > max_tokens:
-            opened[r], rows[r], longest[r] = opened[r] + 1, 0, length
-        rank[i], microbatch[i] = r, opened[r]
-        rows[r] += 1
-        loads[r] += length
-        counts[r] += 1
-    return Assignment(rank, microbatch, max(opened) + 1)
+    order = np.flatnonzero(trained)[np.argsort(-lengths[trained], kind="stable")]
+    number = max(1, -(-int(lengths[order].sum()) // (num_ranks * max_tokens)))
+    while (bins := _fill(lengths, order, num_ranks * number, max_tokens)) is None:
+        number += 1
+    bins[~trained] = np.arange((~trained).sum()) % num_ranks
+    return Assignment((bins % num_ranks).astype(np.int32), (bins // num_ranks).astype(np.int32), number)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The groups of a batch as flat arrays over its N trajectories."""
-
-    groups: Int32
-    lengths: Int32
-    prompt_lengths: Int32
-    rewards: NDArray[np.float32]
-    loss_tokens: Int32
+def _fill(lengths: NDArray[np.int64], order: NDArray[np.int64], bins: int, limit: int) -> NDArray[np.int64] | None:
+    """[N] bin of each trajectory in `order`, or None where that many bins do not hold them."""
+    chosen = np.zeros(len(lengths), dtype=np.int64)
+    loads = [(0, number) for number in range(bins)]  # a heap
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        load, number = loads[0]
+        if load and load + length > limit:
+            return None
+        heapq.heapreplace(loads, (load + length, number))
+        chosen[i] = number
+    return chosen
 
 
 def build(
     step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
 ) -> list[Batch]:
-    """One Batch per rank."""
-    columns = _columns(groups)
+    sizes = [g.lengths.size for g in groups]
+    lengths = np.concatenate([g.lengths for g in groups])
+    prompt_lengths = np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes)
+    masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
+    loss_tokens, rewards = np.concatenate(masks), np.concatenate([g.rewards for g in groups])
+    all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
     lag = _lag(step, groups)
-    stats = stats | _stats(groups, columns, lag)
+    stats = stats | _stats(groups, lengths, prompt_lengths, lag)
     batches = []
     for r in range(num_ranks):
         mine = np.flatnonzero(assignment.rank == r).astype(np.int32)
@@ -82,17 +79,17 @@ def build(
                 step=step,
                 rank=r,
                 num_microbatches=assignment.num_microbatches,
-                total_loss_tokens=int(columns.loss_tokens.sum(dtype=np.int64)),
+                total_loss_tokens=int(loss_tokens.sum(dtype=np.int64)),
                 group_ids=[[g.pass_, g.index] for g in groups],
                 stats=stats,
                 lag_histogram={str(lag): count for lag, count in lag.items()},
                 trajectory=mine,
                 microbatch=assignment.microbatch[mine],
-                prompt_lengths=columns.prompt_lengths[mine],
-                lengths=columns.lengths[mine],
-                all_rewards=columns.rewards,
-                all_groups=columns.groups,
-                all_loss_tokens=columns.loss_tokens,
+                prompt_lengths=prompt_lengths[mine],
+                lengths=lengths[mine],
+                all_rewards=rewards,
+                all_groups=all_groups,
+                all_loss_tokens=loss_tokens,
                 **_tokens(groups, mine),
             )
         )
@@ -107,18 +104,6 @@ def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
 def in_the_loss(group: Group, values: NDArray[Any]) -> NDArray[Any]:
     """[tokens in the loss] of a token array; the array itself, uncopied, where every token is in the loss."""
     return values if group.loss_mask.min() else values[group.loss_mask != 0]
-
-
-def _columns(groups: list[Group]) -> _Columns:
-    sizes = [g.lengths.size for g in groups]
-    masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
-    return _Columns(
-        groups=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
-        lengths=np.concatenate([g.lengths for g in groups]),
-        prompt_lengths=np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes),
-        rewards=np.concatenate([g.rewards for g in groups]),
-        loss_tokens=np.concatenate(masks),
-    )
 
 
 def _lag(step: int, groups: list[Group]) -> dict[int, int]:
@@ -156,23 +141,23 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
     }
 
 
-def _stats(groups: list[Group], columns: _Columns, lag: dict[int, int]) -> dict[str, float]:
-    rewards = columns.rewards.reshape(len(groups), -1)
+def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict[int, int]) -> dict[str, float]:
+    rewards = np.stack([g.rewards for g in groups])
     num_tokens = sum(lag.values())
     reasons = [reason for g in groups for reason in g.finish_reasons]
     stats = {
-        "critic/score/mean": float(columns.rewards.mean()),
-        "critic/rewards/mean": float(columns.rewards.mean()),
-        "critic/rewards/max": float(columns.rewards.max()),
-        "critic/rewards/min": float(columns.rewards.min()),
-        "response_length/mean": float(columns.lengths.mean()),
-        "response_length/max": float(columns.lengths.max()),
-        "response_length/min": float(columns.lengths.min()),
+        "critic/score/mean": float(rewards.mean()),
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": reasons.count("length") / len(reasons),
-        "prompt_length/mean": float(columns.prompt_lengths.mean()),
-        "prompt_length/max": float(columns.prompt_lengths.max()),
+        "prompt_length/mean": float(prompt_lengths.mean()),
+        "prompt_length/max": float(prompt_lengths.max()),
         "timing_s/gen": max(g.generate_s for g in groups),
-        "perf/total_num_tokens": float(columns.lengths.sum() + columns.prompt_lengths.sum()),
+        "perf/total_num_tokens": float(lengths.sum() + prompt_lengths.sum()),
         "training/off_policy/trajectory_staleness/mean": sum(n * d for d, n in lag.items()) / max(1, num_tokens),
         "training/off_policy/trajectory_staleness/max": float(max(lag, default=0)),
         "reward/flat_groups_ratio": float((rewards.max(axis=1) == rewards.min(axis=1)).mean()),
