@@ -21,7 +21,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 POLL_S = 0.2
 ASK_AGAIN_S = 2.0
-"""Messages are lost when replay is killed; whatever is asked for is asked for again this often."""
+"""Messages are lost when replay is killed: a question, and the last commit, are sent again this often."""
 
 
 class RunEnded(RuntimeError):
@@ -103,30 +103,12 @@ class BatchReader:
             ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
             RunEnded: replay gave the run up.
         """
-        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
-        deadline = self._waiting_since + self.config.learner.batch_deadline_s
-        batch: m.Batch | None = None
-        asked = -ASK_AGAIN_S
-        while True:
-            now = time.monotonic()
-            if now > deadline:
-                raise ChannelError(
-                    f"learner rank {self.rank} waited {self.config.learner.batch_deadline_s:g} s for batch {step}"
-                    f" ({'other ranks have no part yet' if batch else 'replay could not form it'})",
-                    "slow",
-                )
-            if now - asked > ASK_AGAIN_S:  # idempotent, so a lost message costs a repetition and nothing else
-                if asked >= 0 and "committed" in self._said:
-                    self._dealer.send(self._said["committed"])
-                self._dealer.send(m.Take(step=step, rank=self.rank, have=batch is not None))
-                asked = now
-            message = self._next(f"batch {step}")
-            if isinstance(message, m.Batch) and message.step == step and batch is None:
-                check(message)
-                batch = message
-                self._dealer.send(m.Take(step=step, rank=self.rank, have=True))
-            elif isinstance(message, m.Proceed) and message.step == step and batch is not None:
-                return batch
+        since = time.monotonic()
+        take = m.Take(step=step, rank=self.rank, have=False)
+        batch = self._ask(take, m.Batch, f"batch {step} (replay could not form it)", since=since)
+        check(batch)
+        self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
+        return batch
 
     def commit(self, step: int, digest: str) -> None:
         """Step `step` is in the weights (rank 0)."""
@@ -228,25 +210,29 @@ class BatchReader:
         for message in self._said.values():
             self._dealer.send(message)
 
-    def _ask(self, question: Message, kind: type[Answer], what: str) -> Answer:
-        """The answer to a question that may be asked twice.
+    def _ask(self, question: Message, kind: type[Answer], what: str, *, since: float | None = None) -> Answer:
+        """The answer to a question that may be asked twice; to Take, that of its step.
 
         A replay that has been started again reads its journal first, or waits for the journal's disk: it says that it
         lives and answers later.
 
         Raises:
-            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s.
+            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s
+                after `since`, which is now if it is not given.
         """
-        self._waiting_since = time.monotonic()
+        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
         deadline_s = self.config.learner.batch_deadline_s
-        asked = -ASK_AGAIN_S
-        while (now := time.monotonic()) < self._waiting_since + deadline_s:
-            if now - asked > ASK_AGAIN_S:
+        step = question.step if isinstance(question, m.Take) else None
+        ask_at = 0.0
+        while (now := time.monotonic()) < (since or self._waiting_since) + deadline_s:
+            if now > ask_at:
+                if ask_at and "committed" in self._said:
+                    self._dealer.send(self._said["committed"])
                 self._dealer.send(question)
-                asked = now
+                ask_at = now + ASK_AGAIN_S
             message = self._next(what)
-            if isinstance(message, kind):
+            if isinstance(message, kind) and step in (None, getattr(message, "step", None)):
                 return message
         raise ChannelError(
-            f"learner rank {self.rank} waited {deadline_s:g} s for {what} of replay at {self._dealer.address}", "slow"
+            f"replay at {self._dealer.address}: learner rank {self.rank} waited {deadline_s:g} s for {what}", "slow"
         )

@@ -21,39 +21,14 @@ whole with their gradient would be 10 GB; computing them twice is 2 products of 
 of keeping any."""
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            log_p = _log_softmax(logits[part], temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(log_p.exp() * log_p).sum(1)
-        ctx.save_for_backward(logits, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+class _Logprobs(torch.autograd.Function):
+    """Logits are `hidden` @ `weight`.T a chunk at a time, or `hidden` itself where there is no weight."""
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            grad[part] = _logits_gradient(logits[part], targets[part], ctx.temperature, grads[0][part])
-        return grad, None, None, None
-
-
-class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
         chunk: int,
@@ -61,11 +36,11 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        keep = len(targets) * len(weight) * hidden.element_size() <= keep_bytes
+        keep = weight is not None and len(targets) * len(weight) * hidden.element_size() <= keep_bytes
         kept = []
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ weight.T
+            logits = _logits(hidden[part], weight)
             log_p = _log_softmax(logits, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -(log_p.exp() * log_p).sum(1)
@@ -77,18 +52,23 @@ class _HeadLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
-        hidden_grad = torch.empty_like(hidden)
-        # Sums over chunks in float32: in 16 bit each addition would round.
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        hidden_grad, weight_grad = torch.empty_like(hidden), None
+        if weight is not None:  # sums over chunks in float32: in 16 bit each addition would round
+            weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for number, start in enumerate(range(0, len(targets), ctx.chunk)):
             part = slice(start, start + ctx.chunk)
-            logits = kept[number] if kept else hidden[part] @ weight.T
+            logits = kept[number] if kept else _logits(hidden[part], weight)
             grad = _logits_gradient(logits, targets[part], ctx.temperature, grads[0][part])
-            hidden_grad[part] = grad @ weight
-            weight_grad += grad.T @ hidden[part]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None
+            hidden_grad[part] = grad if weight is None else grad @ weight
+            if weight_grad is not None:
+                weight_grad += grad.T @ hidden[part]
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return hidden if weight is None else hidden @ weight.T
 
 
 def _logits_gradient(
@@ -125,7 +105,7 @@ def token_logprobs(
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}")
     flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, targets.reshape(-1), temperature, chunk)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(flat, None, targets.reshape(-1), temperature, chunk, 0)  # type: ignore[no-untyped-call]
     return logprobs.view(targets.shape), entropy.view(targets.shape)
 
 
@@ -153,5 +133,5 @@ def head_logprobs(
     """
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}")
-    logprobs, entropy = _HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, keep_bytes)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature, chunk, keep_bytes)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -44,7 +43,7 @@ class Policy:
         self,
         model: Any,
         source: Path,
-        mesh: DeviceMesh | None,
+        mesh: DeviceMesh,
         device: torch.device,
         *,
         whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
@@ -55,9 +54,8 @@ class Policy:
         self.device = device
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh = mesh
-        self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
-        self.world_size = 1 if mesh is None else mesh.size()
+        self.group = mesh.get_group()
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.unpadded = model.config._attn_implementation in attention.PACKED
         """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
@@ -111,16 +109,13 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        if self.mesh is None:
-            return shard.local
         stride = torch.empty(shard.shape, device="meta").stride()
         return DTensor.from_local(
             shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
     def sync_gradients(self, *, last: bool) -> None:
-        """Prepare the backward of a microbatch: the `last` one sums gradients over ranks. Others do so only for
-        models whose whole gradients would be too large to keep, otherwise they accumulate here."""
+        """Let the next backward sum gradients over ranks if it is the step's last, or see WHOLE_GRADIENT_BYTES."""
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._shards_gradients, recurse=False)
 
@@ -130,12 +125,10 @@ class Policy:
         Raises:
             RuntimeError: a parameter has none; the forward did not use it, or there was no backward.
         """
-        grads = []
-        for name, parameter in self.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"{name} has no gradient")
-            grads.append(local_of(parameter.grad))
-        return grads
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+        if missing := [name for name, gradient in gradients.items() if gradient is None]:
+            raise RuntimeError(f"{missing[0]} has no gradient")
+        return [local_of(gradient) for gradient in gradients.values() if gradient is not None]
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -164,25 +157,18 @@ class Policy:
         return digests(shards, DTYPES[dtype], self.group, known[1])
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights, equal at every world size. A collective.
-
-        The same as `combined(policy.shard_digests("float32"))` of weight_bus.digest; a caller that has those uses that.
-        """
+        """One digest of the float32 master weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 
 def build_policy(
-    config: Config,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    *,
-    whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
+    config: Config, mesh: DeviceMesh, device: torch.device, *, whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES
 ) -> Policy:
     """Load model.path and shard it over the mesh. A collective.
 
     Args:
         config: model.path and learner.{compute_dtype, attention, recompute} are used.
-        mesh: one-dimensional; none leaves the model whole in this process, for tools without a process group.
+        mesh: one-dimensional.
         device: where the parameters live.
         whole_gradient_bytes: above this, gradients are summed over ranks after every microbatch.
 
@@ -190,16 +176,12 @@ def build_policy(
         PolicyError: the folder, its weights or its model family cannot be trained.
     """
     folder = Path(config.model.path)
-    compute_dtype = DTYPES[config.learner.compute_dtype]
-    if mesh is None and compute_dtype != torch.float32:
-        raise PolicyError("learner.compute_dtype: 'bfloat16' needs a process group; take 'float32' without one")
     model_config = read_config(folder)
     files = weight_files(folder)
     model = build_empty(model_config, attention.choose(config.learner, model_config, device))
     if config.learner.recompute:
         _recompute(model)
-    if mesh is not None:
-        _shard(model, mesh, compute_dtype)
+    _shard(model, mesh, DTYPES[config.learner.compute_dtype])
     allocate(model, model_config, device)
     policy = Policy(model, folder, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
     fill(policy.shards(), files, folder)

@@ -68,26 +68,21 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in `dtype`, in order, real on every rank. A collective: all ranks must exhaust it.
-
-    A yielded tensor is a copy that the caller may keep; `group` None yields copies of the local tensors.
-    """
+def gather(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors in `dtype`, in order, real on every rank; the caller may keep them. A collective: exhaust it."""
     for name, pieces in gather_pieces(shards, dtype, group):
         yield name, pieces.whole()
 
 
 def gather_pieces(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Pieces]]:
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 
     Nothing is put together: who needs the tensor copies the parts to where it belongs, the others ignore them. The
     parts are views of memory that nothing else is written to.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         for shard in shards:
             yield shard.name, Pieces(shard.shape, dtype, [shard.local.reshape(-1)])
         return
@@ -138,20 +133,19 @@ def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:
 
 
 def digests(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None, made: Digester | None = None
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup, made: Digester | None = None
 ) -> dict[str, int]:
     """slice_digest of each whole tensor in `dtype`, from the local rows and one all_reduce. A collective.
 
     `made` is `digester(shards, dtype)` of an earlier call.
 
-    The sum is modulo 2^64, and a collective's overflow is nobody's promise: the two halves travel as int64
+    The sum is modulo 2^64, and a collective promises nothing about overflow: the two halves travel as int64
     of 32 bits each, which cannot overflow below 2^31 ranks.
     """
     sums = (made or digester(shards, dtype)).launch().sums()
-    if group is not None and shards:
-        halves = torch.tensor([part for d in sums for part in (d >> 32, d & 0xFFFFFFFF)], dtype=torch.int64)
-        halves = halves.to(shards[0].local.device)
-        dist.all_reduce(halves, group=group)
-        flat = halves.tolist()
-        sums = [((high << 32) + low) & ((1 << 64) - 1) for high, low in zip(flat[::2], flat[1::2], strict=True)]
-    return {shard.name: value for shard, value in zip(shards, sums, strict=True)}
+    halves = torch.tensor([[d >> 32, d & 0xFFFFFFFF] for d in sums], dtype=torch.int64).to(shards[0].local.device)
+    dist.all_reduce(halves, group=group)
+    return {
+        shard.name: ((high << 32) + low) & ((1 << 64) - 1)
+        for shard, (high, low) in zip(shards, halves.tolist(), strict=True)
+    }

@@ -14,10 +14,21 @@ import torch.distributed as dist
 from learner.losses import SUMS, Loss, LossInputs
 from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.packing import Microbatch
+from learner.packing import COLUMNS, Microbatch
 
 _SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
 _MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
+_MEANS = {
+    "actor/pg_loss": "loss",
+    "actor/entropy": "entropy",
+    "actor/ppo_kl": "k1",
+    "actor/ppo_kl_k3": "k3",
+    "actor/pg_clipfrac": "clipped",
+    "actor/ratio_mean": "weight",
+    "training/rollout_probs_diff_mean": "prob_diff",
+    "training/rollout_logprobs_diff_mean": "logprob_diff",
+}
+"""Metrics that are the mean of a sum over the tokens in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +60,9 @@ class StepSums:
         v, n = self.values, self.global_tokens
         if n == 0:
             return {"training/loss_tokens": 0.0}
-        result = {
-            "actor/pg_loss": self.loss,
-            "actor/entropy": v["entropy"] / n,
-            "actor/ppo_kl": v["k1"] / n,
-            "actor/ppo_kl_k3": v["k3"] / n,
-            "actor/pg_clipfrac": v["clipped"] / n,
-            "actor/ratio_mean": v["weight"] / n,
+        result = {metric: v[name] / n for metric, name in _MEANS.items()} | {
             "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
-            "training/rollout_probs_diff_mean": v["prob_diff"] / n,
             "training/rollout_probs_diff_max": v["prob_diff_max"],
-            "training/rollout_logprobs_diff_mean": v["logprob_diff"] / n,
             "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
             "training/loss_tokens": float(n),
         }
@@ -72,14 +75,18 @@ class StepSums:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What became of the update. `reason` is empty when it was applied."""
+    """What became of the update."""
 
     grad_norm: float
     """Before clipping."""
     lr: float
-    applied: bool
-    reason: str = ""
-    """`no_tokens`, `nonfinite_loss` or `nonfinite_gradient`; the same on all ranks."""
+    reason: str
+    """`no_tokens`, `nonfinite_loss` or `nonfinite_gradient`; empty when it was applied. The same on all ranks."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the weights moved."""
+        return not self.reason
 
     def metrics(self) -> dict[str, float]:
         """Numbers for metrics.jsonl, under verl's names."""
@@ -108,9 +115,15 @@ def accumulate_gradients(
         return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
     sums = torch.zeros(len(_SUMS) - 1, dtype=torch.float64, device=policy.device)
     maxima = torch.zeros(len(_MAXIMA) - 1, dtype=torch.float64, device=policy.device)
-    for number, microbatch in enumerate(microbatches, start=1):
+    for number, host_microbatch in enumerate(microbatches, start=1):
         policy.sync_gradients(last=number == len(microbatches))
-        add, high = _backward(policy, microbatch.to(policy.device), loss_fn, temperature, global_tokens)
+        microbatch = host_microbatch.to(policy.device)
+        logprobs, entropy = policy.token_logprobs(microbatch, temperature)
+        inputs = LossInputs(logprobs=logprobs, **{name: getattr(microbatch, name) for name in COLUMNS})
+        output = loss_fn(inputs)
+        loss = output.loss.sum()
+        (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
+        add, high = _measure(inputs, {**output.sums, "loss": loss.detach()}, entropy)
         sums += add
         maxima = torch.maximum(maxima, high)
     norm = torch.nn.utils.get_total_norm(policy.local_gradients())
@@ -123,34 +136,17 @@ def accumulate_gradients(
     return StepSums(values, global_tokens)
 
 
-def _backward(
-    policy: Policy, microbatch: Microbatch, loss_fn: Loss, temperature: float, global_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs, entropy = policy.token_logprobs(microbatch, temperature)
-    inputs = LossInputs(
-        logprobs=logprobs,
-        behaviour_logprobs=microbatch.behaviour_logprobs,
-        advantages=microbatch.advantages,
-        lags=microbatch.lags,
-        mask=microbatch.mask,
-    )
-    output = loss_fn(inputs)
-    loss = output.loss.sum()
-    (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
-    return _measure(inputs, output.sums, loss.detach(), entropy)
-
-
 @torch.no_grad()
 def _measure(
-    inputs: LossInputs, sums: Mapping[str, torch.Tensor], loss: torch.Tensor, entropy: torch.Tensor
+    inputs: LossInputs, sums: Mapping[str, torch.Tensor], entropy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """_SUMS but the gradient's and _MAXIMA but the memory's, of one microbatch."""
     in_loss = inputs.mask > 0
     current, behaviour = inputs.logprobs[in_loss], inputs.behaviour_logprobs[in_loss]
     logprob_diff = (current - behaviour).abs()
     prob_diff = (current.exp() - behaviour.exp()).abs()
     fresh = inputs.lags[in_loss] == 0
     own = {
-        "loss": loss,
         "entropy": entropy[in_loss].sum(),
         "prob_diff": prob_diff.sum(),
         "logprob_diff": logprob_diff.sum(),
@@ -176,13 +172,9 @@ def take_peak_bytes(device: torch.device) -> int:
 def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:
     """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
     the same bits on every rank, which a reduction inside the backend does not promise."""
-    if policy.group is None:
-        rows = local[None]
-    else:
-        parts = [torch.empty_like(local) for _ in range(policy.world_size)]
-        dist.all_gather(parts, local, group=policy.group)
-        rows = torch.stack(parts)
-    rows = rows.cpu()
+    parts = [torch.empty_like(local) for _ in range(policy.world_size)]
+    dist.all_gather(parts, local, group=policy.group)
+    rows = torch.stack(parts).cpu()
     sums = rows[:, : len(_SUMS)].sum(0).tolist()
     maxima = rows[:, len(_SUMS) :].amax(0).tolist()
     return dict(zip(_SUMS + _MAXIMA, sums + maxima, strict=True))
@@ -197,19 +189,18 @@ def apply_update(
     either: the gradients are dropped, the weights and the optimizer's state stay, and the reason says which. Clipping
     scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
     """
-    grad_norm = sums.grad_norm
-    reason = ""
+    grad_norm, reason = sums.grad_norm, ""
     if sums.global_tokens == 0:
         reason = "no_tokens"
     elif not math.isfinite(sums.loss):
         reason = "nonfinite_loss"
     elif not math.isfinite(grad_norm):
         reason = "nonfinite_gradient"
-    if not reason:
+    else:
         scale = max_grad_norm / (grad_norm + 1e-6)
         if scale < 1:
             for gradient in policy.local_gradients():
                 gradient.mul_(scale)
         optimizer.step(lr)
     policy.clear_gradients()
-    return UpdateResult(grad_norm, lr, not reason, reason)
+    return UpdateResult(grad_norm, lr, reason)

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from learner.report.metrics import evaluation_scores
+
 Row = Mapping[str, Any]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -19,7 +21,6 @@ ETA_STEPS = 20
 REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
-EVALUATION = "val-core/"
 GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_used", "partial_tokens_used"}
 
 
@@ -64,14 +65,6 @@ class Progress:
         pairs = itertools.pairwise(recent)
         step_s = statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs)
         return max(0.0, float(step_s) * (self.total_steps - self.step))
-
-
-def evaluation_scores(row: Row) -> dict[str, float | None]:
-    """Scores in a row, by mode; by `source/mode` where several data sources were evaluated."""
-    names = [name.removeprefix(EVALUATION) for name in row if name.startswith(EVALUATION)]
-    modes = [name.rsplit("/", 1)[-1] for name in names]
-    labels = modes if len(set(modes)) == len(modes) else names
-    return {label: row[EVALUATION + name] for label, name in zip(labels, names, strict=True)}
 
 
 def number(value: float | None, digits: int = 2) -> str:

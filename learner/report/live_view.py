@@ -20,6 +20,7 @@ from rich.text import Text
 from configs.schema import Config
 from learner.report import live_text
 from learner.report.live_text import Progress, Row
+from learner.report.metrics import evaluation_scores
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class LiveView:
             self.progress.add(row)
             if self.mode == "plain" and "step" in row:
                 self._line(live_text.step_line(self.progress))
-            elif self.mode == "plain" and live_text.evaluation_scores(row):
+            elif self.mode == "plain" and evaluation_scores(row):
                 self._line(live_text.evaluation_line(row))
         now = time.monotonic()
         if self.mode == "plain" and now - self._last_line >= QUIET_S:

@@ -6,7 +6,6 @@ also while the run goes on.
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from learner.report.live_text import REWARD, duration, evaluation_scores
-from learner.report.metrics import FILE, MetricsError, read_rows
+from learner.report.live_text import REWARD, duration
+from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 
 Row = Mapping[str, Any]
 
@@ -33,14 +32,11 @@ def plot_run(run_dir: str | Path) -> Path:
         MetricsError: metrics.jsonl is missing, broken, or has no row of a step or of an evaluation yet.
     """
     folder = Path(run_dir)
-    source = folder / FILE
-    if not source.is_file():
-        raise MetricsError(f"{source}: missing; name the folder of a run, such as runs/quickstart")
-    rows = read_rows(source)
+    rows = read_rows(folder / FILE)
     steps = [row for row in rows if "step" in row]
     evaluations = [row for row in rows if evaluation_scores(row)]
     if not steps and not evaluations:
-        raise MetricsError(f"{source}: no step and no evaluation yet; run it again later")
+        raise MetricsError(f"{folder / FILE}: no step and no evaluation yet; run it again later")
     path = folder / "plots" / "summary.png"
     path.parent.mkdir(exist_ok=True)
     beside = path.with_suffix(".new.png")
@@ -69,14 +65,6 @@ def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]
             if score is not None:
                 points.setdefault(mode, {})[int(row["version"])] = score
     return {mode: (sorted(scores), [scores[v] for v in sorted(scores)]) for mode, scores in sorted(points.items())}
-
-
-def tokens_by_lag(steps: Sequence[Row]) -> dict[int, int]:
-    """Trained tokens of the run by lag, gaps filled with 0."""
-    total: Counter[int] = Counter()
-    for row in steps:
-        total.update({int(lag): int(tokens) for lag, tokens in (row.get("training/lag_histogram") or {}).items()})
-    return {lag: total[lag] for lag in range(min(total, default=0), max(total, default=-1) + 1)}
 
 
 def _draw(name: str, steps: Sequence[Row], evaluations: Sequence[Row], path: Path) -> None:
@@ -139,14 +127,15 @@ def _lag(axis: Any, tokens: Mapping[int, int]) -> None:
     if not total:
         axis.text(0.5, 0.5, "no token trained yet", ha="center", va="center", transform=axis.transAxes)
         return
-    shares = [count / total for count in tokens.values()]
-    few = len(tokens) < 5
-    bars = axis.bar(list(tokens), shares, color=COLOURS[0], width=0.7)
-    axis.bar_label(bars, [_share(share, 1 if few else 0) for share in shares], padding=2, fontsize=10 if few else 8)
-    axis.set_xticks(list(tokens))
+    shares = {lag: tokens.get(lag, 0) / total for lag in range(min(tokens), max(tokens) + 1)}
+    few = len(shares) < 5
+    bars = axis.bar(shares.keys(), shares.values(), color=COLOURS[0], width=0.7)
+    labels = [_share(share, 1 if few else 0) for share in shares.values()]
+    axis.bar_label(bars, labels, padding=2, fontsize=10 if few else 8)
+    axis.set_xticks(list(shares))
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axis.set_ylim(0, max(shares) * 1.12)
-    axis.set_xlim(min(tokens) - 0.8, max(tokens) + 0.8)
+    axis.set_ylim(0, max(shares.values()) * 1.12)
+    axis.set_xlim(min(shares) - 0.8, max(shares) + 0.8)
 
 
 def _share(share: float, digits: int) -> str:

@@ -37,7 +37,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
 ]
 HERE = Path(__file__).parent
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LARGER = {
     "hidden_size": 256,
     "num_hidden_layers": 4,
@@ -53,10 +53,10 @@ DEADLINE_S = 150
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    """A group of one rank over NCCL."""
+    """A group of one rank, over NCCL and for comparison on the CPU over gloo."""
     torch.cuda.set_device(GPU)
     store = tmp_path_factory.mktemp("group") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=GPU)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{store}", rank=0, world_size=1)
     try:
         yield init_device_mesh("cuda", (1,))
     finally:
@@ -82,10 +82,10 @@ def logprobs_and_gradients(config: Config, policy: Policy) -> tuple[torch.Tensor
     """Logprobs of all tokens in the loss in order, the whole gradient as one vector, and the measurements."""
     batch = batch_of(random_step(1, vocab=1000), 1, num_microbatches=2)
     advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=True, epsilon=1e-6)
-    packed = pack(batch, advantages, advantages != 0, async_lag=2, device=policy.device, unpadded=policy.unpadded)
+    packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
     found = []
     with torch.no_grad():
-        for microbatch in packed.microbatches:
+        for microbatch in (microbatch.to(policy.device) for microbatch in packed.microbatches):
             found.append(policy.token_logprobs(microbatch, 1.0)[0][microbatch.mask > 0])
     sums = accumulate_gradients(
         policy,
@@ -139,7 +139,8 @@ def test_bfloat16_without_padding_is_near_float32_with_padding(folder: Path, mes
 
 def test_float32_without_padding_is_float32_with_padding_and_that_of_a_cpu(folder: Path, mesh: DeviceMesh) -> None:
     outcomes = []
-    for mode, over, device in (("sdpa", None, torch.device("cpu")), ("sdpa", mesh, GPU), ("varlen", mesh, GPU)):
+    on_cpu = init_device_mesh("cpu", (1,))
+    for mode, over, device in (("sdpa", on_cpu, CPU), ("sdpa", mesh, GPU), ("varlen", mesh, GPU)):
         config = configured(folder, mode, "float32")
         found, gradient, _ = logprobs_and_gradients(config, build_policy(config, over, device))
         outcomes.append((found.cpu(), gradient.cpu()))
@@ -183,8 +184,8 @@ def test_loading_takes_the_memory_of_the_weights_and_no_more(tmp_path: Path, mes
     grown = take_peak_bytes(GPU) - before
     whole = sum(shard.numel * 4 for shard in policy.shards())
     assert whole <= grown <= 1.05 * whole + 64 * 1024**2
-    digest = policy.parameter_digest()
-    assert digest == build_policy(configured(tmp_path, "sdpa", "float32"), None, torch.device("cpu")).parameter_digest()
+    digest, on_cpu = policy.parameter_digest(), init_device_mesh("cpu", (1,))
+    assert digest == build_policy(configured(tmp_path, "sdpa", "float32"), on_cpu, CPU).parameter_digest()
 
 
 def test_the_output_head_needs_neither_whole_logits_nor_their_gradient() -> None:

@@ -84,7 +84,7 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
         normalize_by_std=algorithm.normalize_by_std,
     )
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-    packed = pack(batch, advantages, active, async_lag=config.replay.async_lag, unpadded=policy.unpadded)
+    packed = pack(batch, advantages, active, unpadded=policy.unpadded)
     sums = accumulate_gradients(
         policy,
         packed.microbatches,

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from one_rank import built, process_group
+from one_rank import built
 from recorded import batch_of, random_step, train_on
 from reference import train
 from tiny_models import make_config, save_model
@@ -26,12 +25,6 @@ STEPS = [random_step(step) for step in range(1, 6)]
 CONDITIONED = {"adam_epsilon": 1e-6}
 """AdamW's first update is lr·g/(|g| + ε): with ε = 1e-8 it blows rounding of a gradient near zero up to the size of the
 learning rate. A larger ε bounds that, and so lets the comparison be tight for every single element."""
-
-
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    with process_group(tmp_path_factory.mktemp("group") / "store") as mesh:
-        yield mesh
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +100,6 @@ def test_the_number_of_microbatches_does_not_matter(folder: Path, mesh: DeviceMe
         assert max(float((other[n] - weights[n]).abs().max()) for n in weights) < 1e-6
 
 
-def test_without_a_process_group_the_numbers_are_the_same(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
-    digests = []
-    for over in (mesh, None):
-        policy, optimizer = built(config, over)
-        train_on(batch_of(STEPS[0], 1), policy, optimizer, config)
-        digests.append(policy.parameter_digest())
-    assert digests[0] == digests[1]
-
-
 def test_metrics_are_means_over_the_tokens_in_the_loss(folder: Path, mesh: DeviceMesh) -> None:
     config = configured(folder)
     policy, optimizer = built(config, mesh)
@@ -179,7 +162,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(folder: Path, me
     assert (result.applied, result.reason) == (False, "nonfinite_loss")
 
     advantages = np.ones(len(STEPS[0]), np.float32)
-    packed = pack(batch_of(STEPS[0], 1), advantages, advantages > 0, async_lag=2)
+    packed = pack(batch_of(STEPS[0], 1), advantages, advantages > 0)
     sums = accumulate_gradients(
         policy, packed.microbatches, infinite_slope, temperature=1.0, global_tokens=packed.global_tokens
     )

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner import sharding
-from learner.checkpoint import Checkpointer, CheckpointError, load
+from learner.checkpoint import Checkpointer, CheckpointError
 from learner.export import write_hf_folder
 from learner.losses import build_loss
 from learner.model import Policy, build_policy
@@ -116,7 +116,7 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
         policy = build_policy(config, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
         batch = batch_of(random_step(1), 1, rank=policy.rank, world_size=2, num_microbatches=NUM_MICROBATCHES)
         advantages = np.linspace(-1, 1, len(batch.all_rewards), dtype=np.float32)
-        packed = pack(batch, advantages, advantages != 0, async_lag=2, unpadded=policy.unpadded)
+        packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
         first = packed.microbatches[0].to(device)
         policy.sync_gradients(last=False)
         policy.token_logprobs(first, 1.0)[0].sum().backward()
@@ -168,7 +168,8 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
     seen["resumed"] = fresh.parameter_digest()
     steps(fresh, fresh_optimizer, config, range(6, 8))
     seen["went_on_again"] = fresh.parameter_digest()
-    load(folder / f"one_rank_{config.run.name}" / "checkpoints" / "step_2", fresh, fresh_optimizer)
+    moved = folder / f"one_rank_{config.run.name}" / "checkpoints" / "step_2"
+    Checkpointer(config, fresh, fresh_optimizer).load(moved)
     seen["from_one_rank"] = fresh.parameter_digest()
     seen["from_one_rank_steps"] = fresh_optimizer.num_steps
     blocked = make_config(policy.source, run={"dir": str(folder / "a_file"), "name": "x"})
