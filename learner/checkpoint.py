@@ -114,17 +114,15 @@ class Checkpointer:
                 raise CheckpointError(f"checkpoint {folder} is incomplete: {reason}")
             state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             if state.get("format") != FORMAT:
-                raise CheckpointError(
-                    f"checkpoint {folder} has format {state.get('format')}, this version reads {FORMAT}"
-                )
+                found = state.get("format")
+                raise CheckpointError(f"checkpoint {folder} has format {found}, this version reads {FORMAT}")
             _check_layout(folder, state["layout"], policy)
         with _together(policy, folder, "loaded"):
             try:
                 dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp")
             except CheckpointException as error:
-                raise CheckpointError(
-                    f"checkpoint {folder}: {_unreadable(folder, error)}; {_remedy(folder)}"
-                ) from error
+                why = f"{_unreadable(folder, error)}; {_remedy(folder)}"
+                raise CheckpointError(f"checkpoint {folder}: {why}") from error
         optimizer.set_steps(state["optimizer_steps"])
         found = _describe(policy, optimizer)
         for key in ("parameter_digest", "optimizer_digest"):
@@ -227,13 +225,11 @@ def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
 
 
 def _complete(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
+    inside = sorted(folder.rglob("*"))
+    for path in (*inside, folder):
         sync_file(path)
-    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
-        sync_file(inner)
-    sync_file(folder)
-    write_json(folder / "COMPLETE", {"files": {str(p.relative_to(folder)): p.stat().st_size for p in files}})
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
+    write_json(folder / "COMPLETE", {"files": sizes})
     sync_file(folder)
     sync_file(folder.parent)
 

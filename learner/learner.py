@@ -127,24 +127,19 @@ class Learner:
         active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
         self.rollouts.write_if_due(batch, advantages)
         packed = pack(batch, advantages, active, unpadded=self.policy.unpadded)
-        sums = accumulate_gradients(
-            self.policy,
-            packed.microbatches,
-            self.loss,
-            temperature=self.config.rollout.temperature,
-            global_tokens=packed.global_tokens,
-        )
+        sums = accumulate_gradients(self.policy, packed, self.loss, temperature=self.config.rollout.temperature)
         lr = lr_at(batch.step, learner)
-        result = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
-        if not result.applied:
-            log.warning("step %d was not applied: %s", batch.step, result.reason)
-        values = sums.metrics() | result.metrics()
-        values |= {
+        reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
+        if reason:
+            log.warning("step %d was not applied: %s", batch.step, reason)
+        values = sums.metrics() | {
+            "actor/grad_norm": sums.grad_norm,
+            "actor/lr": lr,
             "critic/advantages/mean": float(advantages.mean()),
             "critic/advantages/max": float(advantages.max()),
             "critic/advantages/min": float(advantages.min()),
         }
-        return Update(values, result.applied, packed.global_tokens > 0)
+        return Update(values, not reason, packed.global_tokens > 0)
 
     def commit(self, batch: Batch) -> str:
         """Digest the new weights (a collective) and commit the step at replay.

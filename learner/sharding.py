@@ -39,10 +39,10 @@ class Shard:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def num_rows(self, rank: int, world_size: int) -> int:
-        """Rows that `rank` holds."""
+    def held_by(self, rank: int, world_size: int) -> int:
+        """Elements that `rank` holds."""
         begin, end = row_range(self.shape[0], rank, world_size)
-        return end - begin
+        return (end - begin) * math.prod(self.shape[1:])
 
 
 def row_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -79,8 +79,7 @@ def gather_pieces(
 ) -> Iterator[tuple[str, Pieces]]:
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 
-    Nothing is put together: who needs the tensor copies the parts to where it belongs, the others ignore them. The
-    parts are views of memory that nothing else is written to.
+    Nothing is put together: a rank that needs the tensor copies the parts. Nothing else is written to their memory.
     """
     if dist.get_world_size(group) == 1:
         for shard in shards:
@@ -108,7 +107,7 @@ def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
 def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, Pieces]]:
     world_size = dist.get_world_size(group)
     # Chunking gives rank 0 at least as many rows of every tensor as any other rank, so its part is the widest.
-    width = sum(math.prod(s.shape[1:]) * s.num_rows(0, world_size) for s in span)
+    width = sum(shard.held_by(0, world_size) for shard in span)
     send = torch.empty(width, dtype=dtype, device=span[0].local.device)
     mine = [s.local.reshape(-1) for s in span if s.local.numel()]
     if mine:
@@ -118,10 +117,9 @@ def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup
     dist.all_gather_into_tensor(received, send, group=group)
     cursors = [rank * width for rank in range(world_size)]
     for shard in span:
-        row_size = math.prod(shard.shape[1:])
         parts = []
         for rank in range(world_size):
-            size = shard.num_rows(rank, world_size) * row_size
+            size = shard.held_by(rank, world_size)
             parts.append(received[cursors[rank] : cursors[rank] + size])
             cursors[rank] += size
         yield shard.name, Pieces(shard.shape, dtype, parts)

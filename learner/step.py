@@ -5,7 +5,7 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from learner.losses import SUMS, Loss, LossInputs
 from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.packing import COLUMNS, Microbatch
+from learner.packing import COLUMNS, Packed
 
 _SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
 _MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
@@ -73,43 +73,21 @@ class StepSums:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What became of the update."""
-
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    reason: str
-    """`no_tokens`, `nonfinite_loss` or `nonfinite_gradient`; empty when it was applied. The same on all ranks."""
-
-    @property
-    def applied(self) -> bool:
-        """Whether the weights moved."""
-        return not self.reason
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for metrics.jsonl, under verl's names."""
-        return {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr}
-
-
-def accumulate_gradients(
-    policy: Policy, microbatches: Sequence[Microbatch], loss_fn: Loss, *, temperature: float, global_tokens: int
-) -> StepSums:
+def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, temperature: float) -> StepSums:
     """Forward and backward over all microbatches; after the last one gradients are summed over ranks. A collective.
 
     With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
 
     Args:
         policy: its old gradients are forgotten.
-        microbatches: the same number, at least one, on every rank.
+        packed: the same number of microbatches, at least one, on every rank; the loss is the mean of all its tokens.
         loss_fn: per-token loss.
         temperature: sampling temperature.
-        global_tokens: tokens in the loss over all ranks; the loss is their mean.
 
     Raises:
-        ValueError: the masks of all ranks together do not hold `global_tokens` tokens.
+        ValueError: the masks of all ranks together do not hold `packed.global_tokens` tokens.
     """
+    microbatches, global_tokens = packed.microbatches, packed.global_tokens
     policy.clear_gradients()
     if global_tokens == 0:
         return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
@@ -180,27 +158,27 @@ def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:
     return dict(zip(_SUMS + _MAXIMA, sums + maxima, strict=True))
 
 
-def apply_update(
-    policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float
-) -> UpdateResult:
+def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float) -> str:
     """Clip the gradients that accumulate_gradients left, and step. Decides alike on all ranks, without a collective.
 
-    Without a token in the loss there is nothing to apply. A loss or gradient norm that is not finite is never applied
-    either: the gradients are dropped, the weights and the optimizer's state stay, and the reason says which. Clipping
-    scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+    Clipping scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+
+    Returns:
+        Why nothing was applied: `no_tokens`, `nonfinite_loss` or `nonfinite_gradient`. The gradients are dropped
+        then, and weights and optimizer stay as they are. Empty for an update that was applied.
     """
-    grad_norm, reason = sums.grad_norm, ""
+    reason = ""
     if sums.global_tokens == 0:
         reason = "no_tokens"
     elif not math.isfinite(sums.loss):
         reason = "nonfinite_loss"
-    elif not math.isfinite(grad_norm):
+    elif not math.isfinite(sums.grad_norm):
         reason = "nonfinite_gradient"
     else:
-        scale = max_grad_norm / (grad_norm + 1e-6)
+        scale = max_grad_norm / (sums.grad_norm + 1e-6)
         if scale < 1:
             for gradient in policy.local_gradients():
                 gradient.mul_(scale)
         optimizer.step(lr)
     policy.clear_gradients()
-    return UpdateResult(grad_norm, lr, reason)
+    return reason

@@ -55,9 +55,9 @@ def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) 
         batch = batch_of(
             random_step(step), step, rank=policy.rank, world_size=policy.world_size, num_microbatches=NUM_MICROBATCHES
         )
-        sums, result = train_on(batch, policy, optimizer, config)
-        assert result.applied
-        seen.append(sums.metrics() | result.metrics())
+        sums, reason = train_on(batch, policy, optimizer, config)
+        assert not reason
+        seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
     return seen
 
 
@@ -124,13 +124,7 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
         if not early[-1]:  # leave no whole gradients behind
             policy.sync_gradients(last=True)
             policy.token_logprobs(first, 1.0)[0].sum().backward()
-        sums = accumulate_gradients(
-            policy,
-            packed.microbatches,
-            build_loss(config.algorithm),
-            temperature=1.0,
-            global_tokens=packed.global_tokens,
-        )
+        sums = accumulate_gradients(policy, packed, build_loss(config.algorithm), temperature=1.0)
         found.append((sums.metrics(), torch.cat([gradient.flatten() for gradient in policy.local_gradients()])))
     (once, gradients), (often, others) = found
     return {
@@ -148,10 +142,10 @@ def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, 
     kept = row.clone() if row is not None else None
     if row is not None:
         row.fill_(float("nan"))
-    _, result = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
+    _, reason = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
     if row is not None and kept is not None:
         row.copy_(kept)
-    return {"applied": result.applied, "reason": result.reason, "same": policy.parameter_digest() == before}
+    return {"reason": reason, "same": policy.parameter_digest() == before}
 
 
 def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
