@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
 from configs.learner import LearnerSettings
@@ -66,23 +67,23 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
     return ""
 
 
-def arguments(starts: torch.Tensor, longest: int) -> dict[str, Any]:
+def arguments(starts: Tensor, longest: int) -> dict[str, Any]:
     """What the forward of a transformers model must be given for a row, see learner.packing.Row."""
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def _varlen(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     max_length_q: int,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention over a packed row: [1, heads, total, D] to [1, total, heads, D]."""
     attend, keywords, knows_groups = _kernel()
     if not math.isclose(scaling, query.shape[-1] ** -0.5):
@@ -112,15 +113,15 @@ def _kernel() -> tuple[Any, dict[str, Any], bool]:
 
 def _loop(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """As _varlen, in plain torch."""
     attend = torch.nn.functional.scaled_dot_product_attention
     parts = []

@@ -59,17 +59,13 @@ class BatchReader:
         Raises:
             ChannelError: replay is silent for network.silent_after_s.
         """
-        status = self._ask(m.StatusRequest(), m.Status, "an answer")
+        status = self._ask(m.StatusRequest(), m.Status, "its status")
         return self._dealer.run_id, int(status.state["incarnation"])
 
     def join(self, *, version: int, digest: str, bus_address: str | None, cursor: dict[str, Any] | None) -> m.Welcome:
-        """Say Hello and wait for Welcome.
+        """Say Hello with the version and digest of this rank's weights, and wait for Welcome.
 
-        Args:
-            version: of the weights that this rank holds.
-            digest: of those weights.
-            bus_address: control address of the weight bus (rank 0).
-            cursor: replay's state from the checkpoint (rank 0 of a resumed learner).
+        Rank 0 gives the control address of the weight bus and, of a resumed learner, replay's state.
 
         Raises:
             ChannelError: replay is silent for network.silent_after_s, or refuses this rank.

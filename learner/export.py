@@ -84,17 +84,16 @@ def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> OSError | No
     return None
 
 
-def plan_files(layout: list[tuple[str, str, tuple[int, ...]]], limit: int | None = None) -> dict[str, list[str]]:
+def plan_files(layout: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, list[str]]:
     """Which tensors go into which file, in order.
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
     """
-    limit = FILE_BYTES if limit is None else limit
     groups: list[list[str]] = []
     size = 0
     for name, dtype, shape in layout:
         num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if not groups or size + num_bytes > limit:
+        if not groups or size + num_bytes > FILE_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)

@@ -21,11 +21,9 @@ from configs import Config
 from learner import attention
 from learner.logprobs import head_logprobs, token_logprobs
 from learner.packing import Microbatch
-from learner.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
+from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
-
-__all__ = ["Policy", "PolicyError", "build_policy"]
 
 KEEP_GATHERED_BYTES = 256 * 1024 * 1024
 """Models below this size stay gathered between forward and backward: memory is no concern, round trips are."""
@@ -39,15 +37,7 @@ parameters would be 33 GB on every GPU."""
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(
-        self,
-        model: Any,
-        source: Path,
-        mesh: DeviceMesh,
-        device: torch.device,
-        *,
-        whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
-    ) -> None:
+    def __init__(self, model: Any, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
         self.model = model
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
@@ -60,7 +50,7 @@ class Policy:
         """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
-        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > whole_gradient_bytes
+        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
         model.row_logprobs = functools.partial(_row_logprobs, model)
         register_fsdp_forward_method(model, "row_logprobs")
 
@@ -161,16 +151,8 @@ class Policy:
         return combined(self.shard_digests("float32"))
 
 
-def build_policy(
-    config: Config, mesh: DeviceMesh, device: torch.device, *, whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES
-) -> Policy:
-    """Load model.path and shard it over the mesh. A collective.
-
-    Args:
-        config: model.path and learner.{compute_dtype, attention, recompute} are used.
-        mesh: one-dimensional.
-        device: where the parameters live.
-        whole_gradient_bytes: above this, gradients are summed over ranks after every microbatch.
+def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Policy:
+    """Load model.path onto the device and shard it over the one-dimensional mesh. A collective.
 
     Raises:
         PolicyError: the folder, its weights or its model family cannot be trained.
@@ -183,7 +165,7 @@ def build_policy(
         _recompute(model)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype])
     allocate(model, model_config, device)
-    policy = Policy(model, folder, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
+    policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy
 

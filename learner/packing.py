@@ -27,6 +27,9 @@ PAD_ID = 0
 COLUMNS = ("mask", "behaviour_logprobs", "advantages", "lags")
 """Arrays of a microbatch that have one number for each predicted token."""
 
+Piece = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""A trajectory: its token ids [T], and COLUMNS of its answer's tokens [4, length]."""
+
 
 class PackingError(ValueError):
     """The batch contradicts itself or the lag bound; it must not be trained on."""
@@ -106,8 +109,8 @@ def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
 def pack(batch: Batch, advantages: NDArray[np.float32], active: NDArray[np.bool_], *, unpadded: bool = False) -> Packed:
     """Exactly `batch.num_microbatches` microbatches of this rank, in order and in host memory.
 
-    A microbatch that holds no active trajectory becomes a dummy of weight zero, so that this rank takes part
-    in every collective of the others (invariant 9).
+    A microbatch that holds no active trajectory becomes a dummy of two tokens and none in the loss, so that this
+    rank takes part in every collective of the others (invariant 9).
 
     Args:
         batch: this rank's part, which `check` has let pass.
@@ -116,60 +119,43 @@ def pack(batch: Batch, advantages: NDArray[np.float32], active: NDArray[np.bool_
             token in the loss.
         unpadded: the layout, see above.
     """
-    starts = offsets(batch.prompt_lengths + batch.lengths), offsets(batch.lengths)
     advantage = np.repeat(advantages[batch.trajectory], batch.lengths)
     values = np.stack([batch.loss_mask != 0, batch.logprobs, advantage, _lags(batch)]).astype(np.float32)
-    rows_of: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
+    tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
+    answers = np.split(values, offsets(batch.lengths)[1:-1], axis=1)
+    contents: list[list[Piece]] = [[] for _ in range(batch.num_microbatches)]
     trained = active & (batch.all_loss_tokens > 0)
     for row in np.flatnonzero(trained[batch.trajectory]):
-        rows_of[batch.microbatch[row]].append(int(row))
+        contents[batch.microbatch[row]].append((tokens[row], answers[row]))
     lay_out = _unpadded if unpadded else _padded
-    made = [lay_out(batch, values, rows, starts) for rows in rows_of]
-    return Packed(made, int(batch.all_loss_tokens[active].sum(dtype=np.int64)))
+    return Packed([lay_out(pieces) for pieces in contents], int(batch.all_loss_tokens[active].sum(dtype=np.int64)))
 
 
-def _padded(
-    batch: Batch, values: NDArray[np.float32], rows: list[int], starts: tuple[NDArray[np.int64], NDArray[np.int64]]
-) -> Microbatch:
-    """One row a trajectory; `values` are COLUMNS of all answer tokens."""
-    token_starts, answer_starts = starts
-    width = max((int(token_starts[row + 1] - token_starts[row]) for row in rows), default=2)
-    input_ids = np.full((max(1, len(rows)), width), PAD_ID, np.int64)
+def _padded(pieces: Sequence[Piece]) -> Microbatch:
+    width = max((len(tokens) for tokens, _ in pieces), default=2)
+    input_ids = np.full((max(1, len(pieces)), width), PAD_ID, np.int64)
     columns = np.zeros((len(COLUMNS), len(input_ids), width - 1), np.float32)
-    for slot, row in enumerate(rows):
-        tokens = batch.token_ids[token_starts[row] : token_starts[row + 1]]
+    for slot, (tokens, answer) in enumerate(pieces):
         input_ids[slot, : len(tokens)] = tokens
-        answer = values[:, answer_starts[row] : answer_starts[row + 1]]
         columns[:, slot, len(tokens) - 1 - answer.shape[1] : len(tokens) - 1] = answer
     return _microbatch(input_ids, columns, None)
 
 
-def _unpadded(
-    batch: Batch, values: NDArray[np.float32], rows: list[int], starts: tuple[NDArray[np.int64], NDArray[np.int64]]
-) -> Microbatch:
-    """All trajectories in one row; two tokens of weight zero without any."""
-    token_starts, answer_starts = starts
-    tokens = [batch.token_ids[token_starts[row] : token_starts[row + 1]] for row in rows]
-    tokens = tokens or [np.full(2, PAD_ID, np.int32)]
-    firsts = offsets([len(part) for part in tokens])
-    kept, columns = [np.zeros(1, np.int64)], [np.zeros((len(COLUMNS), 1), np.float32)]
-    if rows:
-        kept, columns = [], []
-    for first, row in zip(firsts, rows, strict=False):
-        answer = values[:, answer_starts[row] : answer_starts[row + 1]]
+def _unpadded(pieces: Sequence[Piece]) -> Microbatch:
+    every = [tokens for tokens, _ in pieces] or [np.full(2, PAD_ID)]
+    firsts = offsets([len(tokens) for tokens in every])
+    kept, columns = [np.zeros(0, np.int64)], [np.zeros((len(COLUMNS), 0), np.float32)]
+    for first, (tokens, answer) in zip(firsts, pieces, strict=False):
         in_loss = np.flatnonzero(answer[0])
-        kept.append(first + batch.prompt_lengths[row] - 1 + in_loss)
+        kept.append(first + len(tokens) - 1 - answer.shape[1] + in_loss)
         columns.append(answer[:, in_loss])
-    return _microbatch(
-        np.concatenate(tokens).astype(np.int64)[None],
-        np.concatenate(columns, axis=1)[:, None],
-        Row(
-            position_ids=torch.cat([torch.arange(len(part)) for part in tokens])[None],
-            starts=torch.from_numpy(firsts.astype(np.int32)),
-            longest=max(map(len, tokens)),
-            kept=torch.from_numpy(np.concatenate(kept)),
-        ),
+    row = Row(
+        position_ids=torch.cat([torch.arange(len(tokens)) for tokens in every])[None],
+        starts=torch.from_numpy(firsts.astype(np.int32)),
+        longest=max(map(len, every)),
+        kept=torch.from_numpy(np.concatenate(kept)),
     )
+    return _microbatch(np.concatenate(every).astype(np.int64)[None], np.concatenate(columns, axis=1)[:, None], row)
 
 
 def _microbatch(input_ids: NDArray[np.int64], columns: NDArray[np.float32], row: Row | None) -> Microbatch:
@@ -199,7 +185,7 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
 
     Raises:
         PackingError: arrays disagree in length, an index or a token id is out of range, a trajectory has no prompt, a
-            token in the loss is over-age or from the future, or its behaviour logprob is not finite.
+            token in the loss is over-age or from the future, or its behaviour logprob or a reward is not finite.
     """
     where = f"batch {batch.step}, rank {batch.rank}"
     _check_shapes(batch, where, vocab_size)
@@ -213,6 +199,8 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
         raise PackingError(
             f"{where}: a token sampled by version {batch.versions[i]} has lag {lags[i]}, allowed are 0 to {async_lag}"
         )
+    if (i := _first(~np.isfinite(batch.all_rewards))) is not None:
+        raise PackingError(f"{where}: reward of trajectory {i} is {batch.all_rewards[i]}")
     if (i := _first(in_loss & ~np.isfinite(batch.logprobs))) is not None:
         raise PackingError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
     counts = np.diff(offsets(in_loss)[offsets(batch.lengths)])

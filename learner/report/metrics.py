@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from configs.data import Tracking
 
@@ -75,7 +75,7 @@ class Metrics:
         """
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | Wandb] = []
         if tracking.tensorboard:
             self._trackers.append(TensorBoard(folder / "tensorboard", resume_step))
         if tracking.wandb != "off":
@@ -216,16 +216,6 @@ def set_aside(folder: Path, *, after: int) -> None:
     beside.replace(path)
 
 
-class Tracker(Protocol):
-    """Somewhere else that rows go."""
-
-    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Log one row; `position` is its step, or the version of an evaluation."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 class TensorBoard:
     """Event files in the run folder (extra `tensorboard`)."""
 
@@ -240,7 +230,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Add every number at its step or version."""
+        """Add every number at its step, or at the version of an evaluation."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=position)
 

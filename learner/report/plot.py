@@ -1,10 +1,10 @@
 """One picture of a run, plots/summary.png: did it learn, how stale was it, and which side waited.
 
-`python -m learner.report.plot runs/quickstart` draws it anew from metrics.jsonl at any time,
-also while the run goes on.
+`python -m learner.report.plot runs/quickstart` draws it anew from metrics.jsonl, also while the run goes on.
 """
 
 import argparse
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,14 +47,13 @@ def plot_run(run_dir: str | Path) -> Path:
 
 def series(steps: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of a metric, rows that have no finite value of it left out."""
-    pairs = [(int(row["step"]), float(row[name])) for row in steps if isinstance(row.get(name), int | float)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+    rows = [row for row in steps if row.get(name) is not None]
+    return [row["step"] for row in rows], [row[name] for row in rows]
 
 
 def smoothed(values: Sequence[float], width: int = SMOOTHED_STEPS) -> list[float]:
     """Mean of each value and up to `width` − 1 before it."""
-    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]]]:
@@ -106,17 +105,16 @@ def _line(axis: Any, where: Sequence[int], values: Sequence[float], *, colour: s
 
 def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:
     where, values = series(steps, REWARD)
-    highest = max([1.0, *values])
-    lowest = min([0.0, *values])
+    shown = [0.0, 1.0, *values]
     if values:
         _line(axis, where, values, colour=REWARD_COLOUR, label=f"reward, mean of {SMOOTHED_STEPS} steps")
     for (mode, (versions, scores)), colour in zip(curves(evaluations).items(), COLOURS * 9, strict=False):
         label = f"evaluation, {mode} ({scores[0]:.2f} → {scores[-1]:.2f})"
         axis.plot(versions, scores, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
-        highest, lowest = max([highest, *scores]), min([lowest, *scores])
-    margin = 0.03 * (highest - lowest)
+        shown += scores
+    margin = 0.03 * (max(shown) - min(shown))
     axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
-    axis.set_ylim(lowest - margin, highest + margin)
+    axis.set_ylim(min(shown) - margin, max(shown) + margin)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="lower right", frameon=False)
 
@@ -152,8 +150,7 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
         where, values = series(steps, name)
         if not values:
             continue
-        mean = sum(values) / len(values)
-        _line(axis, where, values, colour=colour, label=f"{label} (mean {100 * mean:.0f}%)")
+        _line(axis, where, values, colour=colour, label=f"{label} (mean {100 * statistics.fmean(values):.0f}%)")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="upper right", frameon=False, ncols=2)
@@ -161,9 +158,7 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: draw, and say where the picture is."""
-    parser = argparse.ArgumentParser(
-        prog="python -m learner.report.plot", description="Draw plots/summary.png of a run."
-    )
+    parser = argparse.ArgumentParser(prog="python -m learner.report.plot", description=__doc__)
     parser.add_argument("run_dir", help="run folder, such as runs/quickstart")
     args = parser.parse_args(argv)
     try:

@@ -24,7 +24,7 @@ from recorded import batch_of, random_step, train_on
 from tiny_models import make_config, save_model
 
 from configs import Config
-from learner import attention
+from learner import attention, logprobs
 from learner.advantages import grpo
 from learner.logprobs import head_logprobs
 from learner.losses import build_loss
@@ -81,7 +81,7 @@ def configured(folder: Path, mode: str, dtype: str, **learner: Any) -> Config:
 def logprobs_and_gradients(config: Config, policy: Policy) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Logprobs of all tokens in the loss in order, the whole gradient as one vector, and the measurements."""
     batch = batch_of(random_step(1, vocab=1000), 1, num_microbatches=2)
-    advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=True, epsilon=1e-6)
+    advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=True)
     packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
     found = []
     with torch.no_grad():
@@ -182,7 +182,8 @@ def test_loading_takes_the_memory_of_the_weights_and_no_more(tmp_path: Path, mes
     assert digest == build_policy(configured(tmp_path, "sdpa", "float32"), on_cpu, CPU).parameter_digest()
 
 
-def test_the_output_head_needs_neither_whole_logits_nor_their_gradient() -> None:
+def test_the_output_head_needs_neither_whole_logits_nor_their_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", 0)
     tokens, vocab = 8192, 151_936
     hidden = torch.randn(tokens, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, 256, device=GPU, dtype=torch.bfloat16, requires_grad=True)
@@ -190,7 +191,7 @@ def test_the_output_head_needs_neither_whole_logits_nor_their_gradient() -> None
     logits_bytes = tokens * vocab * 2
     take_peak_bytes(GPU)
     before = torch.cuda.memory_allocated(GPU)
-    head_logprobs(hidden, weight, targets, 1.0, keep_bytes=0)[0].sum().backward()
+    head_logprobs(hidden, weight, targets, 1.0)[0].sum().backward()
     chunk_bytes = 1024 * vocab * 4
     assert take_peak_bytes(GPU) - before < 8 * chunk_bytes < 2.01 * logits_bytes
 

@@ -76,10 +76,11 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path, mesh: DeviceMes
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
 
 
-def test_files_are_filled_in_order_and_never_past_the_limit() -> None:
+def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [("a", "float32", (10,)), ("b", "float32", (5,)), ("c", "float32", (100,)), ("d", "bfloat16", (2,))]
     assert plan_files(layout) == {"model.safetensors": ["a", "b", "c", "d"]}
-    assert plan_files(layout, 60) == {
+    monkeypatch.setattr(export, "FILE_BYTES", 60)
+    assert plan_files(layout) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c"],
         "model-00003-of-00003.safetensors": ["d"],

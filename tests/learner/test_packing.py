@@ -73,7 +73,7 @@ def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_los
 def test_without_padding_an_empty_microbatch_is_a_dummy_too() -> None:
     result = packed(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [False, True], unpadded=True)
     assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
-    assert [m.mask.tolist() for m in result.microbatches] == [[[0]], [[1]], [[0]]]
+    assert [m.mask.tolist() for m in result.microbatches] == [[[]], [[1]], [[]]]
     assert [m.row.starts.tolist() for m in result.microbatches if m.row] == [[0, 2]] * 3
 
 
@@ -137,6 +137,7 @@ def test_ranks_and_microbatches_share_out_every_active_token_once(seed: int, ran
         ({"versions": np.array([1, 3, 4, 4], np.int32)}, "sampled by version 1 has lag 3, allowed are 0 to 2"),
         ({"versions": np.array([3, 3, 5, 4], np.int32)}, "sampled by version 5 has lag -1"),
         ({"logprobs": np.array([-0.5, -9, np.nan, -1], np.float32)}, "answer token 2 has behaviour logprob nan"),
+        ({"all_rewards": np.array([1, np.inf], np.float32)}, "reward of trajectory 1 is inf"),
         ({"logprobs": np.array([-0.5], np.float32)}, "logprobs has 1 entries, not 4"),
         ({"microbatch": np.array([0, 1], np.int32)}, r"microbatch\[1\] is 1, not below 1"),
         ({"trajectory": np.array([0, -1], np.int32)}, r"trajectory\[1\] is -1"),

@@ -10,7 +10,8 @@ from tiny_models import make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from learner.model import Policy, PolicyError, build_policy
+from learner.model import Policy, build_policy
+from learner.pretrained import PolicyError
 
 CPU = torch.device("cpu")
 
