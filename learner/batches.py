@@ -46,7 +46,7 @@ class BatchReader:
         self.inbox = Inbox([], {})
         self._fingerprint = dict(fingerprint)
         self._hello: m.Hello | None = None
-        self._said: dict[str, Message] = {}
+        self._said: dict[tuple[type[Message], int], Message] = {}
         """Messages to repeat to a restarted replay; each of them may arrive twice."""
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
@@ -106,25 +106,14 @@ class BatchReader:
         self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
         return batch
 
-    def commit(self, step: int, digest: str) -> None:
-        """Step `step` is in the weights (rank 0)."""
-        self._say("committed", m.Committed(step=step, digest=digest))
-
-    def evaluate(self, version: int) -> None:
-        """Have a version evaluated; sent before it goes out (rank 0)."""
-        self._say(f"evaluate {version}", m.Evaluate(version=version))
-
-    def published(self, version: int, digest: str) -> None:
-        """Announce a version before it goes out (rank 0)."""
-        self._say("published", m.Published(version=version, digest=digest))
+    def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed) -> None:
+        """Send, and repeat to a restarted replay: the last of each kind, evaluations until they are closed (rank 0)."""
+        self._said[type(message), message.version if isinstance(message, m.Evaluate) else -1] = message
+        self._dealer.send(message)
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Replay's state for a checkpoint (rank 0). Raises ChannelError when replay is silent."""
         return self._ask(m.CursorRequest(step=step), m.Cursor, f"the cursor of step {step}").state
-
-    def checkpointed(self, step: int, kept: list[int]) -> None:
-        """The checkpoint of `step` is complete, and these are on the disk (rank 0)."""
-        self._say("checkpointed", m.Checkpointed(step=step, kept=kept))
 
     def drain(self) -> None:
         """Read what has arrived, without waiting."""
@@ -188,16 +177,12 @@ class BatchReader:
                 self.inbox.results.append(message)
             case m.EvaluationClosed():
                 self.inbox.closed[message.version] = message.reason
-                self._said.pop(f"evaluate {message.version}", None)
+                self._said.pop((m.Evaluate, message.version), None)
             case m.Heartbeat():
                 pass
             case _:
                 return message
         return None
-
-    def _say(self, what: str, message: Message) -> None:
-        self._said[what] = message
-        self._dealer.send(message)
 
     def _come_back(self, hello: m.Hello) -> None:
         """Replay was restarted, or took this rank for dead: the same learner goes on."""
@@ -222,8 +207,8 @@ class BatchReader:
         ask_at = 0.0
         while (now := time.monotonic()) < (since or self._waiting_since) + deadline_s:
             if now > ask_at:
-                if ask_at and "committed" in self._said:
-                    self._dealer.send(self._said["committed"])
+                if ask_at and (m.Committed, -1) in self._said:
+                    self._dealer.send(self._said[m.Committed, -1])
                 self._dealer.send(question)
                 ask_at = now + ASK_AGAIN_S
             message = self._next(what)

@@ -19,11 +19,11 @@ class HealthChecks:
         self.consecutive: Counter[str] = Counter()
 
     def check(self, step: int, values: Mapping[str, float], *, applied: bool, has_advantage: bool) -> None:
-        """Look at one step.
+        """Look at the metrics of a step, reduced over all ranks.
 
         Args:
             step: the step that was just made.
-            values: its metrics, reduced over all ranks.
+            values: its metrics.
             applied: whether the update was applied (not skipped for a value that is not finite).
             has_advantage: whether any advantage of the batch is not zero.
 

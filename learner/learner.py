@@ -24,6 +24,7 @@ from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
 from learner.weights import WeightPublisher
+from replay import messages as m
 from replay.messages import Batch
 from weight_bus import PublishReport
 from weight_bus.digest import combined
@@ -105,11 +106,11 @@ class Learner:
         """Hand the weights to the bus; they travel while the next batch is awaited."""
         evaluate = self.config.is_evaluated(version)
         if evaluate and self.ranks.is_first:
-            self.batches.evaluate(version)
+            self.batches.announce(m.Evaluate(version=version))
         if self._withheld:
             return
         if self.ranks.is_first:
-            self.batches.published(version, combined(self.digests))
+            self.batches.announce(m.Published(version=version, digest=combined(self.digests)))
         self.bus.start(version, self.digests, evaluate=evaluate)
 
     def wait_for_broadcast(self) -> PublishReport | None:
@@ -153,7 +154,7 @@ class Learner:
             log.error("step %d: weights %s, the journal has %s", batch.step, digest, batch.expected_digest)
         self._withheld = not batch.publish and digest == batch.expected_digest
         if self.ranks.is_first:
-            self.batches.commit(batch.step, digest)
+            self.batches.announce(m.Committed(step=batch.step, digest=digest))
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
@@ -191,7 +192,7 @@ class Learner:
             cursor = self.batches.cursor(step) if self.ranks.is_first else {}
             self.checkpoints.save(step, replay=cursor)
         if self.ranks.is_first:
-            self.batches.checkpointed(step, self.checkpoints.kept())
+            self.batches.announce(m.Checkpointed(step=step, kept=self.checkpoints.kept()))
 
     def finish(self, version: int) -> None:
         """Wait for the last broadcast and the last evaluation, and leave."""

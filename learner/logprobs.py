@@ -84,15 +84,10 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprob of each target token at the sampling temperature, and the entropy of its distribution.
+    """Logprob of each target [B, T] int64 at the sampling temperature, and the entropy of its distribution.
 
-    Args:
-        logits: [B, T, V] of any floating dtype.
-        targets: [B, T] int64.
-        temperature: the one the tokens were sampled at.
-
-    Returns:
-        Two [B, T] float32 tensors; the logprobs carry a gradient (in the dtype of the logits), the entropy none.
+    From logits [B, T, V] of any floating dtype to two [B, T] float32 tensors; the logprobs carry a gradient (in the
+    dtype of the logits), the entropy none.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     logprobs, entropy = _Logprobs.apply(flat, None, targets.reshape(-1), temperature)  # type: ignore[no-untyped-call]
@@ -100,16 +95,13 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple
 
 
 def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As token_logprobs of hidden @ weight.T, with less memory.
+    """As token_logprobs of hidden @ weight.T, with less memory and a gradient to both.
 
     Args:
         hidden: [n, H], what the output head is given.
         weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
-
-    Returns:
-        Logprobs [n] float32, with a gradient to `hidden` and `weight`; entropy [n] float32, without.
     """
     logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy

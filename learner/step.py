@@ -5,18 +5,18 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from learner.losses import SUMS, Loss, LossInputs
+from learner.losses import Loss, LossInputs
 from learner.model import Policy
 from learner.optimizer import Optimizer
 from learner.packing import COLUMNS, Packed
 
-_SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
 _MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
 _MEANS = {
     "actor/pg_loss": "loss",
@@ -36,6 +36,7 @@ class StepSums:
     """Measurements of one step over all ranks and microbatches: sums over the tokens in the loss, and maxima."""
 
     values: Mapping[str, float]
+    """By name; a Counter, which has 0 for every name, of a step without tokens."""
     global_tokens: int
 
     @property
@@ -76,13 +77,8 @@ class StepSums:
 def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, temperature: float) -> StepSums:
     """Forward and backward over all microbatches; after the last one gradients are summed over ranks. A collective.
 
-    With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
-
-    Args:
-        policy: its old gradients are forgotten.
-        packed: the same number of microbatches, at least one, on every rank; the loss is the mean of all its tokens.
-        loss_fn: per-token loss.
-        temperature: sampling temperature.
+    The loss is the mean of `loss_fn` over the tokens of all ranks, each of which has the same number of microbatches,
+    at least one. With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
 
     Raises:
         ValueError: the masks of all ranks together do not hold `packed.global_tokens` tokens.
@@ -90,9 +86,8 @@ def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, tempe
     microbatches, global_tokens = packed.microbatches, packed.global_tokens
     policy.clear_gradients()
     if global_tokens == 0:
-        return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
-    sums = torch.zeros(len(_SUMS) - 1, dtype=torch.float64, device=policy.device)
-    maxima = torch.zeros(len(_MAXIMA) - 1, dtype=torch.float64, device=policy.device)
+        return StepSums(Counter(), 0)
+    found: dict[str, torch.Tensor] = {}
     for number, host_microbatch in enumerate(microbatches, start=1):
         policy.sync_gradients(last=number == len(microbatches))
         microbatch = host_microbatch.to(policy.device)
@@ -101,12 +96,13 @@ def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, tempe
         output = loss_fn(inputs)
         loss = output.loss.sum()
         (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
-        add, high = _measure(inputs, {**output.sums, "loss": loss.detach()}, entropy)
-        sums += add
-        maxima = torch.maximum(maxima, high)
-    norm = torch.nn.utils.get_total_norm(policy.local_gradients())
-    peak = torch.tensor([take_peak_bytes(policy.device)], dtype=torch.float64, device=policy.device)
-    values = _over_ranks(policy, torch.cat([sums, norm.double().square().reshape(1), maxima, peak]))
+        own = {"loss": loss.detach(), **output.sums, **_measure(inputs, entropy)}
+        for name, value in own.items():
+            combine = torch.maximum if name in _MAXIMA else torch.add
+            found[name] = combine(found[name], value.double()) if name in found else value.double()
+    found["squared_gradient"] = torch.nn.utils.get_total_norm(policy.local_gradients()).double().square()
+    found["peak_bytes"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
+    values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:
         raise ValueError(
             f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
@@ -115,27 +111,24 @@ def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, tempe
 
 
 @torch.no_grad()
-def _measure(
-    inputs: LossInputs, sums: Mapping[str, torch.Tensor], entropy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """_SUMS but the gradient's and _MAXIMA but the memory's, of one microbatch."""
+def _measure(inputs: LossInputs, entropy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is measured beside the loss on one microbatch, 0-dim each."""
     in_loss = inputs.mask > 0
     current, behaviour = inputs.logprobs[in_loss], inputs.behaviour_logprobs[in_loss]
     logprob_diff = (current - behaviour).abs()
     prob_diff = (current.exp() - behaviour.exp()).abs()
     fresh = inputs.lags[in_loss] == 0
-    own = {
+    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
+    return {
         "entropy": entropy[in_loss].sum(),
         "prob_diff": prob_diff.sum(),
+        "prob_diff_max": torch.cat([nothing, prob_diff]).max(),
         "logprob_diff": logprob_diff.sum(),
+        "logprob_diff_max": torch.cat([nothing, logprob_diff]).max(),
         "fresh_diff": logprob_diff[fresh].sum(),
         "fresh": fresh.sum(),
         "tokens": in_loss.sum(),
     }
-    every = {**sums, **own}
-    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
-    highs = [torch.cat([nothing, diff]).max() for diff in (prob_diff, logprob_diff)]
-    return torch.stack([every[name].double() for name in _SUMS[:-1]]), torch.stack(highs).double()
 
 
 def take_peak_bytes(device: torch.device) -> int:
@@ -147,15 +140,14 @@ def take_peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:
-    """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
+def _over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums and _MAXIMA over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
     the same bits on every rank, which a reduction inside the backend does not promise."""
-    parts = [torch.empty_like(local) for _ in range(policy.world_size)]
-    dist.all_gather(parts, local, group=policy.group)
-    rows = torch.stack(parts).cpu()
-    sums = rows[:, : len(_SUMS)].sum(0).tolist()
-    maxima = rows[:, len(_SUMS) :].amax(0).tolist()
-    return dict(zip(_SUMS + _MAXIMA, sums + maxima, strict=True))
+    mine = torch.stack(list(local.values()))
+    parts = [torch.empty_like(mine) for _ in range(policy.world_size)]
+    dist.all_gather(parts, mine, group=policy.group)
+    columns = dict(zip(local, torch.stack(parts, dim=1).cpu(), strict=True))
+    return {name: float(column.max() if name in _MAXIMA else column.sum()) for name, column in columns.items()}
 
 
 def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float) -> str:

@@ -1,7 +1,7 @@
 """Losses, one a file, chosen once by algorithm.loss."""
 
 from configs.algorithm import Algorithm
-from learner.losses.base import SUMS, Loss, LossInputs, LossOutput, NamedLoss
+from learner.losses.base import Loss, LossInputs, LossOutput, NamedLoss
 from learner.losses.decoupled_ppo import decoupled_ppo
 from learner.losses.policy_gradient import policy_gradient
 from learner.losses.ppo_clip import ppo_clip
@@ -12,7 +12,7 @@ LOSSES: dict[str, NamedLoss] = {
     "policy_gradient": policy_gradient,
 }
 
-__all__ = ["LOSSES", "SUMS", "Loss", "LossInputs", "LossOutput", "build_loss"]
+__all__ = ["LOSSES", "Loss", "LossInputs", "LossOutput", "build_loss"]
 
 
 def build_loss(algorithm: Algorithm) -> Loss:

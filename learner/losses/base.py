@@ -44,7 +44,6 @@ class LossOutput:
     sums: dict[str, torch.Tensor]
 
 
-SUMS = ("clipped", "weight", "weight_squared", "k1", "k3")
 Loss = Callable[[LossInputs], LossOutput]
 NamedLoss = Callable[[LossInputs, Algorithm], LossOutput]
 """What the file of a loss defines; with the configuration bound it is a Loss."""

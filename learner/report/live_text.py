@@ -57,10 +57,7 @@ class Progress:
         return self.steps[-1] if self.steps else {}
 
     def eta_s(self) -> float | None:
-        """Remaining seconds at the median speed of the last steps; None before two are known.
-
-        The median leaves out a pause in which a process was started again.
-        """
+        """Remaining seconds at the median speed of the last steps (a restart does not count); None before two."""
         recent = [row for row in self.steps[-ETA_STEPS - 1 :] if "time" in row]
         if len(recent) < 2:
             return None

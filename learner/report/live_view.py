@@ -43,13 +43,7 @@ class LiveView:
     """One run in the terminal. Called by the launcher a few times a second."""
 
     def __init__(self, config: Config, mode: Mode, console: Console | None = None) -> None:
-        """Draw nothing yet.
-
-        Args:
-            config: for the run's name, its steps and its lag bound.
-            mode: `auto` takes `rich` on a terminal and `plain` elsewhere.
-            console: where to draw; stdout by default.
-        """
+        """Draw nothing yet; on stdout by default. `auto` is `rich` on a terminal and `plain` elsewhere."""
         self.console = console or _Console()
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
@@ -61,12 +55,7 @@ class LiveView:
         self._live: Live | None = None
 
     def update(self, status: Status | None, rows: Sequence[Row]) -> None:
-        """Show what is new.
-
-        Args:
-            status: replay's Status.state, or None before replay has answered.
-            rows: rows of metrics.jsonl since the last call.
-        """
+        """Show replay's status, None before it has answered, and the rows of metrics.jsonl since the last call."""
         self.status = status or {}
         for row in rows:
             self.progress.add(row)

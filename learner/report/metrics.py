@@ -61,14 +61,13 @@ class Metrics:
     def __init__(
         self, run_dir: str | Path, tracking: Tracking, run_config: dict[str, Any], *, resume_step: int | None
     ) -> None:
-        """Open the file for appending.
+        """Open the file for appending; the run folder is made if it is missing.
 
         Args:
-            run_dir: run folder; made if it is missing.
+            run_dir: run folder.
             tracking: the `tracking` section of the configuration.
             run_config: the resolved configuration, for Weights & Biases.
-            resume_step: step that the run goes on from; later rows are moved to metrics.discarded.jsonl, so that
-                the file keeps one row per step. None starts from nothing and moves every row that is there.
+            resume_step: step that the run goes on from, or None for a new run; see `set_aside`.
 
         Raises:
             MetricsError: a tracker's package is not installed.
@@ -194,7 +193,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move rows above step or version `after`, and broken lines, to metrics.discarded.jsonl."""
+    """Move rows above step or version `after`, and broken lines, to metrics.discarded.jsonl: a row a step stays."""
     path = folder / FILE
     if not path.exists():
         return
