@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -22,11 +21,9 @@ from configs import Config
 from learner import attention
 from learner.logprobs import head_logprobs, token_logprobs
 from learner.packing import Microbatch
-from learner.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
+from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
-
-__all__ = ["Policy", "PolicyError", "build_policy"]
 
 KEEP_GATHERED_BYTES = 256 * 1024 * 1024
 """Models below this size stay gathered between forward and backward: memory is no concern, round trips are."""
@@ -40,29 +37,20 @@ parameters would be 33 GB on every GPU."""
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(
-        self,
-        model: Any,
-        source: Path,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        *,
-        whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
-    ) -> None:
+    def __init__(self, model: Any, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
         self.model = model
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh = mesh
-        self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
-        self.world_size = 1 if mesh is None else mesh.size()
+        self.group = mesh.get_group()
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.unpadded = model.config._attn_implementation in attention.PACKED
         """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
-        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > whole_gradient_bytes
+        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
         model.row_logprobs = functools.partial(_row_logprobs, model)
         register_fsdp_forward_method(model, "row_logprobs")
 
@@ -111,16 +99,13 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        if self.mesh is None:
-            return shard.local
         stride = torch.empty(shard.shape, device="meta").stride()
         return DTensor.from_local(
             shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
     def sync_gradients(self, *, last: bool) -> None:
-        """Prepare the backward of a microbatch: the `last` one sums gradients over ranks. Others do so only for
-        models whose whole gradients would be too large to keep, otherwise they accumulate here."""
+        """Let the next backward sum gradients over ranks if it is the step's last, or see WHOLE_GRADIENT_BYTES."""
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._shards_gradients, recurse=False)
 
@@ -130,12 +115,10 @@ class Policy:
         Raises:
             RuntimeError: a parameter has none; the forward did not use it, or there was no backward.
         """
-        grads = []
-        for name, parameter in self.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"{name} has no gradient")
-            grads.append(local_of(parameter.grad))
-        return grads
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+        if missing := [name for name, gradient in gradients.items() if gradient is None]:
+            raise RuntimeError(f"{missing[0]} has no gradient")
+        return [local_of(gradient) for gradient in gradients.values() if gradient is not None]
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -164,44 +147,25 @@ class Policy:
         return digests(shards, DTYPES[dtype], self.group, known[1])
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights, equal at every world size. A collective.
-
-        The same as `combined(policy.shard_digests("float32"))` of weight_bus.digest; a caller that has those uses that.
-        """
+        """One digest of the float32 master weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 
-def build_policy(
-    config: Config,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    *,
-    whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
-) -> Policy:
-    """Load model.path and shard it over the mesh. A collective.
-
-    Args:
-        config: model.path and learner.{compute_dtype, attention, recompute} are used.
-        mesh: one-dimensional; none leaves the model whole in this process, for tools without a process group.
-        device: where the parameters live.
-        whole_gradient_bytes: above this, gradients are summed over ranks after every microbatch.
+def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Policy:
+    """Load model.path onto the device and shard it over the one-dimensional mesh. A collective.
 
     Raises:
         PolicyError: the folder, its weights or its model family cannot be trained.
     """
     folder = Path(config.model.path)
-    compute_dtype = DTYPES[config.learner.compute_dtype]
-    if mesh is None and compute_dtype != torch.float32:
-        raise PolicyError("learner.compute_dtype: 'bfloat16' needs a process group; take 'float32' without one")
     model_config = read_config(folder)
     files = weight_files(folder)
     model = build_empty(model_config, attention.choose(config.learner, model_config, device))
     if config.learner.recompute:
         _recompute(model)
-    if mesh is not None:
-        _shard(model, mesh, compute_dtype)
+    _shard(model, mesh, DTYPES[config.learner.compute_dtype])
     allocate(model, model_config, device)
-    policy = Policy(model, folder, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
+    policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy
 

@@ -21,8 +21,6 @@ def lr_at(step: int, config: LearnerSettings) -> float:
 
         Example: lr 1.0, warmup_steps 4: steps 1, 2, 3, 4, 5 have 0.25, 0.5, 0.75, 1.0, 1.0 (constant).
     """
-    if step < 1:
-        raise ValueError(f"step {step}: the first step is 1")
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -34,7 +32,7 @@ def lr_at(step: int, config: LearnerSettings) -> float:
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter.
+    """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter, with fresh moments.
 
     It is elementwise, so it runs on the local rows as plain tensors: the same numbers as on DTensors, without
     their dispatch. The moments exist from the start, so that a checkpoint of any step has the same layout.
@@ -86,8 +84,3 @@ class Optimizer:
         self.adamw.step()
         for master in self.masters:
             master.grad = None
-
-
-def build_optimizer(config: LearnerSettings, policy: Policy) -> Optimizer:
-    """The optimizer of this configuration, with fresh moments."""
-    return Optimizer(config, policy)

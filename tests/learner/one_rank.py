@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs import Config
 from learner.model import Policy, build_policy
-from learner.optimizer import Optimizer, build_optimizer
+from learner.optimizer import Optimizer
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def process_group(store: Path, rank: int = 0, world_size: int = 1) -> Iterator[D
         dist.destroy_process_group()
 
 
-def built(config: Config, mesh: DeviceMesh | None, device: torch.device = CPU) -> tuple[Policy, Optimizer]:
+def built(config: Config, mesh: DeviceMesh, device: torch.device = CPU) -> tuple[Policy, Optimizer]:
     """A policy with a fresh optimizer."""
     policy = build_policy(config, mesh, device)
-    return policy, build_optimizer(config.learner, policy)
+    return policy, Optimizer(config.learner, policy)
