@@ -129,6 +129,14 @@ class Algorithm(Section):
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Loss of a batch: mean over tokens (DAPO), mean over answers of their token means (GRPO, GSPO), or mean over
     answers of their token sums over rollout.max_new_tokens (Dr. GRPO)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Factor of the entropy bonus, averaged like the loss."""
+    kl: Literal["none", "k1", "k2", "k3"] = "none"
+    """Estimator of the KL divergence from a reference model; `none` needs no such model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL term goes: into the loss, or into the reward, before advantages."""
+    kl_coef: float = Field(default=1e-3, ge=0)
+    """Factor of the KL term (verl: 0.001)."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
 

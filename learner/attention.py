@@ -1,17 +1,16 @@
 """Attention over trajectories that lie one after the other in a single row, without padding.
 
 Two implementations under names of ours, registered with transformers, which passes them what the forward was given:
-`cu_seq_lens_q` ([n+1] int32, where each trajectory starts, then the total) and `max_length_q` (the longest one).
+`cu_seq_lens_q` ([m+1] int32, where each trajectory starts, then the total) and `max_length_q` (the longest one).
 
     VARLEN   torch's flash attention over rows of unequal length: CUDA, 16 bit
-    LOOP     scaled_dot_product_attention, one trajectory at a time: any device and dtype, and slow
+    PADDED   scaled_dot_product_attention over trajectories that are padded here and nowhere else: any device and dtype
 
-Neither is given a mask: a token sees what stands left of it in its own trajectory.
+Neither is given a mask: a token sees what stands left of it in its own trajectory, and padding stands on the right.
 """
 
 import functools
 import inspect
-import itertools
 import logging
 import math
 from typing import Any
@@ -24,10 +23,8 @@ from configs.learner import LearnerSettings
 
 log = logging.getLogger(__name__)
 
-PADDED = "sdpa"
 VARLEN = "slipstream_varlen"
-LOOP = "slipstream_packed_sdpa"
-PACKED = (VARLEN, LOOP)
+PADDED = "slipstream_padded"
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -35,21 +32,16 @@ HEAD_DIM_STEP = 8
 
 
 def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.device) -> str:
-    """The attention implementation of a run: PADDED, VARLEN or LOOP.
+    """The attention implementation of a run, VARLEN or PADDED: `auto` is VARLEN where that runs.
 
-    `auto` is VARLEN where that runs and padding elsewhere. `varlen` is an unpadded row in any case: where the kernel
-    does not run, LOOP takes its place, and the log says why.
+    Where `varlen` is asked for and the kernel does not run, PADDED takes its place, and the log says why.
     """
     if config.attention == "sdpa":
         return PADDED
-    head_dim = int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-    reason = reason_against_varlen(device, config.compute_dtype, head_dim)
-    if not reason:
-        return VARLEN
-    if config.attention == "auto":
-        return PADDED
-    log.warning("learner.attention: 'varlen' goes through trajectories one by one here, which is slow: %s", reason)
-    return LOOP
+    reason = reason_against_varlen(device, config.compute_dtype, head_dim_of(model))
+    if reason and config.attention == "varlen":
+        log.warning("learner.attention: 'varlen' cannot be had here, trajectories are padded instead: %s", reason)
+    return PADDED if reason else VARLEN
 
 
 def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: int) -> str:
@@ -111,25 +103,31 @@ def _kernel() -> tuple[Any, dict[str, Any], bool]:
     return varlen_attn, keywords, "enable_gqa" in known
 
 
-def _loop(
+def _padded(
     module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     **_: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[torch.Tensor, None]:
     """As _varlen, in plain torch."""
+    lengths = cu_seq_lens_q.diff()
+    real = torch.arange(max_length_q, device=lengths.device) < lengths[:, None]
+
+    def padded(tensor: torch.Tensor) -> torch.Tensor:
+        """[1, heads, total, D] to [m, heads, longest, D]."""
+        wide = tensor.new_zeros(*real.shape, tensor.shape[1], tensor.shape[3])
+        return wide.index_put((real,), tensor[0].transpose(0, 1)).transpose(1, 2)
+
     attend = torch.nn.functional.scaled_dot_product_attention
-    parts = []
-    for begin, end in itertools.pairwise(cu_seq_lens_q.tolist()):
-        q, k, v = (tensor[:, :, begin:end] for tensor in (query, key, value))
-        parts.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
+    out = attend(padded(query), padded(key), padded(value), is_causal=True, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)[real][None], None
 
 
 AttentionInterface.register(VARLEN, _varlen)
-AttentionInterface.register(LOOP, _loop)
+AttentionInterface.register(PADDED, _padded)

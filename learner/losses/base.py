@@ -65,4 +65,6 @@ def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 def sequence_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[m] sums of `values` [n] over trajectories of `lengths` [m] tokens, in a fixed order on every device."""
+    if not len(lengths):
+        return values.new_zeros(0)
     return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)

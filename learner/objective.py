@@ -1,0 +1,99 @@
+"""What a row contributes to the loss of a batch: loss, correction, entropy bonus and KL term, with measurements."""
+
+import torch
+
+from configs.algorithm import Algorithm
+from learner.corrections import Rho, build_correction
+from learner.kl import estimate
+from learner.losses import LossInputs, build_loss
+from learner.losses.base import log_ratio
+from learner.rows import Row
+
+Measurements = dict[str, torch.Tensor]
+"""By name: sums over tokens in the loss, 0-dim; those whose name ends in `_max` are maxima."""
+
+
+class Objective:
+    """Weighs and adds up the tokens of a row; chosen once from the configuration."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self.algorithm = algorithm
+        self.loss = build_loss(algorithm)
+        self.correct = build_correction(algorithm)
+
+    def __call__(
+        self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor, reference: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Measurements]:
+        """The row's share of the loss, 0-dim with a gradient, and what was measured.
+
+        Args:
+            row: m trajectories, n tokens in the loss.
+            logprobs: [n] of the policy in training, with a gradient.
+            entropy: [n] of its distribution at each token.
+            reference: [n] logprobs of the reference model, for a KL term.
+        """
+        algorithm, now = self.algorithm, logprobs.detach()
+        proximal = self._proximal(row, now)
+        output = self.loss(
+            LossInputs(
+                logprobs=logprobs,
+                proximal_logprobs=proximal,
+                advantages=row.advantages,
+                lengths=row.lengths,
+                groups=row.groups,
+            )
+        )
+        sampled_by = now if algorithm.proximal == "behaviour" else proximal
+        correction = self.correct(Rho(log_ratio(sampled_by, row.behaviour_logprobs), row.lengths))
+        # selected, not multiplied: what is refused may be infinite
+        value = torch.where(correction > 0, output.loss * correction, 0.0)
+        total = (row.weights * value).sum()
+        measured = {"loss": total.detach()} | self._measure(row, now, entropy.detach())
+        if output.clipped is not None:
+            measured["clipped"] = output.clipped.sum()
+        if algorithm.correction != "none" or algorithm.veto_low or algorithm.veto_high:
+            measured |= {"correction": correction.sum(), "refused": (correction == 0).sum()}
+        if algorithm.entropy_coef:
+            total = total - algorithm.entropy_coef * (row.weights * entropy).sum()
+        if reference is not None:
+            kl = estimate(algorithm.kl, logprobs, reference)
+            measured["kl"] = kl.detach().sum()
+            if algorithm.kl_in == "loss":
+                total = total + algorithm.kl_coef * (row.weights * kl).sum()
+        return total, measured
+
+    def _proximal(self, row: Row, now: torch.Tensor) -> torch.Tensor:
+        """[n] logprobs of the policy that ratios are taken against (docs/algorithms.md)."""
+        match self.algorithm.proximal:
+            case "behaviour":
+                return row.behaviour_logprobs
+            case "current":
+                return now
+            case _:
+                share = row.lags / (row.lags + 1)
+                return row.behaviour_logprobs + share * log_ratio(now, row.behaviour_logprobs)
+
+    @torch.no_grad()
+    def _measure(self, row: Row, now: torch.Tensor, entropy: torch.Tensor) -> Measurements:
+        """The distance to the behaviour policy: k1 = -log w and k3 = w - 1 - log w estimate KL(behaviour || policy)
+        from tokens of the former (Schulman 2020)."""
+        delta = log_ratio(now, row.behaviour_logprobs)
+        weight = delta.exp()
+        logprob_diff = (now - row.behaviour_logprobs).abs()
+        prob_diff = (now.exp() - row.behaviour_logprobs.exp()).abs()
+        fresh = row.lags == 0
+        nothing = now.new_zeros(1)  # a row without a token in the loss has no maximum of its own
+        return {
+            "weight": weight.sum(),
+            "weight_squared": weight.square().sum(),
+            "k1": -delta.sum(),
+            "k3": (weight - 1 - delta).sum(),
+            "entropy": entropy.sum(),
+            "prob_diff": prob_diff.sum(),
+            "prob_diff_max": torch.cat([nothing, prob_diff]).max(),
+            "logprob_diff": logprob_diff.sum(),
+            "logprob_diff_max": torch.cat([nothing, logprob_diff]).max(),
+            "fresh_diff": torch.where(fresh, logprob_diff, 0.0).sum(),
+            "fresh": fresh.sum(),
+            "tokens": torch.tensor(len(now), device=now.device),
+        }
