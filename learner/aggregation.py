@@ -29,4 +29,4 @@ def token_weights(kind: str, loss_tokens: NDArray[np.int32], *, constant: int) -
             weights = np.full(len(tokens), 1 / (trajectories * constant))
         case _:
             raise ValueError(f"unknown aggregation {kind!r}")
-    return weights.astype(np.float32)
+    return np.where(tokens > 0, weights, 0.0).astype(np.float32)

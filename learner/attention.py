@@ -60,7 +60,7 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
 
 
 def arguments(starts: Tensor, longest: int) -> dict[str, Any]:
-    """What the forward of a transformers model must be given for a row, see learner.packing.Row."""
+    """What the forward of a transformers model must be given for a row, see learner.rows.Row."""
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 

@@ -7,21 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from configs.schema import Config
-from learner.advantages import grpo
+from learner.advantages import AdvantageInputs, advantages_of, build_advantage
+from learner.aggregation import token_weights
 from learner.batches import BatchReader
 from learner.checkpoint import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
-from learner.losses import build_loss
 from learner.model import build_policy
+from learner.objective import Objective
 from learner.optimizer import Optimizer, lr_at
-from learner.packing import active_trajectories, pack
-from learner.packing import check as check_batch
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
+from learner.rows import check as check_batch
+from learner.rows import lay_out
 from learner.step import accumulate_gradients, apply_update
 from learner.weights import WeightPublisher
 from replay import messages as m
@@ -50,7 +53,8 @@ class Learner:
         self.batches = batches
         self.policy = build_policy(config, ranks.mesh, ranks.device)
         self.optimizer = Optimizer(config.learner, self.policy)
-        self.loss = build_loss(config.algorithm)
+        self.advantage = build_advantage(config.algorithm)
+        self.objective = Objective(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.health_checks = HealthChecks(config)
         self.rollouts = RolloutWriter(config)
@@ -118,17 +122,24 @@ class Learner:
         return self.bus.wait()
 
     def check(self, batch: Batch) -> None:
-        """Raises PackingError for a bad part, before any rank starts on the batch."""
-        check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.model.config.vocab_size)
+        """Raises BatchError for a bad part, before any rank starts on the batch."""
+        check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
 
     def update(self, batch: Batch) -> Update:
         """Advantages, forward, backward, clip, AdamW."""
         algorithm, learner = self.config.algorithm, self.config.learner
-        advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=algorithm.normalize_by_std)
-        active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
+        inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+        advantages = advantages_of(self.advantage, inputs)
+        tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
         self.rollouts.write_if_due(batch, advantages)
-        packed = pack(batch, advantages, active, unpadded=self.policy.unpadded)
-        sums = accumulate_gradients(self.policy, packed, self.loss, temperature=self.config.rollout.temperature)
+        weights = token_weights(algorithm.aggregation, tokens, constant=self.config.rollout.max_new_tokens)
+        sums = accumulate_gradients(
+            self.policy,
+            lay_out(batch, advantages, weights),
+            self.objective,
+            temperature=self.config.rollout.temperature,
+            global_tokens=int(tokens.sum()),
+        )
         lr = lr_at(batch.step, learner)
         reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
         if reason:
@@ -140,7 +151,7 @@ class Learner:
             "critic/advantages/max": float(advantages.max()),
             "critic/advantages/min": float(advantages.min()),
         }
-        return Update(values, not reason, packed.global_tokens > 0)
+        return Update(values, not reason, sums.global_tokens > 0)
 
     def commit(self, batch: Batch) -> str:
         """Digest the new weights (a collective) and commit the step at replay.

@@ -1,27 +1,26 @@
 """The policy in training: a Hugging Face model sharded by FSDP2, with float32 master weights.
 
-Each decoder layer is one FSDP unit and the root another, over a one-dimensional mesh (also of size 1, so that
-one rank runs the same code as many). Gradients are summed over ranks, not averaged: the loss is already divided
-by the tokens of the whole batch.
+Each decoder layer is one FSDP unit, and so are embedding and output head where they share no weights; the rest belongs
+to the root. The mesh has one dimension (also of size 1, so that one rank runs the same code as many). Gradients are
+summed over ranks, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
-from torch.utils.checkpoint import checkpoint
 
 from configs import Config
 from learner import attention
-from learner.logprobs import head_logprobs, token_logprobs
-from learner.packing import Microbatch
+from learner.logprobs import head_logprobs
 from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
+from learner.rows import Row
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
 
@@ -34,64 +33,68 @@ are summed over ranks after each microbatch, so that a rank keeps its shard only
 parameters would be 33 GB on every GPU."""
 
 
+class Head(torch.nn.Module):
+    """The output head: it sees the positions in the loss and no other, and its logits are never whole."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
+        """See `head_logprobs`."""
+        return head_logprobs(hidden, self.weight, targets, temperature)
+
+
+class TokenModel(torch.nn.Module):
+    """The root module: from a row to logprobs and entropies of its tokens in the loss."""
+
+    PREFIX = "transformer."
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self.transformer = transformer
+        transformer.lm_head = Head(transformer.lm_head.weight)
+
+    def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
+        """Two [n] float32 tensors."""
+        hidden = self.transformer.model(
+            input_ids=row.input_ids,
+            position_ids=row.position_ids,
+            use_cache=False,
+            **attention.arguments(row.starts, row.longest),
+        ).last_hidden_state
+        return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature)  # type: ignore[no-any-return]
+
+
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(self, model: Any, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, model: TokenModel, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
         self.model = model
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
+        self.vocab_size = int(model.transformer.config.vocab_size)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh = mesh
         self.group = mesh.get_group()
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
-        self.unpadded = model.config._attn_implementation in attention.PACKED
-        """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
         self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
-        model.row_logprobs = functools.partial(_row_logprobs, model)
-        register_fsdp_forward_method(model, "row_logprobs")
 
-    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Logits [B, T, V] in the compute dtype, for right-padded input_ids [B, T] int64. A collective.
-
-        `keywords` go to the forward of the transformers model.
-        """
-        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, **keywords).logits
-        return logits
-
-    def token_logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob (with gradient) and entropy (without) of each target. A collective.
-
-        Returns:
-            Two float32 tensors of the shape of the mask.
-        """
-        row = microbatch.row
-        if (row is not None) != self.unpadded:
-            raise ValueError(f"microbatches must be packed with unpadded={self.unpadded} for this policy's attention")
-        if row is None:
-            # The last column predicts nothing; a filler target there spares a copy of all logits without it.
-            targets = torch.nn.functional.pad(microbatch.targets, (0, 1))
-            logprobs, entropy = token_logprobs(self.forward(microbatch.input_ids), targets, temperature)
-            return logprobs[:, :-1], entropy[:, :-1]
-        logprobs, entropy = self.model.row_logprobs(
-            microbatch.input_ids,
-            row.kept,
-            microbatch.targets[0],
-            temperature,
-            position_ids=row.position_ids,
-            **attention.arguments(row.starts, row.longest),
-        )
-        return logprobs[None], entropy[None]
+    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
+        logprobs, entropy = self.model(row, temperature)
+        return logprobs, entropy
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by HF name, in the order used everywhere; tied ones once."""
         # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
         for unit in self._units:
             unit.reshard()
-        yield from self.model.named_parameters()
+        for name, parameter in self.model.named_parameters():
+            yield name.removeprefix(TokenModel.PREFIX), parameter
 
     def shards(self) -> list[Shard]:
         """This rank's rows of each parameter, sharing memory."""
@@ -160,46 +163,36 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Poli
     folder = Path(config.model.path)
     model_config = read_config(folder)
     files = weight_files(folder)
-    model = build_empty(model_config, attention.choose(config.learner, model_config, device))
+    model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
     if config.learner.recompute:
-        _recompute(model)
+        recompute(model.transformer.model.layers)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype])
-    allocate(model, model_config, device)
+    allocate(model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy
 
 
-def _recompute(model: Any) -> None:
+def recompute(layers: torch.nn.ModuleList) -> None:
     """Keep of each decoder layer its input only; the backward runs its forward again.
 
-    Around the forward itself, inside FSDP's hooks: the names of parameters stay, and it works in evaluation mode, which
-    transformers' own switch does not. There is no dropout, so no random state needs to be kept.
+    There is no dropout, so no random state needs to be kept.
     """
-    for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer, preserve_rng_state=False)
 
 
-def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     size = sum(p.numel() for p in model.parameters()) * compute_dtype.itemsize
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=size > KEEP_GATHERED_BYTES)
+    keep = size <= KEEP_GATHERED_BYTES
+    inner = model.transformer
+    apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
+    for unit in [*inner.model.layers, *apart]:
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-
-
-def _row_logprobs(
-    model: Any, input_ids: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor, temperature: float, **keywords: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy [n] at the positions `kept` [n] of a row [1, total].
-
-    A forward of the root unit, whose weights it uses directly: the output head sees these positions and no other.
-    FSDP casts floating-point arguments of a forward to the compute dtype; there are none.
-    """
-    hidden = model.model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
-    return head_logprobs(hidden[0, kept], model.lm_head.weight, targets, temperature)

@@ -69,8 +69,8 @@ def lay_out(
 ) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
-    A row that holds no trajectory in the loss has two tokens and none in the loss, so that this rank takes part in every
-    collective of the others (invariant 9).
+    A row without a trajectory has two tokens and none in the loss, so that this rank takes part in every collective of
+    the others (invariant 9).
 
     Args:
         batch: this rank's part, which `check` has let pass.
@@ -135,3 +135,60 @@ def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
 def lags_of(batch: Batch) -> NDArray[np.int32]:
     """[answer tokens] version being trained minus version that sampled; 0 outside the loss."""
     return np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
+
+
+def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
+    """Refuse a batch that contradicts itself, the lag bound (invariant 1, the learner's own look) or the model.
+
+    Raises:
+        BatchError: arrays disagree in length, an index or a token id is out of range, a trajectory has no prompt, a
+            token in the loss is over-age or from the future, or its behaviour logprob or a reward is not finite.
+    """
+    where = f"batch {batch.step}, rank {batch.rank}"
+    _check_shapes(batch, where, vocab_size)
+    in_loss, lags = batch.loss_mask != 0, lags_of(batch)
+    if (i := _first((batch.prompt_lengths < 1) | (batch.lengths < 0))) is not None:
+        raise BatchError(
+            f"{where}: trajectory {batch.trajectory[i]} has a prompt of {batch.prompt_lengths[i]} tokens"
+            f" and an answer of {batch.lengths[i]}"
+        )
+    if (i := _first((lags < 0) | (lags > async_lag))) is not None:
+        raise BatchError(
+            f"{where}: a token sampled by version {batch.versions[i]} has lag {lags[i]}, allowed are 0 to {async_lag}"
+        )
+    if (i := _first(~np.isfinite(batch.all_rewards))) is not None:
+        raise BatchError(f"{where}: reward of trajectory {i} is {batch.all_rewards[i]}")
+    if (i := _first(in_loss & ~np.isfinite(batch.logprobs))) is not None:
+        raise BatchError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
+    counts = np.diff(offsets(in_loss)[offsets(batch.lengths)])
+    stated = batch.all_loss_tokens[batch.trajectory]
+    if (i := _first(counts != stated)) is not None:
+        raise BatchError(
+            f"{where}: trajectory {batch.trajectory[i]} has {counts[i]} tokens in the loss,"
+            f" all_loss_tokens says {stated[i]}"
+        )
+
+
+def _check_shapes(batch: Batch, where: str, vocab_size: int) -> None:
+    n, total, answers = len(batch.trajectory), int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
+    lengths = {"microbatch": n, "prompt_lengths": n, "lengths": n, "token_ids": total + answers}
+    lengths |= dict.fromkeys(("loss_mask", "logprobs", "versions"), answers)
+    lengths |= dict.fromkeys(("all_groups", "all_loss_tokens"), len(batch.all_rewards))
+    for name, length in lengths.items():
+        if len(getattr(batch, name)) != length:
+            raise BatchError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
+    limits = {
+        "trajectory": len(batch.all_rewards),
+        "microbatch": batch.num_microbatches,
+        "token_ids": vocab_size,
+    }
+    for name, limit in limits.items():
+        values = getattr(batch, name)
+        if (i := _first((values < 0) | (values >= limit))) is not None:
+            raise BatchError(f"{where}: {name}[{i}] is {values[i]}, not below {limit}")
+
+
+def _first(wrong: NDArray[np.bool_]) -> int | None:
+    """Index of the first wrong element; None without any."""
+    places = np.flatnonzero(wrong)
+    return int(places[0]) if places.size else None

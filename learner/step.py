@@ -6,20 +6,20 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from learner.losses import Loss, LossInputs
 from learner.model import Policy
+from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.packing import COLUMNS, Packed
+from learner.rows import Row
 
-_MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
+MAX = "_max"
+"""End of the name of a measurement that is a maximum; the others are sums."""
 _MEANS = {
-    "actor/pg_loss": "loss",
     "actor/entropy": "entropy",
     "actor/ppo_kl": "k1",
     "actor/ppo_kl_k3": "k3",
@@ -41,8 +41,8 @@ class StepSums:
 
     @property
     def loss(self) -> float:
-        """Mean loss of a token."""
-        return self.values["loss"] / max(1, self.global_tokens)
+        """Of the batch."""
+        return self.values["loss"]
 
     @property
     def grad_norm(self) -> float:
@@ -61,7 +61,8 @@ class StepSums:
         v, n = self.values, self.global_tokens
         if n == 0:
             return {"training/loss_tokens": 0.0}
-        result = {metric: v[name] / n for metric, name in _MEANS.items()} | {
+        result = {metric: v[name] / n for metric, name in _MEANS.items() if name in v} | {
+            "actor/pg_loss": self.loss,
             "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
             "training/rollout_probs_diff_max": v["prob_diff_max"],
             "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
@@ -69,66 +70,42 @@ class StepSums:
         }
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
-        if v["peak_bytes"]:
-            result["perf/max_memory_allocated_gb"] = v["peak_bytes"] / 1024**3
+        if v["peak_bytes_max"]:
+            result["perf/max_memory_allocated_gb"] = v["peak_bytes_max"] / 1024**3
         return result
 
 
-def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, temperature: float) -> StepSums:
-    """Forward and backward over all microbatches; after the last one gradients are summed over ranks. A collective.
+def accumulate_gradients(
+    policy: Policy, rows: Sequence[Row], objective: Objective, *, temperature: float, global_tokens: int
+) -> StepSums:
+    """Forward and backward over all rows; after the last one gradients are summed over ranks. A collective.
 
-    The loss is the mean of `loss_fn` over the tokens of all ranks, each of which has the same number of microbatches,
-    at least one. With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
+    Every rank has the same number of rows, at least one. With no token in the loss of any rank, nothing runs, no
+    collective starts, and all measurements are 0.
 
     Raises:
-        ValueError: the masks of all ranks together do not hold `packed.global_tokens` tokens.
+        ValueError: the rows of all ranks together do not hold `global_tokens` tokens in the loss.
     """
-    microbatches, global_tokens = packed.microbatches, packed.global_tokens
     policy.clear_gradients()
     if global_tokens == 0:
         return StepSums(Counter(), 0)
     found: dict[str, torch.Tensor] = {}
-    for number, host_microbatch in enumerate(microbatches, start=1):
-        policy.sync_gradients(last=number == len(microbatches))
-        microbatch = host_microbatch.to(policy.device)
-        logprobs, entropy = policy.token_logprobs(microbatch, temperature)
-        inputs = LossInputs(logprobs=logprobs, **{name: getattr(microbatch, name) for name in COLUMNS})
-        output = loss_fn(inputs)
-        loss = output.loss.sum()
-        (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
-        own = {"loss": loss.detach(), **output.sums, **_measure(inputs, entropy)}
-        for name, value in own.items():
-            combine = torch.maximum if name in _MAXIMA else torch.add
+    for number, host_row in enumerate(rows, start=1):
+        policy.sync_gradients(last=number == len(rows))
+        row = host_row.to(policy.device)
+        loss, measured = objective(row, *policy.forward(row, temperature))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name, value in measured.items():
+            combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
     found["squared_gradient"] = torch.nn.utils.get_total_norm(policy.local_gradients()).double().square()
-    found["peak_bytes"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
+    found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
     values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:
         raise ValueError(
             f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
         )
     return StepSums(values, global_tokens)
-
-
-@torch.no_grad()
-def _measure(inputs: LossInputs, entropy: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What is measured beside the loss on one microbatch, 0-dim each."""
-    in_loss = inputs.mask > 0
-    current, behaviour = inputs.logprobs[in_loss], inputs.behaviour_logprobs[in_loss]
-    logprob_diff = (current - behaviour).abs()
-    prob_diff = (current.exp() - behaviour.exp()).abs()
-    fresh = inputs.lags[in_loss] == 0
-    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
-    return {
-        "entropy": entropy[in_loss].sum(),
-        "prob_diff": prob_diff.sum(),
-        "prob_diff_max": torch.cat([nothing, prob_diff]).max(),
-        "logprob_diff": logprob_diff.sum(),
-        "logprob_diff_max": torch.cat([nothing, logprob_diff]).max(),
-        "fresh_diff": logprob_diff[fresh].sum(),
-        "fresh": fresh.sum(),
-        "tokens": in_loss.sum(),
-    }
 
 
 def take_peak_bytes(device: torch.device) -> int:
@@ -141,13 +118,13 @@ def take_peak_bytes(device: torch.device) -> int:
 
 
 def _over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Sums and _MAXIMA over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
+    """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
     the same bits on every rank, which a reduction inside the backend does not promise."""
     mine = torch.stack(list(local.values()))
     parts = [torch.empty_like(mine) for _ in range(policy.world_size)]
     dist.all_gather(parts, mine, group=policy.group)
     columns = dict(zip(local, torch.stack(parts, dim=1).cpu(), strict=True))
-    return {name: float(column.max() if name in _MAXIMA else column.sum()) for name, column in columns.items()}
+    return {name: float(column.max() if name.endswith(MAX) else column.sum()) for name, column in columns.items()}
 
 
 def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float) -> str:

@@ -22,10 +22,10 @@ from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
-from learner.packing import PackingError
 from learner.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
+from learner.rows import BatchError
 from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint
@@ -44,7 +44,7 @@ REFUSALS = (
     CheckpointError,
     MetricsError,
     SilentlyWrong,
-    PackingError,
+    BatchError,
     WeightBusError,
     RanksError,
     InterfaceError,

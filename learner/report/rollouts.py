@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from learner.packing import offsets
+from learner.rows import offsets
 from replay.messages import Batch
 
 
