@@ -147,6 +147,11 @@ class Algorithm(Section):
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
     @property
+    def flat_groups_are_left_out(self) -> bool:
+        """Groups whose rewards are all equal cost the learner nothing."""
+        return self.drop_zero_advantage and self.advantage in ("grpo", "dr_grpo", "rloo", "maxrl")
+
+    @property
     def has_ratio(self) -> bool:
         """The loss takes the ratio against the proximal policy itself."""
         return self.loss != "policy_gradient"

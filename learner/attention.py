@@ -38,7 +38,8 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     """
     if config.attention == "sdpa":
         return PADDED
-    reason = reason_against_varlen(device, config.compute_dtype, head_dim_of(model))
+    head_dim = int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+    reason = reason_against_varlen(device, config.compute_dtype, head_dim)
     if reason and config.attention == "varlen":
         log.warning("learner.attention: 'varlen' cannot be had here, trajectories are padded instead: %s", reason)
     return PADDED if reason else VARLEN

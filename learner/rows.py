@@ -60,8 +60,9 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device."""
-        tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), torch.Tensor)}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {n: t.to(device, non_blocking=True) for n, t in named.items() if torch.is_tensor(t)}
+        return replace(self, **moved)
 
 
 def lay_out(

@@ -67,12 +67,14 @@ class Groups:
 
     def mean(self, values: Float64) -> Float64:
         """[N] mean of each trajectory's group."""
-        return (np.bincount(self.index, weights=values) / self.sizes)[self.index]
+        means: Float64 = np.bincount(self.index, weights=values) / self.sizes
+        return means[self.index]
 
     def std(self, values: Float64) -> Float64:
         """[N] unbiased standard deviation (divisor n - 1) of each trajectory's group; 0 for a group of one."""
         squares = (values - self.mean(values)) ** 2
-        return np.sqrt(np.bincount(self.index, weights=squares) / np.maximum(self.sizes - 1, 1))[self.index]
+        variance: Float64 = np.bincount(self.index, weights=squares) / np.maximum(self.sizes - 1, 1)
+        return np.sqrt(variance)[self.index]
 
 
 def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:

@@ -87,8 +87,9 @@ class BatchDesk:
     def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
-        lengths = batches.total_lengths(groups)
-        assignment = batches.assign(lengths, self.num_ranks, config.learner.max_tokens_per_microbatch)
+        trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
+        limit = config.learner.max_tokens_per_microbatch
+        assignment = batches.assign(batches.total_lengths(groups), trained, self.num_ranks, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
         self.batches[step] = [

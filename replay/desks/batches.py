@@ -101,6 +101,12 @@ def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
     return np.concatenate([g.lengths.astype(np.int64) + g.prompt_ids.size for g in groups])
 
 
+def trained(groups: list[Group], *, flat: bool) -> NDArray[np.bool_]:
+    """[N] trajectories that the learner computes anything for; those of groups of equal rewards only with `flat`."""
+    counted = [flat or g.rewards.min() < g.rewards.max() for g in groups]
+    return np.repeat(np.array(counted), [g.lengths.size for g in groups])
+
+
 def in_the_loss(group: Group, values: NDArray[Any]) -> NDArray[Any]:
     """[tokens in the loss] of a token array; the array itself, uncopied, where every token is in the loss."""
     return values if group.loss_mask.min() else values[group.loss_mask != 0]
