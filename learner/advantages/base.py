@@ -14,8 +14,8 @@ from configs.algorithm import Algorithm
 
 Float64 = NDArray[np.float64]
 
-EPSILON = 1e-6
-"""Added to a standard deviation before a division, as in verl."""
+EPSILON = 1e-4
+"""Added to a standard deviation before a division, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from learner.advantages.base import EPSILON, Advantage, AdvantageInputs, Float64
 
 
 def grpo(_: Algorithm) -> Advantage:
-    """(reward - group mean) / (group standard deviation + 1e-6).
+    """(reward - group mean) / (group standard deviation + 1e-4).
 
     Shao et al. 2024 (DeepSeekMath), section 4.1. The paper leaves the kind of standard deviation open: this is the
     unbiased one (divisor n - 1), as in verl and TRL.

@@ -99,7 +99,7 @@ def advantage(kind: str, rewards: Floats, groups: Sequence[int], tokens: Sequenc
         every = [value for value, count in zip(values, tokens, strict=True) for _ in range(count)]
         mean = sum(every) / len(every)
         std = math.sqrt(sum((value - mean) ** 2 for value in every) / (len(every) - 1))
-        return [(value - mean) / (std + 1e-6) for value in values]
+        return [(value - mean) / (std + 1e-4) for value in values]
 
     centred, result = [], []
     for reward, group in zip(rewards, groups, strict=True):
@@ -110,13 +110,13 @@ def advantage(kind: str, rewards: Floats, groups: Sequence[int], tokens: Sequenc
         centred.append(reward - mean)
         match kind:
             case "grpo":
-                result.append((reward - mean) / (std + 1e-6))
+                result.append((reward - mean) / (std + 1e-4))
             case "dr_grpo":
                 result.append(reward - mean)
             case "rloo":
                 result.append(reward - others if len(members) > 1 else 0.0)
             case "maxrl":
-                result.append((reward - mean) / (mean + 1e-6) if mean > 0 else 0.0)
+                result.append((reward - mean) / (mean + 1e-4) if mean > 0 else 0.0)
     if kind == "reinforce++":
         return whitened(rewards)
     return whitened(centred) if kind == "reinforce++_baseline" else result
