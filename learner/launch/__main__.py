@@ -112,6 +112,11 @@ def _request(args: argparse.Namespace, port: str) -> Request:
         config = load(folder / "config.yaml", [*place, *overrides_of(args)])
     else:
         config = from_arguments(args)
+        if config.placement.device == "auto" and config.placement.rollout is None:
+            raise ConfigError(
+                "placement.device: 'auto' with placement.split would take the device of this machine for that of the"
+                " run's; give --set placement.device=cuda, or cpu"
+            )
     overrides = ["placement.local_rollouts=false", "network.host=127.0.0.1"]
     if config.network.replay_port == 0:
         overrides.append(f"network.replay_port={port}")
