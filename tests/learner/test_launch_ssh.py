@@ -345,15 +345,20 @@ def test_servers_that_cannot_start_are_the_cause(tmp_path: Path) -> None:
         (["placement.rollout=a:0", "placement.learner=b:0"], 78, ["start with --hosts FILE"]),
     ],
 )
-def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str], code: int, words: list[str]) -> None:
+def test_a_server_of_this_host_gets_the_place_of_its_number(
+    tmp_path: Path, settings: list[str], code: int, words: list[str]
+) -> None:
     if count_gpus():
         pytest.skip("this machine has GPUs; the refusals are those of one without")
     command = [sys.executable, "-m", "learner.launch", "rollout", "--servers", "4", "--dry-run"]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == code, done.stderr
     assert [word for word in words if word not in done.stdout + done.stderr] == []
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
 
 
 def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

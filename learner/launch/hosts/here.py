@@ -51,7 +51,8 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     try:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
-        make_if_missing(config, given.config)
+        if not chosen.dry_run:
+            make_if_missing(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
     except (ConfigError, PlacementError, InputError) as error:
         sys.stderr.write(f"slipstream: refused: {error}\n")
