@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
@@ -27,8 +27,6 @@ class Child:
     log_path: Path
     offset: int
     """Where this process's part of its log begins."""
-    command: Sequence[str] = field(repr=False)
-    environment: Mapping[str, str] = field(repr=False)
 
     @property
     def pid(self) -> int:
@@ -50,6 +48,35 @@ class Child:
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
 
+@dataclass(slots=True)
+class Tail:
+    """Whole lines that another process appends to a file."""
+
+    path: Path
+    offset: int = 0
+    inode: int = 0
+
+    @classmethod
+    def from_end(cls, path: Path) -> "Tail":
+        """Without what is there already."""
+        found = path.stat() if path.exists() else None
+        return cls(path, found.st_size, found.st_ino) if found is not None else cls(path)
+
+    def new_lines(self) -> list[str]:
+        """What came since the last call; from the first line on where the file was written anew."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self.inode:
+                self.inode, self.offset = inode, 0
+            file.seek(self.offset)
+            new = file.read()
+        *lines, torn = new.split(b"\n")
+        self.offset += len(new) - len(torn)
+        return [line.decode("utf-8", "replace") for line in lines]
+
+
 def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
     """Start a child in a session of its own, its output appended to the log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,18 +90,20 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
-    return Child(name, process, log_path, offset, command, environment)
+    return Child(name, process, log_path, offset)
 
 
 def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
     """SIGTERM all, give them `patience_s`, then SIGKILL their process groups."""
     for child in children:
-        _signal(child, signal.SIGTERM)
+        if child.exit_code() is None:
+            child.process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + patience_s
     for child in children:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
-        _signal_group(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
         child.process.wait()
 
 
@@ -93,7 +122,7 @@ def wait_for_line(
     deadline = time.monotonic() + timeout_s
     shown = ""
     while time.monotonic() < deadline:
-        log = _tail(child.log_path, child.offset)
+        log = _end_of(child.log_path, child.offset)
         for text in re.findall(progress, log, re.MULTILINE)[-1:]:
             if text != shown:
                 show(text)
@@ -109,7 +138,7 @@ def wait_for_line(
 
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line since the last start, without its timestamp, or an empty string."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _tail(log_path, offset).splitlines()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _end_of(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
     if not errors:
         return ""
@@ -122,7 +151,7 @@ def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     if not log_path.exists():
         return []
     return [
-        line for line in _tail(log_path, offset).splitlines() if re.search(rf" ERROR learner rank \d+ {verb}: ", line)
+        line for line in _end_of(log_path, offset).splitlines() if re.search(rf" ERROR learner rank \d+ {verb}: ", line)
     ]
 
 
@@ -132,7 +161,7 @@ def killed_rank(log_path: Path, offset: int) -> str:
     Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
     rest is ended by torchrun itself, with SIGTERM.
     """
-    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _tail(log_path, offset))
+    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _end_of(log_path, offset))
     killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM]
     if not killed:
         return ""
@@ -145,20 +174,8 @@ def without_time(line: str) -> str:
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)[:600]
 
 
-def _tail(path: Path, offset: int) -> str:
+def _end_of(path: Path, offset: int) -> str:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(offset, size - TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
-
-
-def _signal(child: Child, sig: signal.Signals) -> None:
-    if child.exit_code() is None:
-        child.process.send_signal(sig)
-
-
-def _signal_group(child: Child, sig: signal.Signals) -> None:
-    try:
-        os.killpg(child.pid, sig)
-    except ProcessLookupError:
-        return  # the whole group has ended

@@ -204,8 +204,7 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
             with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
                 file.write(dump(claimed))
         except FileExistsError:
-            run = config.run.model_copy(update={"name": free_run_name(config)})
-            claimed = config.model_copy(update={"run": run})
+            claimed = with_free_name(config)
         except OSError as error:
             raise _not_writable(config, folder, error) from error
         else:
@@ -228,10 +227,10 @@ def check_port(config: Config) -> None:
             ) from error
 
 
-def free_run_name(config: Config) -> str:
-    """`run.name`, or `name-2`, `name-3`, ... where earlier runs have their folders: nothing is overwritten."""
+def with_free_name(config: Config) -> Config:
+    """Under `run.name`, or `name-2`, `name-3`, ... where earlier runs have their folders: nothing is overwritten."""
     name, number = config.run.name, 2
     while (Path(config.run.dir) / name / "config.yaml").exists():
         name = f"{config.run.name}-{number}"
         number += 1
-    return name
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

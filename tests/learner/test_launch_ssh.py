@@ -16,10 +16,10 @@ from configs.loading import dump
 from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
-from learner.launch.hosts import node, requeue
+from learner.launch.children import Tail
+from learner.launch.hosts import node
 from learner.launch.hosts.here import environment_of
 from learner.launch.hosts.key_files import write_keys
-from learner.launch.hosts.log_tail import Followed
 from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
 from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
@@ -207,7 +207,7 @@ def test_a_container_counts_its_own_gpus_from_zero() -> None:
 
 def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    followed = Followed(log, 0)
+    followed = Tail(log)
     assert followed.new_lines() == []
     log.write_bytes(b"one\ntwo\nthr")
     assert followed.new_lines() == ["one", "two"]
@@ -237,7 +237,7 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    assert requeue.decide(tmp_path, said.append) is resumes
+    assert node.decide(tmp_path, said.append) is resumes
     assert len(said) == 1 and str(tmp_path) in said[0] and ("resumes it" in said[0]) is resumes
     assert (tmp_path / "config.yaml").exists() is resumes, "a run that begins takes its own name"
 
@@ -257,7 +257,7 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
     monkeypatch.setattr(node.Node, "_child", lambda _, *words: start_child(*words))
-    requeue.write_start(tmp_path / "job-42", resumes=resumes)
+    node.write_start(tmp_path / "job-42", resumes=resumes)
     (tmp_path / "job-42" / "config.yaml").write_text("")
     node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
     assert ("--resume" in commands[0]) is resumes

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PRELOADED = (
     "learner.learner",
     "learner.launch.launcher",
-    "learner.launch.playback",
+    "learner.launch.earlier_run",
     "replay.service",
     "rollout_server.server",
     "torch.distributed.run",

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -17,14 +16,11 @@ from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from learner.launch.machine import this_machine
 from learner.launch.quickstart_input import InputError, make_if_missing
+from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
 PATIENCE_S = 15.0
 """A rollout server that is ended leaves the run in order within this time."""
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM."""
 
 
 def become_learner(words: Sequence[str], port: str) -> NoReturn:
@@ -55,7 +51,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
             make_if_missing(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
     except (ConfigError, PlacementError, InputError) as error:
-        sys.stderr.write(f"slipstream: refused: {error}\n")
+        say(f"refused: {error}")
         return CANNOT_START
     parent = str(os.getpid())
     name = f"rollout-{socket.gethostname()}-{parent}"
@@ -66,8 +62,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
             sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
         return 0
     started: list[subprocess.Popen[bytes]] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    catch_signals()
     try:
         for index, environment in enumerate(environments):
             started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=os.environ | environment))
@@ -75,8 +70,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     except Interrupted:
         return 130
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         for process in started:
             process.terminate()
         for process in started:
@@ -114,7 +108,3 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
             f" {len(names)} (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
         )
     return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in servers[index].devices)}
-
-
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise Interrupted(signal.Signals(number).name)

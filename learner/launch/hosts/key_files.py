@@ -1,8 +1,8 @@
 """Which key files a node needs (`python -m replay.keys`), and putting them where network.keys points on that node."""
 
-import os
 from pathlib import Path, PurePosixPath
 
+from learner.launch.hosts.job_files import write_private
 from replay.channel import KeysError, load_keys
 from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER
 
@@ -81,7 +81,4 @@ def _write(target: Path, text: str) -> None:
         return  # a shared file system
     for parent in (target.parent.parent, target.parent):
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(target)
+    write_private(target, text)

@@ -5,7 +5,6 @@ outlives this process, the ssh session or the connection.
 """
 
 import contextlib
-import logging
 import os
 import shlex
 import signal
@@ -19,8 +18,7 @@ from dataclasses import dataclass, field
 
 from learner.launch.hosts.host_file import Host
 from learner.launch.hosts.node_spec import NodeRole, NodeSpec
-
-log = logging.getLogger(__name__)
+from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 
 SSH = "SLIPSTREAM_SSH"
 """Environment variable with another command than ssh; it gets the target and one line of shell."""
@@ -32,10 +30,6 @@ FAREWELL_S = 30.0
 STOP_S = 25.0
 """How long nodes have to end after their stdin was closed."""
 LAST_LINES = 20
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM."""
 
 
 @dataclass(slots=True)
@@ -91,8 +85,7 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, root: str, pytho
         Exit code: 0 when all ended well, 130 after a signal.
     """
     remotes: list[Remote] = []
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    catch_signals(signal.SIGHUP)
     try:
         for spec, host in specs:
             remotes.append(start(spec, host, root, python))
@@ -101,8 +94,7 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, root: str, pytho
         say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
         return 130
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         stop(remotes)
 
 
@@ -141,12 +133,6 @@ def stop(remotes: Sequence[Remote]) -> None:
             remote.process.wait()
         if remote.reader is not None:
             remote.reader.join(1.0)
-
-
-def say(text: str) -> None:
-    """One line for the person at the terminal."""
-    sys.stderr.write(f"slipstream: {text}\n")
-    sys.stderr.flush()
 
 
 def _watch_learner(remotes: Sequence[Remote]) -> int:
@@ -190,7 +176,3 @@ def _show(remote: Remote) -> None:
         with contextlib.suppress(BrokenPipeError):  # no reader any more; the node's pipe must still be emptied
             sys.stdout.write(f"[{remote.name}] {line}\n")
             sys.stdout.flush()
-
-
-def _interrupt(number: int, _frame: object) -> None:
-    raise Interrupted(f"{signal.Signals(number).name} received")

@@ -1,4 +1,7 @@
-"""`--replay RUN_DIR`: train again what a run's journal holds, without any engine, and compare every digest."""
+"""`--resume RUN_DIR` and `--replay RUN_DIR`: going on with an earlier run, or training again what its journal holds.
+
+A playback needs no engine; it runs beside the original, as long as its journal, and compares every digest.
+"""
 
 import json
 import sys
@@ -9,37 +12,58 @@ from typing import Any
 from configs.loading import load
 from configs.schema import Config
 from learner import ledger
-from learner.launch.preflight import PreflightError, free_run_name
+from learner.launch.preflight import PreflightError, with_free_name
 from replay.journal import JournalReader
 
 
-def configuration(run_dir: Path, overrides: list[str]) -> Config:
-    """The configuration of a playback: a run beside the original, as long as its journal.
+def resumed(run_dir: Path, overrides: list[str]) -> Config:
+    """The run's own configuration, replay's port included: rollout servers elsewhere look for it there.
+
+    Raises:
+        PreflightError: the folder is no run, or the run is past the steps that it shall have.
+    """
+    path, folder = _config_file("--resume", run_dir), run_dir.resolve()
+    config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
+    lines, wanted = ledger.read(run_dir), config.learner.total_steps
+    done = int(lines[-1]["step"]) if lines else 0
+    if wanted < done:
+        raise PreflightError(
+            f"--resume: {run_dir} has made {done} steps, learner.total_steps is {wanted}; give at least {done} with"
+            " --steps, or leave it out"
+        )
+    return config
+
+
+def played_back(run_dir: Path, overrides: list[str]) -> Config:
+    """The configuration of a playback.
 
     Raises:
         PreflightError: the folder is no run with a journal.
         JournalError: the journal is damaged.
     """
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise PreflightError(f"--replay: {path} is missing; name the folder of a run, such as runs/quickstart")
-    steps = last_step(run_dir)
+    path, folder = _config_file("--replay", run_dir), run_dir.resolve()
+    steps = _last_step(run_dir)
     if steps == 0:
         raise PreflightError(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
-    folder = run_dir.resolve()
     fixed = {
+        "run.name": f"{folder.name}-replay",
         "run.dir": folder.parent,
         "learner.total_steps": steps,
         "placement.local_rollouts": "false",
         "evaluation.every_steps": 0,
         "network.replay_port": 0,
     }
-    given = [f"run.name={folder.name}-replay", *(f"{key}={value}" for key, value in fixed.items()), *overrides]
-    config = load(path, given)
-    return load(path, [*given, f"run.name={free_run_name(config)}"])
+    return with_free_name(load(path, [*(f"{key}={value}" for key, value in fixed.items()), *overrides]))
 
 
-def last_step(run_dir: Path) -> int:
+def _config_file(option: str, run_dir: Path) -> Path:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise PreflightError(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
+    return path
+
+
+def _last_step(run_dir: Path) -> int:
     """The last committed step of the surviving line of policies; 0 for none. Raises JournalError."""
     steps: set[int] = set()
     for record in JournalReader(run_dir / "journal").records():
@@ -53,7 +77,7 @@ def last_step(run_dir: Path) -> int:
 
 
 def report(config: Config, code: int) -> int:
-    """Print the comparison as JSON; exit code 0 only if every digest is equal."""
+    """Print the comparison of a playback as JSON; exit code 0 only if every digest is equal."""
     compared = compare(ledger.read(config.run_dir))
     sys.stdout.write(json.dumps(compared) + "\n")
     sys.stdout.flush()
