@@ -15,11 +15,7 @@ BY_DEVICE = {
     "weight_bus.backend": ("gloo", "nccl"),
 }
 """Value on a CPU, value on GPUs."""
-
-
-def without_device(key: str, value: str) -> str:
-    """A value of a section that stands alone: where nothing is placed, `auto` is what works everywhere."""
-    return BY_DEVICE[key][0] if value == "auto" else value
+LEAVES = {key.partition(".")[2]: key for key in BY_DEVICE}
 
 
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str | bytes) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
 
@@ -116,15 +116,20 @@ def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> 
         ConfigError: file missing, YAML broken, key unknown, or a value refused.
     """
     path = find(source)
+    return parse(path.read_bytes(), str(path), overrides or [])
+
+
+def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Config:
+    """The same of a YAML text that comes from `source`. Raises ConfigError."""
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+        tree = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not readable as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
-    for override in overrides or []:
+        raise ConfigError(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
+    for override in overrides:
         apply_override(tree, override)
-    return validate(tree, str(path), overrides or [])
+    return validate(tree, source, overrides)
 
 
 def find(source: str | os.PathLike[str]) -> Path:

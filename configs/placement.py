@@ -104,6 +104,13 @@ def check(placement: Placement) -> None:
             )
 
 
+def ranks_of(parts: tuple[Share, ...], node: str) -> range:
+    """The learner ranks of a node; they count through the nodes in their order."""
+    names = [part.node for part in parts]
+    before = sum(len(part.learner) for part in parts[: names.index(node)])
+    return range(before, before + len(parts[names.index(node)].learner))
+
+
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
     return max((*share.rollout, *share.learner), default=-1) + 1

@@ -17,6 +17,15 @@ from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
+STAGED = {"weight_bus.apply": ("staged",)}
+COLLECTIVE = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
+NEEDS: tuple[tuple[str, str | bool, str, dict[str, tuple[str, ...]]], ...] = (
+    ("weight_bus.apply", "direct", "staged", {"rollout.engine": ("sglang",)}),
+    ("weight_bus.stage_in", "engine", "server", STAGED | COLLECTIVE | {"rollout.engine": ("sglang",)}),
+    ("weight_bus.transport", "disk", "collective", STAGED),
+    ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
+)
+"""(key, value, what works everywhere, what this value needs of other keys)"""
 
 
 class Run(Section):
@@ -178,49 +187,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _engine_can_receive(self) -> "Config":
-        if self.weight_bus.apply == "direct" and self.rollout.engine != "sglang":
-            raise ValueError(
-                f"weight_bus.apply: 'direct' with rollout.engine {self.rollout.engine!r}, which cannot receive by"
-                " itself; take weight_bus.apply=staged, or rollout.engine=sglang"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_can_stage(self) -> "Config":
-        bus = self.weight_bus
-        if bus.stage_in == "server":
-            return self
-        needed = {
-            "weight_bus.apply": (bus.apply, ("staged",)),
-            "weight_bus.transport": (bus.transport, ("collective",)),
-            "weight_bus.backend": (bus.backend, ("gloo", "nccl")),
-            "rollout.engine": (self.rollout.engine, ("sglang",)),
-        }
-        for key, (value, possible) in needed.items():
-            if value not in possible:
-                raise ValueError(
-                    f"weight_bus.stage_in: 'engine' with {key} {value!r}; take weight_bus.stage_in=server, or"
-                    f" {key}={' or '.join(possible)}"
-                )
-        if bus.backend == "gloo" and self.placement.tensor_parallel > 1:
+    def _weights_can_travel(self) -> "Config":
+        bus, tensor_parallel = self.weight_bus, self.placement.tensor_parallel
+        if bus.transport == "disk" and bus.folder is None:
+            raise ValueError("weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see")
+        found = {f"weight_bus.{name}": value for name, value in bus} | {"rollout.engine": self.rollout.engine}
+        for key, value, instead, needed in NEEDS:
+            for other, possible in needed.items() if found[key] == value else ():
+                if found[other] not in possible:
+                    raise ValueError(
+                        f"{key}: {value!r} with {other} {found[other]!r}; take {key}={instead}, or"
+                        f" {other}={' or '.join(possible)}"
+                    )
+        if bus.stage_in == "engine" and bus.backend == "gloo" and tensor_parallel > 1:
             raise ValueError(
                 f"weight_bus.stage_in: 'engine' with weight_bus.backend 'gloo' and placement.tensor_parallel"
-                f" {self.placement.tensor_parallel}: what is staged in host memory of one scheduler no other one can"
-                " read; take weight_bus.stage_in=server, or weight_bus.backend=nccl"
+                f" {tensor_parallel}: what is staged in host memory of one scheduler no other one can read; take"
+                " weight_bus.stage_in=server, or weight_bus.backend=nccl"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_can_travel(self) -> "Config":
-        bus = self.weight_bus
-        if bus.transport == "disk" and (bus.folder is None or bus.apply == "direct"):
-            what = (
-                "needs weight_bus.folder, which all nodes see" if bus.folder is None else "goes with apply=staged only"
-            )
-            raise ValueError(f"weight_bus.transport: 'disk' {what}")
-        if bus.delta and bus.apply == "direct":
-            raise ValueError("weight_bus.delta: true needs the version before beside the engine; take apply=staged")
         if bus.compression != "none" and (not bus.delta or (bus.backend, bus.transport) == ("nccl", "collective")):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
             raise ValueError(

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.loading import ConfigError, apply_override, dump, load, read_yaml, validate
+from configs.loading import dump, load, parse
 from configs.placement import ONLY_NODE, PlacementError
 from configs.plan import Machine, Plan, assign, bracketed
 from configs.schema import Config
@@ -173,16 +172,8 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
 
 
 def config_of(text: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML text. Raises ConfigError."""
-    try:
-        tree = read_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the order's configuration is not readable as YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("the order's configuration is no mapping of sections")
-    for override in overrides:
-        apply_override(tree, override)
-    return validate(tree, "the order's configuration")
+    """The configuration of a node spec. Raises ConfigError."""
+    return parse(text, "the order's configuration", overrides)
 
 
 def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:

@@ -6,6 +6,7 @@ A rollout server takes part when it serves proven weights; a learner node when i
 import argparse
 import sys
 
+from configs.placement import ranks_of
 from learner.launch.hosts.node_spec import Assignment, add_spec_arguments, resolve, spec_of_arguments
 from learner.launch.hosts.status_client import ask_replay
 
@@ -36,12 +37,7 @@ def wanted(assignment: Assignment) -> list[str]:
     node, role = assignment.spec.node, assignment.spec.role
     if role == "rollout":
         return [process.name for process in assignment.plan.of(node, "rollout")]
-    first = 0
-    for share in assignment.config.shares:
-        if share.node == node:
-            return [f"learner-{rank}" for rank in range(first, first + len(share.learner))]
-        first += len(share.learner)
-    return []
+    return [f"learner-{rank}" for rank in ranks_of(assignment.config.shares, node)]
 
 
 if __name__ == "__main__":
