@@ -141,9 +141,14 @@ def find(source: str | os.PathLike[str]) -> Path:
     if len(path.parts) == 1 and preset.is_file():
         return preset
     names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"--config: no file or preset {str(source)!r}{hint} Presets: {', '.join(names)}")
+    hint = did_you_mean(path.stem, names) or "give one that there is."
+    raise ConfigError(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """`did you mean 'x'?`, or an empty string."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -3,7 +3,6 @@
 The launcher and the start scripts run what stands here, and `--dry-run` prints it.
 """
 
-import ipaddress
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +55,8 @@ class Plan:
     first_node: str
     """Where replay and rank 0 run."""
     machines: dict[str, Machine]
+    replay: str
+    """Address of replay."""
 
     def nodes(self, role: Role) -> list[str]:
         """Nodes with such a process, in order of their first one."""
@@ -109,12 +110,12 @@ def assign(
     if len(shares) > 1:
         _reachable(config, wanted, machines)
     first = shares[0].node
-    address = replay or f"tcp://{bracketed(machines[first].address)}:{config.network.replay_port}"
+    address = replay or replay_address(config, machines[first])
     words = _Words(config, machines, python, config_file, address, resume)
     processes = [words.replay(share.node) for share in wanted if share.node == first]
     processes += [words.learner(share, learner_module) for share in wanted if share.learner]
     processes += [process for share in wanted for process in words.servers(share, tuple(server_command))]
-    return Plan(tuple(processes), first, dict(machines))
+    return Plan(tuple(processes), first, dict(machines), address)
 
 
 def uses_gpus(config: Config, machine: Machine) -> bool:
@@ -122,12 +123,10 @@ def uses_gpus(config: Config, machine: Machine) -> bool:
     return config.placement.device == "cuda" or (config.placement.device == "auto" and machine.gpus != 0)
 
 
-def bracketed(host: str) -> str:
-    """A host as it stands in an address: IPv6 in brackets."""
-    try:
-        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
-    except ValueError:
-        return host
+def replay_address(config: Config, first: Machine) -> str:
+    """Of replay on the first learner node; IPv6 in brackets."""
+    host = f"[{first.address}]" if ":" in first.address else first.address
+    return f"tcp://{host}:{config.network.replay_port}"
 
 
 @dataclass(frozen=True, slots=True)

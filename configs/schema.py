@@ -17,9 +17,10 @@ from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
-STAGED = {"weight_bus.apply": ("staged",)}
-COLLECTIVE = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
-NEEDS: tuple[tuple[str, str | bool, str, dict[str, tuple[str, ...]]], ...] = (
+Needed = dict[str, tuple[str, ...]]
+STAGED: Needed = {"weight_bus.apply": ("staged",)}
+COLLECTIVE: Needed = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
+NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.apply", "direct", "staged", {"rollout.engine": ("sglang",)}),
     ("weight_bus.stage_in", "engine", "server", STAGED | COLLECTIVE | {"rollout.engine": ("sglang",)}),
     ("weight_bus.transport", "disk", "collective", STAGED),

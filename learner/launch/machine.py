@@ -8,8 +8,6 @@ from configs.placement import PlacementError
 from configs.plan import Machine
 from configs.schema import Config
 
-__all__ = ["count_gpus", "this_machine", "torch_has_cuda", "visible_devices"]
-
 
 def this_machine(config: Config, environment: Mapping[str, str] = os.environ) -> Machine:
     """This machine for the placement; 0 GPUs where torch cannot use them.
@@ -17,16 +15,16 @@ def this_machine(config: Config, environment: Mapping[str, str] = os.environ) ->
     Raises:
         PlacementError: placement.device is cuda and there is no GPU, or torch is built without CUDA.
     """
-    address = config.network.host
-    if config.placement.device == "cpu":
+    device, address = config.placement.device, config.network.host
+    if device == "cpu":
         return Machine(address, gpus=0)
     gpus, built, visible = count_gpus(), torch_has_cuda(), visible_devices(environment)
-    if config.placement.device == "cuda" and not gpus:
+    if device == "cuda" and not gpus:
         raise PlacementError(
             "placement.device: 'cuda', but this machine shows no GPU (nvidia-smi, /proc/driver/nvidia, /dev/nvidia*);"
             " take 'cpu' or 'auto'"
         )
-    if config.placement.device == "cuda" and not built:
+    if device == "cuda" and not built:
         raise PlacementError(
             "placement.device: 'cuda', but the installed torch is built without CUDA; install a CUDA build, or take"
             " 'cpu'"

@@ -33,10 +33,9 @@ def check_files(config: Config, *, has_input: bool = True) -> None:
     """
     if has_input:
         check_input(config)
-    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
-        problem = problem_with_reward(config.reward.function)
-        if problem is not None:
-            raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
+    # elsewhere, the file may lie on the rollout nodes alone
+    if config.placement.local_rollouts and (problem := problem_with_reward(config.reward.function)) is not None:
+        raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)
@@ -65,9 +64,15 @@ def check_input(config: Config) -> None:
             " the model with save_pretrained"
         )
     for file in weights:
-        check_safetensors(file)
+        _check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
-    check_positions(config)
+    limit = read_json(folder / "config.json").get("max_position_embeddings")
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if isinstance(limit, int) and prompt + answer > limit:
+        raise PreflightError(
+            f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
+            f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
+        )
     check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
         check_prompts(config, config.data.eval)
@@ -81,10 +86,11 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
         runs_servers: whether rollout servers run on this machine.
 
     Raises:
-        PreflightError: the engine is not installed, or the bus cannot work on this device.
+        PreflightError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its
+            weight_bus.apply `direct`.
     """
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
-        check_ucc(config)
+        _check_ucc(config)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
         raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
@@ -94,8 +100,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
         )
 
 
-def check_ucc(config: Config) -> None:
-    """Raises PreflightError when there is no UCC on this machine, or weight_bus.apply is `direct`."""
+def _check_ucc(config: Config) -> None:
     if config.weight_bus.apply == "direct":
         raise PreflightError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
     from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
@@ -107,8 +112,8 @@ def check_ucc(config: Config) -> None:
         raise PreflightError(str(error)) from error
 
 
-def check_safetensors(file: Path) -> None:
-    """Raises PreflightError when the file is not as long as its header says (8 bytes of length, then JSON)."""
+def _check_safetensors(file: Path) -> None:
+    """The file is as long as its header says (8 bytes of length, then JSON)."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -124,28 +129,13 @@ def check_safetensors(file: Path) -> None:
         raise PreflightError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
 
 
-def check_positions(config: Config) -> None:
-    """Raises PreflightError when the model knows fewer positions than the longest trajectory has tokens."""
-    file = Path(config.model.path) / "config.json"
-    limit = read_json(file).get("max_position_embeddings")
-    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if isinstance(limit, int) and prompt + answer > limit:
-        raise PreflightError(
-            f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
-            f" {file} has max_position_embeddings {limit}; lower one of them"
-        )
-
-
 def check_trackers(config: Config) -> None:
     """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
-    if config.tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
+    tracking = config.tracking
+    if tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
         raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
-    wanted = {
-        "tensorboard": config.tracking.tensorboard and "true",
-        "wandb": config.tracking.wandb != "off" and config.tracking.wandb,
-    }
-    for package, value in wanted.items():
-        if value and importlib.util.find_spec(package) is None:
+    for package, value in {"tensorboard": str(tracking.tensorboard).lower(), "wandb": tracking.wandb}.items():
+        if value not in ("false", "off") and importlib.util.find_spec(package) is None:
             raise PreflightError(
                 f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
                 f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
@@ -198,31 +188,27 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
         folder = Path(claimed.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(config, folder, error) from error
-        try:
             with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
                 file.write(dump(claimed))
-        except FileExistsError:
-            claimed = with_free_name(config)
-        except OSError as error:
-            raise _not_writable(config, folder, error) from error
-        else:
             return claimed
+        except OSError as error:
+            if not (isinstance(error, FileExistsError) and folder.is_dir()):
+                raise _not_writable(config, folder, error) from error
+            claimed = with_free_name(config)
 
 
 def check_port(config: Config) -> None:
     """Raises PreflightError when replay's port is taken."""
-    port = config.network.replay_port
+    host, port = config.network.host, config.network.replay_port
     if port == 0:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.network.host, port))
+            probe.bind((host, port))
         except OSError as error:
             raise PreflightError(
-                f"network.replay_port: {port} on {config.network.host} cannot be bound ({error.strerror}); another run"
+                f"network.replay_port: {port} on {host} cannot be bound ({error.strerror}); another run"
                 " may use it; choose another port, or 0 for a free one"
             ) from error
 

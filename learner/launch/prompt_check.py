@@ -6,7 +6,6 @@ after pass there; here it is refused in a second, without torch.
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
@@ -26,11 +25,7 @@ class PromptsError(ValueError):
 
 
 def check_prompts(config: Config, path: str) -> int:
-    """Read the first rows of a data file and tokenise a sample of them; returns how many were read.
-
-    Args:
-        config: of the run; the model folder has been checked.
-        path: `data.train` or `data.eval`.
+    """Read the first rows of data.train or data.eval and tokenise a sample of them; returns how many were read.
 
     Raises:
         DataError: the file is missing or has a broken row.
@@ -61,11 +56,14 @@ class PromptEncoder:
     """Counts the tokens of prompts as rollout_server.tasks does, except for a bos token."""
 
     def __init__(self, config: Config) -> None:
-        self._folder = Path(config.model.path)
+        folder = Path(config.model.path)
         self._template = resolve_chat_template(config.model.path, config.model.chat_template)
-        file = self._folder / "tokenizer.json"
         # Tokenizers of other files are built by transformers, which takes too long to load here.
-        self._tokenizer = load_tokenizer(file) if file.is_file() else None
+        self._tokenizer = load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
+        settings = folder / "tokenizer_config.json"
+        found = read_json(settings) if settings.exists() else {}
+        tokens = [(key, value) for key, value in found.items() if key.endswith("_token") and value is not None]
+        self._special = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens}
 
     def length(self, row: Row) -> int:
         """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises PromptsError, TemplateError."""
@@ -83,15 +81,9 @@ class PromptEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
-            [messages], chat_template=self._template, add_generation_prompt=True, **self._special_tokens()
+            [messages], chat_template=self._template, add_generation_prompt=True, **self._special
         )
         return str(rendered[0])
-
-    def _special_tokens(self) -> dict[str, Any]:
-        file = self._folder / "tokenizer_config.json"
-        settings = read_json(file) if file.exists() else {}
-        tokens = {key: value for key, value in settings.items() if key.endswith("_token") and value is not None}
-        return {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
 
 
 def load_tokenizer(file: Path) -> Tokenizer:

@@ -1,14 +1,12 @@
 """Makes the quick start's model and prompts where they are missing, for whichever process needs them first."""
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
 
 from configs.loading import QUICKSTART, find
 from configs.schema import Config
-
-log = logging.getLogger(__name__)
+from learner.launch.terminal import say
 
 
 class InputError(ValueError):
@@ -17,18 +15,16 @@ class InputError(ValueError):
 
 def is_missing(config: Config, source: str) -> bool:
     """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
-    wanted = [Path(config.model.path) / "config.json", Path(config.data.train)]
-    is_other = find(source) != find(QUICKSTART) or Path(config.data.train).parent != Path(config.model.path).parent
-    return not is_other and not all(path.exists() for path in wanted)
+    model, data = Path(config.model.path), Path(config.data.train)
+    if find(source) != find(QUICKSTART) or data.parent != model.parent:
+        return False
+    return not ((model / "config.json").exists() and data.exists())
 
 
 def make_if_missing(config: Config, source: str) -> bool:
-    """Run learner.examples.sort6 when `source` is the quick start's preset and its input is not there.
+    """Run learner.examples.sort6 where its output is missing; returns whether it was made now.
 
     Several processes may come at once: the script moves its result into place whole, and the first one counts.
-
-    Returns:
-        Whether it was made now.
 
     Raises:
         InputError: the script failed.
@@ -36,7 +32,7 @@ def make_if_missing(config: Config, source: str) -> bool:
     if not is_missing(config, source):
         return False
     folder = Path(config.model.path).parent
-    sys.stderr.write(f"slipstream: making the quick start's model and prompts in {folder} (once, about 10 s)\n")
+    say(f"making the quick start's model and prompts in {folder} (once, about 10 s)")
     command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:

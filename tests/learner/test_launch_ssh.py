@@ -13,6 +13,7 @@ import pytest
 
 import configs
 from configs.loading import dump
+from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
@@ -21,7 +22,6 @@ from learner.launch.hosts import node
 from learner.launch.hosts.here import environment_of
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
-from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
@@ -163,7 +163,7 @@ def test_an_order_with_a_wrong_field_is_refused(spec: NodeSpec, field: str, valu
 def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec, tmp_path: Path) -> None:
     assignment = resolve(spec)
     assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
-    assert assignment.replay == "tcp://10.0.0.1:5757"
+    assert assignment.plan.replay == "tcp://10.0.0.1:5757"
     (process,) = assignment.plan.processes
     assert process.name == "rollout-node1-0" and "network.host=10.0.0.2" in process.command
     written = configs.load(process.command[process.command.index("--config") + 1])
@@ -278,7 +278,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    program = "from learner.launch.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
+    program = "from configs.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )

@@ -159,15 +159,15 @@ class Node:
         Raises:
             ChannelError: replay does not answer within rollout.wait_for_servers_s.
         """
-        limit, started = self.config.rollout.wait_for_servers_s, time.monotonic()
-        while time.monotonic() - started < limit:
-            answer = ask_replay(self.config, self.assignment.replay, 1.0)
+        limit, address = self.config.rollout.wait_for_servers_s, self.assignment.plan.replay
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            answer = ask_replay(self.config, address, 1.0)
             if answer is not None:
                 return answer.run_name
             self._breathe()
         raise ChannelError(
-            f"{self.assignment.spec.node} waited {limit:g} s for replay at {self.assignment.replay}: nothing came",
-            "silent",
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address}: nothing came", "silent"
         )
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.loading import dump, load, parse
 from configs.placement import ONLY_NODE, PlacementError
-from configs.plan import Machine, Plan, assign, bracketed
+from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
 from learner.launch.hosts.host_file import Host, parse_hosts
 from learner.launch.machine import this_machine
@@ -79,14 +79,6 @@ class Assignment:
         """Whether replay and the launcher run here."""
         return self.spec.node == self.config.shares[0].node
 
-    @property
-    def replay(self) -> str:
-        """Address of replay."""
-        if self.spec.replay is not None:
-            return self.spec.replay
-        first = self.plan.machines[self.config.shares[0].node]
-        return f"tcp://{bracketed(first.address)}:{self.config.network.replay_port}"
-
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that make a node spec of files."""
@@ -97,7 +89,6 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file or preset")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
     parser.add_argument("--replay", help="address of replay (default: that of the first learner node)")
-    parser.add_argument("--resume", metavar="RUN_DIR", help="the learner goes on from this run's newest checkpoint")
     parser.add_argument("--host", help="this machine's own address (default: as in the host file)")
     parser.add_argument("--renumber", action="store_true", help="only the GPUs of this role are visible here")
 
@@ -125,7 +116,6 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
         config=dump(load(args.config, args.set)),
         hosts=hosts,
         replay=args.replay,
-        resume=args.resume,
         overrides=args.set,
     )
 
@@ -148,9 +138,9 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
     hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
     if spec.node not in hosts:
         raise PlacementError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
-    if spec.role == "rollout" and spec.replay is None:  # its node may be another pod than the learner's
-        first = hosts[shared.shares[0].node].address
-        spec = spec.model_copy(update={"replay": f"tcp://{bracketed(first)}:{shared.network.replay_port}"})
+    replay = spec.replay
+    if spec.role == "rollout" and replay is None:  # its node may be another pod than the learner's
+        replay = replay_address(shared, hosts[shared.shares[0].node].machine())
     config = config_of(spec.config, [f"network.host={host or hosts[spec.node].address}"])
     here = this_machine(config)
     if renumber:
@@ -161,7 +151,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
         {name: found.machine() for name, found in hosts.items()} | {spec.node: here},
         config_file=str(config_file),
         python=sys.executable,
-        replay=spec.replay,
+        replay=replay,
         resume=spec.resume is not None,
         only=spec.node,
     )
