@@ -1,8 +1,12 @@
-"""The base of every configuration section: frozen, documented in place, refusing unknown keys."""
+"""The base of every configuration section, frozen and documented in place, and the error of what is given wrong."""
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
+
+
+class ConfigError(ValueError):
+    """What was given cannot be used; the message names the key, file or option, the value, and a way out."""
 
 
 class Section(BaseModel):

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs import aliases, retired
+from configs.base import ConfigError as ConfigError
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,6 @@ FLAGS = {
     "--engine": "rollout.engine",
     "--split": "placement.split",
 }
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the message names key, value and suggestion."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -109,14 +106,14 @@ def from_arguments(args: argparse.Namespace) -> Config:
     return load(args.config, overrides_of(args))
 
 
-def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, or a preset by its name, and apply `a.b=c` overrides (values are YAML).
 
     Raises:
         ConfigError: file missing, YAML broken, key unknown, or a value refused.
     """
     path = find(source)
-    return parse(path.read_bytes(), str(path), overrides or [])
+    return parse(path.read_bytes(), str(path), overrides)
 
 
 def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Config:
@@ -219,12 +216,10 @@ def _origin(text: str, overrides: Sequence[str]) -> str:
 def suggestion(key: str) -> str:
     """`; did you mean 'a.b'?` for an unknown key, or an empty string."""
     keys = leaf_keys()
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not close:
-        leaf = key.rsplit(".", 1)[-1]
-        close = [k for k in keys if k.rsplit(".", 1)[-1] == leaf] or [
-            k for k in keys if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() > 0.75
-        ]
+    leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    close = difflib.get_close_matches(key, keys, n=1) or [
+        leaves[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    ]
     return f"; did you mean {close[0]!r}?" if close else "; every key stands in docs/configuration.md"
 
 

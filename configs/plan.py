@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.placement import PlacementError, Share, most_devices, ranks_of
+from configs.base import ConfigError
+from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
 Role = Literal["replay", "learner", "rollout"]
@@ -89,20 +90,19 @@ def assign(
         replay: its address; none makes it of the first learner node and network.replay_port.
         resume: replay goes on from its journal, the learner from its newest checkpoint.
         only: plan the processes of this node alone.
-        learner_module: what the learner ranks run.
-        server_command: what rollout servers run: a module and its first arguments.
+        learner_module: what ranks run; `server_command` is the same of rollout servers, with its first arguments.
 
     Raises:
-        PlacementError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
+        ConfigError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
     """
     shares = config.shares
     wanted = [share for share in shares if only in (None, share.node)]
     if not wanted:
         nodes = ", ".join(share.node for share in shares)
-        raise PlacementError(f"placement: no process of this run belongs to {only!r}; its nodes are {nodes}")
+        raise ConfigError(f"placement: no process of this run belongs to {only!r}; its nodes are {nodes}")
     for share in wanted:
         if share.node not in machines:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement: {share.node!r} is not among the hosts ({', '.join(sorted(machines))}); add it to the host"
                 " file or correct placement.rollout, placement.learner"
             )
@@ -208,7 +208,7 @@ class _Words:
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:
     if "CUDA_VISIBLE_DEVICES" in config.network.env:
-        raise PlacementError(
+        raise ConfigError(
             "network.env: CUDA_VISIBLE_DEVICES is set by the placement, per process; leave it out, or export it in the"
             " shell to restrict what the placement counts"
         )
@@ -217,14 +217,11 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
     there, source = machine.gpus, f"{share.node} has"
     if machine.visible is not None:
         there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
-    wanted = most_devices(share)
+    wanted, split = most_devices(share), config.placement.split
     if there is not None and wanted > there:
-        key = (
-            f"placement.split: {config.placement.split!r}"
-            if config.placement.rollout is None
-            else f"placement: {share.node}:{wanted - 1}"
-        )
-        raise PlacementError(
+        named = config.placement.rollout is not None
+        key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
+        raise ConfigError(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"
             " placement.device=cpu"
         )
@@ -234,12 +231,12 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     for share in wanted:
         if is_loopback(machines[share.node].address):
             other = next(other.node for other in config.shares if other.node != share.node)
-            raise PlacementError(
+            raise ConfigError(
                 f"network.host: {machines[share.node].address!r} of {share.node} cannot be reached from {other}; start"
                 " with scripts/start_learner.sh --hosts FILE, which gives every node its own address"
             )
     if config.network.replay_port == 0:
-        raise PlacementError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
+        raise ConfigError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
     ports = {
         "network.replay_port": config.network.replay_port,
         "weight_bus.port": config.weight_bus.port,
@@ -247,7 +244,7 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     }
     for (key, port), (other, taken) in itertools.combinations(ports.items(), 2):
         if port and port == taken:
-            raise PlacementError(f"{key}: {port} is {other} as well, on the same node; give each its own")
+            raise ConfigError(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
 def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:

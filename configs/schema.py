@@ -147,22 +147,18 @@ class Config(Section):
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
+        if self.rollout.group_size == 1:
+            raise ValueError(
+                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
+                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
+                " such as 8"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
                 f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one"
                 f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
                 f" raise it to {longest} or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_have_advantages(self) -> "Config":
-        if self.rollout.group_size == 1:
-            raise ValueError(
-                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
-                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
-                " such as 8"
             )
         return self
 

@@ -12,14 +12,12 @@ import time
 from pathlib import Path
 
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
-from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, with_free_name
-from learner.launch.prompt_check import PromptsError
-from learner.launch.quickstart_input import InputError, is_missing, make_if_missing
+from learner.launch.preflight import check_available, check_files, claim_run_dir, with_free_name
+from learner.launch.quickstart_input import is_missing, make_if_missing
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from learner.report.live_view import LiveView
@@ -29,17 +27,7 @@ from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
 
-REFUSALS = (
-    ConfigError,
-    PlacementError,
-    PreflightError,
-    InputError,
-    DataError,
-    PromptsError,
-    FingerprintError,
-    ChannelError,
-    JournalError,
-)
+REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
 """Errors reported in one line, with exit code 2."""
 
 

@@ -16,16 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, overrides_of
-from configs.placement import PlacementError
 from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
 from learner.launch import earlier_run
 from learner.launch.hosts import here, kubernetes, slurm, ssh
-from learner.launch.hosts.host_file import Host, HostsError, read_hosts
+from learner.launch.hosts.host_file import Host, read_hosts
 from learner.launch.hosts.job_files import JobFiles
 from learner.launch.hosts.key_files import keys_for
 from learner.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
-from learner.launch.preflight import PreflightError
 from learner.launch.terminal import say
 from replay.channel import KeysError
 
@@ -55,7 +53,7 @@ def main() -> int:
         if args.hosts is not None:
             return _over_ssh(args, config)
         return _with_files(args, *(_for_slurm(args, config) if args.slurm else _for_kubernetes(args, config)))
-    except (ConfigError, PlacementError, PreflightError, HostsError, KeysError) as error:
+    except (ConfigError, KeysError) as error:
         say(f"refused: {error}")
         return 2
 

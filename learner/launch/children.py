@@ -110,49 +110,36 @@ def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
 def wait_for_line(
     child: Child, pattern: str, timeout_s: float, *, progress: str, show: Callable[[str], None]
 ) -> re.Match[str] | None:
-    """Wait for a matching line in the child's log; None when it ends or times out.
+    """Wait for a line that matches `pattern` in the child's log; None when it ends or times out.
 
-    Args:
-        child: which logs.
-        pattern: of the line.
-        timeout_s: how long.
-        progress: pattern of lines to show meanwhile, whose first group is the text.
-        show: gets each new text.
+    Meanwhile `show` gets the first group of every line that matches `progress`.
     """
     deadline = time.monotonic() + timeout_s
-    shown = ""
-    while time.monotonic() < deadline:
-        log = _end_of(child.log_path, child.offset)
-        for text in re.findall(progress, log, re.MULTILINE)[-1:]:
-            if text != shown:
-                show(text)
-                shown = text
-        match = re.search(pattern, log, re.MULTILINE)
-        if match is not None:
-            return match
-        if child.exit_code() is not None:
+    tail = Tail(child.log_path, child.offset, child.log_path.stat().st_ino)
+    while True:
+        is_last = child.exit_code() is not None or time.monotonic() > deadline
+        for line in tail.new_lines():
+            if shown := re.search(progress, line):
+                show(shown[1])
+            elif found := re.search(pattern, line):
+                return found
+        if is_last:
             return None
         time.sleep(0.02)
-    return None
 
 
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line since the last start, without its timestamp, or an empty string."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _end_of(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
-    if not errors:
-        return ""
     named = [line for line in errors if " ERROR " in line]
-    return without_time((named or errors)[-1])
+    return without_time((named or errors or [""])[-1])
 
 
 def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     """Log lines that name why a learner rank stops; they sort by timestamp."""
-    if not log_path.exists():
-        return []
-    return [
-        line for line in _end_of(log_path, offset).splitlines() if re.search(rf" ERROR learner rank \d+ {verb}: ", line)
-    ]
+    lines = _end_of(log_path, offset).splitlines() if log_path.exists() else []
+    return [line for line in lines if re.search(rf" ERROR learner rank \d+ {verb}: ", line)]
 
 
 def killed_rank(log_path: Path, offset: int) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.base import ConfigError
 from configs.loading import load
 from configs.schema import Config
 from learner import ledger
-from learner.launch.preflight import PreflightError, with_free_name
+from learner.launch.preflight import with_free_name
 from replay.journal import JournalReader
 
 
@@ -20,14 +21,14 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
     """The run's own configuration, replay's port included: rollout servers elsewhere look for it there.
 
     Raises:
-        PreflightError: the folder is no run, or the run is past the steps that it shall have.
+        ConfigError: the folder is no run, or the run is past the steps that it shall have.
     """
     path, folder = _config_file("--resume", run_dir), run_dir.resolve()
     config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
     if wanted < done:
-        raise PreflightError(
+        raise ConfigError(
             f"--resume: {run_dir} has made {done} steps, learner.total_steps is {wanted}; give at least {done} with"
             " --steps, or leave it out"
         )
@@ -38,13 +39,13 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
     """The configuration of a playback.
 
     Raises:
-        PreflightError: the folder is no run with a journal.
+        ConfigError: the folder is no run with a journal.
         JournalError: the journal is damaged.
     """
     path, folder = _config_file("--replay", run_dir), run_dir.resolve()
     steps = _last_step(run_dir)
     if steps == 0:
-        raise PreflightError(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
+        raise ConfigError(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
     fixed = {
         "run.name": f"{folder.name}-replay",
         "run.dir": folder.parent,
@@ -59,7 +60,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
 def _config_file(option: str, run_dir: Path) -> Path:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise PreflightError(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
+        raise ConfigError(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
     return path
 
 

@@ -91,7 +91,7 @@ class Launcher:
         return self.config.shares[0].node
 
     def plan(self) -> Plan:
-        """The processes of this node; has replay's address once known. Raises PlacementError."""
+        """The processes of this node; has replay's address once known. Raises ConfigError."""
         return assign(
             self.config,
             {self.node: self._machine},
@@ -229,13 +229,8 @@ class Launcher:
         self.replay = self._start("replay", [*process.command, *own], process.environment)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        ready = children.wait_for_line(
-            self.replay,
-            r"^replay ready at (\S+)$",
-            limit,
-            progress=r" INFO (reading .*: [\d,]+ rows.*)$",
-            show=self.view.event,
-        )
+        pattern, progress = r"^replay ready at (\S+)$", r" INFO (reading .*: [\d,]+ rows.*)$"
+        ready = children.wait_for_line(self.replay, pattern, limit, progress=progress, show=self.view.event)
         if ready is None:
             raise RunFailed(f"replay did not start: {self.replay.how_it_ended()}")
         return ready[1]

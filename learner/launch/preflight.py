@@ -8,16 +8,13 @@ import struct
 import tempfile
 from pathlib import Path
 
+from configs.base import ConfigError
 from configs.loading import dump
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
 from replay.channel import KeysError, load_keys
 from replay.fingerprint import model_fingerprint, read_json
-
-
-class PreflightError(ValueError):
-    """Something the configuration names cannot be used; the message says what to do."""
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
@@ -28,14 +25,14 @@ def check_files(config: Config, *, has_input: bool = True) -> None:
         has_input: whether model and data are there; the dry run of a quick start that is yet to make them has none.
 
     Raises:
-        PreflightError: no such reward function or one of an unknown signature, a tracker is not installed, keys that
+        ConfigError: no such reward function or one of an unknown signature, a tracker is not installed, keys that
             cannot be used, run folder not writable, or port taken; and what `check_input` raises.
     """
     if has_input:
         check_input(config)
     # elsewhere, the file may lie on the rollout nodes alone
     if config.placement.local_rollouts and (problem := problem_with_reward(config.reward.function)) is not None:
-        raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
+        raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)
@@ -46,20 +43,20 @@ def check_input(config: Config) -> None:
     """Model folder and data files.
 
     Raises:
-        PreflightError: model folder missing, weights cut short, or too few positions.
+        ConfigError: model folder missing, weights cut short, or too few positions.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row (among the first 50,000).
-        PromptsError: of a data file, no prompt can be rendered or none fits.
+        ConfigError: of a data file, no prompt can be rendered or none fits.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise PreflightError(
+        raise ConfigError(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
             " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise PreflightError(
+        raise ConfigError(
             f"model.path: {config.model.path!r} has no *.safetensors file; copy or download the folder again, or save"
             " the model with save_pretrained"
         )
@@ -69,7 +66,7 @@ def check_input(config: Config) -> None:
     limit = read_json(folder / "config.json").get("max_position_embeddings")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     if isinstance(limit, int) and prompt + answer > limit:
-        raise PreflightError(
+        raise ConfigError(
             f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
             f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
         )
@@ -86,15 +83,15 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
         runs_servers: whether rollout servers run on this machine.
 
     Raises:
-        PreflightError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its
+        ConfigError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its
             weight_bus.apply `direct`.
     """
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
         _check_ucc(config)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
-        raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
+        raise ConfigError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise PreflightError(
+        raise ConfigError(
             "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
             " take 'torch' for a small model"
         )
@@ -102,14 +99,14 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
 
 def _check_ucc(config: Config) -> None:
     if config.weight_bus.apply == "direct":
-        raise PreflightError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
+        raise ConfigError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
     from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
     from weight_bus.transports import resolve_ucc
 
     try:
         resolve_ucc()
     except WeightBusError as error:
-        raise PreflightError(str(error)) from error
+        raise ConfigError(str(error)) from error
 
 
 def _check_safetensors(file: Path) -> None:
@@ -126,39 +123,39 @@ def _check_safetensors(file: Path) -> None:
         if size != expected:
             raise ValueError(f"{size} bytes, its header says {expected}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise PreflightError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
+        raise ConfigError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
 
 
 def check_trackers(config: Config) -> None:
-    """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
+    """Raises ConfigError when a tracker's package is not installed, or wandb would refuse its environment."""
     tracking = config.tracking
     if tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
-        raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
+        raise ConfigError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
     for package, value in {"tensorboard": str(tracking.tensorboard).lower(), "wandb": tracking.wandb}.items():
         if value not in ("false", "off") and importlib.util.find_spec(package) is None:
-            raise PreflightError(
+            raise ConfigError(
                 f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
                 f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
             )
 
 
 def check_keys(config: Config) -> None:
-    """Raises PreflightError when network.keys is no folder of keys with which this node can serve."""
+    """Raises ConfigError when network.keys is no folder of keys with which this node can serve."""
     try:
         keys = load_keys(config.network.keys)
         if keys is not None:
             keys.serving_secret()
     except KeysError as error:
-        raise PreflightError(str(error)) from error
+        raise ConfigError(str(error)) from error
     if keys is not None and keys.client_public not in keys.clients:
-        raise PreflightError(
+        raise ConfigError(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
             f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"
         )
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when a file cannot be created where the run folder would be."""
+    """Raises ConfigError when a file cannot be created where the run folder would be."""
     folder = Path(config.run_dir).absolute()
     try:
         while not folder.exists():
@@ -169,9 +166,9 @@ def check_run_dir(config: Config) -> None:
         raise _not_writable(config, folder, error) from error
 
 
-def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightError:
+def _not_writable(config: Config, folder: Path, error: OSError) -> ConfigError:
     why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
-    return PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+    return ConfigError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
 
 
 def claim_run_dir(config: Config, *, new: bool) -> Config:
@@ -181,7 +178,7 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
         The configuration, with the next free name where another run of this name has started since the checks.
 
     Raises:
-        PreflightError: the folder cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     claimed = config
     while True:
@@ -198,7 +195,7 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
 
 
 def check_port(config: Config) -> None:
-    """Raises PreflightError when replay's port is taken."""
+    """Raises ConfigError when replay's port is taken."""
     host, port = config.network.host, config.network.replay_port
     if port == 0:
         return
@@ -207,7 +204,7 @@ def check_port(config: Config) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise PreflightError(
+            raise ConfigError(
                 f"network.replay_port: {port} on {host} cannot be bound ({error.strerror}); another run"
                 " may use it; choose another port, or 0 for a free one"
             ) from error

@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2
 from tokenizers import Tokenizer
 
+from configs.base import ConfigError
 from configs.schema import Config
 from replay.fingerprint import read_json, resolve_chat_template
 from replay.prompts import Row, read_rows
@@ -20,16 +21,12 @@ SAMPLED_ROWS = 64
 """Rows of these that are rendered and tokenised."""
 
 
-class PromptsError(ValueError):
-    """No prompt of a data file can be used; the message names the key, the file and what to do."""
-
-
 def check_prompts(config: Config, path: str) -> int:
     """Read the first rows of data.train or data.eval and tokenise a sample of them; returns how many were read.
 
     Raises:
         DataError: the file is missing or has a broken row.
-        PromptsError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens.
+        ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens.
     """
     rows = read_rows(path)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
@@ -39,13 +36,13 @@ def check_prompts(config: Config, path: str) -> int:
     for row in sample:
         try:
             lengths.append(encode.length(row))
-        except (jinja2.TemplateError, PromptsError) as error:
+        except (jinja2.TemplateError, ConfigError) as error:
             problems.append(str(error))
     if not lengths:
-        raise PromptsError(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
+        raise ConfigError(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
     limit = config.data.max_prompt_tokens
     if min(lengths) > limit:
-        raise PromptsError(
+        raise ConfigError(
             f"data.max_prompt_tokens: {limit}, but none of the first {len(sample)} rows of {path} fits: their prompts"
             f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
         )
@@ -66,14 +63,14 @@ class PromptEncoder:
         self._special = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens}
 
     def length(self, row: Row) -> int:
-        """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises PromptsError, TemplateError."""
+        """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises ConfigError, TemplateError."""
         prompt = row["prompt"]
         text = prompt if isinstance(prompt, str) else self._render(prompt)
         return 0 if self._tokenizer is None else len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
-            raise PromptsError(
+            raise ConfigError(
                 "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
                 " (Jinja text or a file), or give prompts as plain text"
             )
@@ -87,11 +84,11 @@ class PromptEncoder:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without truncation and padding. Raises PromptsError."""
+    """The tokenizer of a tokenizer.json, without truncation and padding. Raises ConfigError."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception on a broken file
-        raise PromptsError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+        raise ConfigError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

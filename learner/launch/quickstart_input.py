@@ -4,13 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from configs.base import ConfigError
 from configs.loading import QUICKSTART, find
 from configs.schema import Config
 from learner.launch.terminal import say
-
-
-class InputError(ValueError):
-    """The quick start's input could not be made; the message holds the last words of the script."""
 
 
 def is_missing(config: Config, source: str) -> bool:
@@ -27,7 +24,7 @@ def make_if_missing(config: Config, source: str) -> bool:
     Several processes may come at once: the script moves its result into place whole, and the first one counts.
 
     Raises:
-        InputError: the script failed.
+        ConfigError: the script failed.
     """
     if not is_missing(config, source):
         return False
@@ -36,5 +33,5 @@ def make_if_missing(config: Config, source: str) -> bool:
     command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
-        raise InputError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
+        raise ConfigError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
     return True

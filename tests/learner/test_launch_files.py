@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 import configs
-from configs.loading import PRESETS
+from configs.loading import PRESETS, ConfigError
 from learner.launch.__main__ import main
 from learner.launch.hosts import kubernetes
-from learner.launch.hosts.host_file import HostsError, parse_hosts
+from learner.launch.hosts.host_file import parse_hosts
 
 ROOT = Path(__file__).parents[2]
 FOUR = "qwen3-14b-4nodes"
@@ -215,7 +215,7 @@ def test_every_preset_dry_runs(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -> None:
-    with pytest.raises(HostsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_hosts(text, "hosts")
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
 

@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 import configs
-from configs.loading import dump
+from configs.loading import ConfigError, dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
-from configs.placement import PlacementError
 from configs.plan import Machine
 from learner.launch import children
 from learner.launch.children import Tail
 from learner.launch.hosts import node
 from learner.launch.hosts.here import environment_of
 from learner.launch.hosts.key_files import write_keys
-from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
+from learner.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
@@ -150,13 +149,13 @@ def test_an_order_survives_its_line(spec: NodeSpec) -> None:
 
 @pytest.mark.parametrize("line", ["", "hello\n", "[1]\n", '{"role": "learner"}\n'])
 def test_what_is_no_order_is_refused(line: str) -> None:
-    with pytest.raises(NodeSpecError):
+    with pytest.raises(ConfigError):
         read_spec(line)
 
 
 @pytest.mark.parametrize(("field", "value"), [("role", "king"), ("node", 7), ("keys", {"a": 1}), ("overrides", [1])])
 def test_an_order_with_a_wrong_field_is_refused(spec: NodeSpec, field: str, value: object) -> None:
-    with pytest.raises(NodeSpecError, match="not valid"):
+    with pytest.raises(ConfigError, match="not valid"):
         read_spec(json.dumps(spec.model_dump() | {field: value}))
 
 
@@ -201,7 +200,7 @@ def test_a_container_counts_its_own_gpus_from_zero() -> None:
     spec = spec.model_copy(update={"role": "rollout"})
     machine = renumbered(config, spec, Machine("10.0.0.1", gpus=6, visible=tuple("abcdef")))
     assert machine.visible is not None and machine.visible[:6] == tuple("abcdef")
-    with pytest.raises(PlacementError, match="n gives 6 GPUs to the rollout, this container has 2"):
+    with pytest.raises(ConfigError, match="n gives 6 GPUs to the rollout, this container has 2"):
         renumbered(config, spec, Machine("10.0.0.1", gpus=2))
 
 
@@ -371,9 +370,9 @@ def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monk
     settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]
     config = configs.load("quickstart", settings)
     assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "0,1"
-    with pytest.raises(PlacementError, match="rollout server 1 needs GPU 3, this machine has 3"):
+    with pytest.raises(ConfigError, match="rollout server 1 needs GPU 3, this machine has 3"):
         environment_of(config, 1)
-    with pytest.raises(PlacementError, match="has 2 rollout servers"):
+    with pytest.raises(ConfigError, match="has 2 rollout servers"):
         environment_of(config, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "5,7"

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from configs.loading import ConfigError, add_arguments, from_arguments
-from configs.placement import ONLY_NODE, PlacementError
+from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from learner.launch.machine import this_machine
-from learner.launch.quickstart_input import InputError, make_if_missing
+from learner.launch.quickstart_input import make_if_missing
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
@@ -50,7 +50,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         if not chosen.dry_run:
             make_if_missing(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
-    except (ConfigError, PlacementError, InputError) as error:
+    except ConfigError as error:
         say(f"refused: {error}")
         return CANNOT_START
     parent = str(os.getpid())
@@ -85,26 +85,26 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
     The learner may be elsewhere, so only the server's own GPUs must be here.
 
     Raises:
-        PlacementError: the placement has no such engine or is one of several nodes, or its GPUs are not here.
+        ConfigError: the placement has no such engine or is one of several nodes, or its GPUs are not here.
     """
     if config.placement.rollout is not None:
-        raise PlacementError(
+        raise ConfigError(
             "placement.rollout, placement.learner: this host's part of them is not known; start with --hosts FILE"
         )
-    here = this_machine(config)
+    here, placement = this_machine(config), config.placement
     unchecked = Machine(here.address, gpus=None if here.gpus else 0)
     servers = assign(config, {ONLY_NODE: unchecked}, config_file="").of(ONLY_NODE, "rollout")
     if not uses_gpus(config, unchecked) and servers:
         return servers[0].environment
     if index >= len(servers):
-        raise PlacementError(
-            f"placement.split: {config.placement.split!r} has {len(servers)} rollout servers of"
-            f" placement.tensor_parallel {config.placement.tensor_parallel}; ask for no more with --servers"
+        raise ConfigError(
+            f"placement.split: {placement.split!r} has {len(servers)} rollout servers of placement.tensor_parallel"
+            f" {placement.tensor_parallel}; ask for no more with --servers"
         )
-    names = here.visible or tuple(str(gpu) for gpu in range(here.gpus or 0))
-    if servers[index].devices[-1] >= len(names):
-        raise PlacementError(
-            f"placement.split: rollout server {index} needs GPU {servers[index].devices[-1]}, this machine has"
-            f" {len(names)} (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
+    devices, names = servers[index].devices, here.visible or tuple(map(str, range(here.gpus or 0)))
+    if devices[-1] >= len(names):
+        raise ConfigError(
+            f"placement.split: rollout server {index} needs GPU {devices[-1]}, this machine has {len(names)}"
+            " (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
         )
-    return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in servers[index].devices)}
+    return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices)}

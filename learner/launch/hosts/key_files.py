@@ -11,10 +11,10 @@ SHARED = "nodes"
 
 
 def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
-    """Contents of the key files of a node, by their path inside the folder; empty without keys.
+    """Contents of the key files of a node, by their path inside `folder` (network.keys here); empty without keys.
 
     Args:
-        folder: network.keys on this machine, as `python -m replay.keys` made it.
+        folder: as `python -m replay.keys` made it.
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
             the public keys of all admitted clients.

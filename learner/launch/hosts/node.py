@@ -16,24 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from configs.loading import ConfigError
-from configs.placement import PlacementError
 from learner.launch import children
 from learner.launch.children import Child, Tail
-from learner.launch.hosts.host_file import HostsError
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import (
     Assignment,
-    NodeSpecError,
     add_spec_arguments,
     read_spec,
     resolve,
     spec_of_arguments,
 )
 from learner.launch.hosts.status_client import ask_replay
-from learner.launch.preflight import PreflightError, check_available
+from learner.launch.preflight import check_available
 from learner.launch.servers import LocalServers, RunFailed, root_cause
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
-from replay.channel import ChannelError, KeysError
+from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
 POLL_S = 0.1
@@ -44,7 +41,6 @@ PATIENCE_S = 15.0
 """The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
 STARTED = "launch/start.json"
 """Written before replay starts, so a node that replay answers reads what this start of the job decided."""
-REFUSALS = (ConfigError, PlacementError, HostsError, KeysError, NodeSpecError, PreflightError, ChannelError)
 
 
 def main() -> int:
@@ -64,7 +60,7 @@ def main() -> int:
         write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
-    except REFUSALS as error:
+    except (ConfigError, ChannelError) as error:
         show(f"refused: {error}")
         return 2
     except RunFailed as failure:
@@ -143,7 +139,7 @@ class Node:
         run_name = self._wait_for_run_name()
         run_dir = Path(self.config.run.dir) / run_name
         if not (run_dir / "config.yaml").is_file():
-            raise NodeSpecError(
+            raise ConfigError(
                 f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
                 " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
             )
@@ -189,15 +185,15 @@ class Node:
 
 
 def first_line() -> str:
-    """The first line of stdin. Raises NodeSpecError when none comes."""
+    """The first line of stdin. Raises ConfigError when none comes."""
     deadline, found = time.monotonic() + SPEC_S, b""
     while not found.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([0], [], [], left)[0]:
-            raise NodeSpecError(f"no order came on stdin within {SPEC_S:g} s")
+            raise ConfigError(f"no order came on stdin within {SPEC_S:g} s")
         piece = os.read(0, 1 << 16)
         if not piece or len(found) > MAX_SPEC_BYTES:
-            raise NodeSpecError("stdin ended before the order was whole" if not piece else "the order is too long")
+            raise ConfigError("stdin ended before the order was whole" if not piece else "the order is too long")
         found += piece
     return found.decode("utf-8", "replace")
 

@@ -12,8 +12,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from configs.base import ConfigError
 from configs.loading import dump, load, parse
-from configs.placement import ONLY_NODE, PlacementError
+from configs.placement import ONLY_NODE
 from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
 from learner.launch.hosts.host_file import Host, parse_hosts
@@ -21,10 +22,6 @@ from learner.launch.machine import this_machine
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")
-
-
-class NodeSpecError(ValueError):
-    """A node spec that cannot be read."""
 
 
 class NodeSpec(BaseModel):
@@ -53,12 +50,12 @@ class NodeSpec(BaseModel):
 
 
 def read_spec(line: str) -> NodeSpec:
-    """The node spec of a line. Raises NodeSpecError."""
+    """The node spec of a line. Raises ConfigError."""
     try:
         return NodeSpec.model_validate_json(line)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'line'}: {each['msg']}" for each in error.errors())
-        raise NodeSpecError(
+        raise ConfigError(
             f"the order on stdin, {line[:80]!r}, is not valid ({wrong}): is this the same version on all nodes?"
         ) from error
 
@@ -98,18 +95,18 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
 
     Raises:
         ConfigError: the configuration is not valid.
-        NodeSpecError: an argument is missing or a file not readable.
+        ConfigError: an argument is missing or a file not readable.
     """
     missing = [f"--{name}" for name in ("role", "node", "hosts", "config") if getattr(args, name) is None]
     if missing:
-        raise NodeSpecError(f"{', '.join(missing)} missing; give them, or --stdin")
+        raise ConfigError(f"{', '.join(missing)} missing; give them, or --stdin")
     names = args.node.split(",")
     if not 0 <= args.index < len(names):
-        raise NodeSpecError(f"--index {args.index}: --node names {len(names)} nodes")
+        raise ConfigError(f"--index {args.index}: --node names {len(names)} nodes")
     try:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
     except OSError as error:
-        raise NodeSpecError(f"--hosts {args.hosts}: not readable ({error})") from error
+        raise ConfigError(f"--hosts {args.hosts}: not readable ({error})") from error
     return NodeSpec(
         role=args.role,
         node=names[args.index],
@@ -131,13 +128,13 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
 
     Raises:
         ConfigError: the configuration is not valid with this node's address.
-        HostsError: the host file is not valid.
-        PlacementError: the placement does not fit this machine.
+        ConfigError: the host file is not valid.
+        ConfigError: the placement does not fit this machine.
     """
     shared = config_of(spec.config)
     hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
     if spec.node not in hosts:
-        raise PlacementError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
+        raise ConfigError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
     replay = spec.replay
     if spec.role == "rollout" and replay is None:  # its node may be another pod than the learner's
         replay = replay_address(shared, hosts[shared.shares[0].node].machine())
@@ -170,18 +167,18 @@ def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
     """The hosts of the placement, in its order; `placement.split` takes the only host there is.
 
     Raises:
-        PlacementError: a node has no host, or there are several hosts for `placement.split`.
+        ConfigError: a node has no host, or there are several hosts for `placement.split`.
     """
     if config.placement.rollout is None:
         if len(hosts) != 1:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement.split: {config.placement.split!r} is for one host, the host file has {len(hosts)}; give"
                 " placement.rollout and placement.learner"
             )
         return {ONLY_NODE: next(iter(hosts.values()))}
     missing = [share.node for share in config.shares if share.node not in hosts]
     if missing:
-        raise PlacementError(
+        raise ConfigError(
             f"placement: {', '.join(missing)} not in the host file, which has {', '.join(hosts)}; add a line for each,"
             " or correct placement.rollout, placement.learner"
         )
@@ -193,7 +190,7 @@ def renumbered(config: Config, spec: NodeSpec, here: Machine) -> Machine:
     (share,) = [share for share in config.shares if share.node == spec.node]
     devices = share.learner if spec.role == "learner" else share.rollout
     if here.gpus is not None and 0 < here.gpus < len(devices):
-        raise PlacementError(
+        raise ConfigError(
             f"placement: {spec.node} gives {len(devices)} GPUs to the {spec.role}, this container has {here.gpus}"
         )
     shown = here.visible or tuple(str(index) for index in range(len(devices)))
