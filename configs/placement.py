@@ -25,6 +25,10 @@ class Share:
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
 
+    def devices(self, role: str) -> tuple[int, ...]:
+        """Those of the `learner`, or of `rollout`."""
+        return self.learner if role == "learner" else self.rollout
+
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
         starts = range(0, len(self.rollout), tensor_parallel)

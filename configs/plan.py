@@ -147,16 +147,15 @@ class _Words:
 
     def learner(self, share: Share, module: str) -> Process:
         ranks = ranks_of(self.config.shares, share.node)
-        ranked = [other.node for other in self.config.shares if other.learner]
         command = (
             *(self.python, "-m", "learner.launch.torchrun"),
-            *self._rendezvous(ranked, share.node),
+            *self._rendezvous(self.config.learner_nodes, share.node),
             f"--nproc-per-node={len(ranks)}",
             *self._command(module, share.node, "--replay", self.address)[1:],
             *(["--resume"] if self.resume else []),
         )
         ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
-        if ports and len(ranked) > 1:
+        if ports and len(self.config.learner_nodes) > 1:
             ports["rendezvous"] = self.config.placement.rendezvous_port
         name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
         threads = self.config.learner.num_threads

@@ -20,7 +20,8 @@ RETIRED: dict[str, tuple[Any, str]] = {
 
 def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     """The tree without retired keys; those that were left out; and what is wrong with those of another value."""
-    kept, gone = dict(tree), {}
+    kept: dict[str, Any] = dict(tree)
+    gone: dict[str, Any] = {}
     for name, section in tree.items():
         if isinstance(section, Mapping):
             gone |= {f"{name}.{key}": value for key, value in section.items() if f"{name}.{key}" in RETIRED}

@@ -70,6 +70,11 @@ class Config(Section):
         return self.rollout.groups_per_step * self.rollout.group_size
 
     @property
+    def learner_nodes(self) -> list[str]:
+        """Nodes with learner ranks, the first one with replay and rank 0."""
+        return [share.node for share in self.shares if share.learner]
+
+    @property
     def num_learner_ranks(self) -> int:
         """Data-parallel ranks of the learner over all nodes."""
         return sum(len(share.learner) for share in self.shares)

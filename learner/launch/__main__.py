@@ -129,11 +129,10 @@ def _over_ssh(args: argparse.Namespace, config: Config) -> int:
     plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
     specs = [(_spec_of(args, config, plan, name, hosts), hosts[name]) for name in plan.nodes(args.role)]
     if not args.dry_run:
-        return ssh.run(specs, args.role, os.getcwd(), sys.executable)
+        return ssh.run(specs, args.role)
     _show(table(plan, SHOWN[args.role]))
     for spec, host in specs:
-        line = ssh.remote_line(spec, os.getcwd(), sys.executable)
-        _show(f"\n{spec.node}: {shlex.join([*ssh.ssh_command(), host.ssh, line])}")
+        _show(f"\n{spec.node}: {shlex.join(ssh.command_line(spec, host))}")
         for name in sorted(spec.keys):
             _show(f"  copies {config.network.keys}/{name} (mode 0600)")
     say(f"dry run: {config.arithmetic()}")
@@ -156,8 +155,7 @@ def _spec_of(args: argparse.Namespace, config: Config, plan: Plan, node: str, ho
 
 def _for_slurm(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
     plan = _plan(args, config, slurm.machines(config), sys.executable)
-    root, python = Path.cwd(), sys.executable
-    return config, plan, slurm.files(config, plan, args.role, root, python, path=args.out, gpus=args.gpus_per_node)
+    return config, plan, slurm.files(config, plan, args.role, path=args.out, gpus=args.gpus_per_node)
 
 
 def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:

@@ -47,6 +47,10 @@ class Child:
         error = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_error(self.log_path, self.offset)
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
+    def root_cause(self) -> str:
+        """Which process died, and how, in one line."""
+        return f"{self.name} (pid {self.pid}) died: {self.how_it_ended()}"
+
 
 @dataclass(slots=True)
 class Tail:
@@ -96,15 +100,24 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
 def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
     """SIGTERM all, give them `patience_s`, then SIGKILL their process groups."""
     for child in children:
-        if child.exit_code() is None:
-            child.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + patience_s
+        child.process.terminate()
+    wait_or_kill([child.process for child in children], patience_s)
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.0, deadline - time.monotonic()))
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(child.pid, signal.SIGKILL)
-        child.process.wait()
+
+
+def wait_or_kill(processes: Sequence["subprocess.Popen[bytes]"], patience_s: float) -> list["subprocess.Popen[bytes]"]:
+    """Give processes `patience_s` in all to end, then SIGKILL them; returns those that were killed."""
+    deadline, late = time.monotonic() + patience_s, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
+            process.kill()
+            process.wait()
+    return late
 
 
 def wait_for_line(

@@ -5,9 +5,7 @@ A playback needs no engine; it runs beside the original, as long as its journal,
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from configs.base import ConfigError
 from configs.loading import load
@@ -78,20 +76,16 @@ def _last_step(run_dir: Path) -> int:
 
 
 def report(config: Config, code: int) -> int:
-    """Print the comparison of a playback as JSON; exit code 0 only if every digest is equal."""
-    compared = compare(ledger.read(config.run_dir))
-    sys.stdout.write(json.dumps(compared) + "\n")
-    sys.stdout.flush()
-    all_equal = compared["equal"] == compared["steps"] == config.learner.total_steps
-    return code if code or all_equal else 1
-
-
-def compare(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Count the steps whose digest equals the journal's; name the first that differs."""
+    """Print, as JSON, how many digests equal the journal's; exit code 0 only if every one does."""
+    lines = ledger.read(config.run_dir)
     different = [line["step"] for line in lines if line["digest"] != line.get("expected")]
-    return {
+    compared = {
         "steps": len(lines),
         "equal": len(lines) - len(different),
         "first_different": different[0] if different else None,
         "last_digest": lines[-1]["digest"] if lines else None,
     }
+    sys.stdout.write(json.dumps(compared) + "\n")
+    sys.stdout.flush()
+    all_equal = compared["equal"] == compared["steps"] == config.learner.total_steps
+    return code if code or all_equal else 1

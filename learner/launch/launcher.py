@@ -24,7 +24,7 @@ from learner.checkpoint_folders import latest_complete
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.machine import this_machine
-from learner.launch.servers import GOOD_RUN_S, LocalServers, Restarts, RunFailed, root_cause
+from learner.launch.servers import GOOD_RUN_S, LocalServers, Restarts, RunFailed
 from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
@@ -159,7 +159,7 @@ class Launcher:
         """Restart replay in place, from its journal. Raises RunFailed when that cannot help."""
         restarts = self._replay_restarts
         if restarts.due is None:
-            cause, limit = root_cause("replay", self.replay), restarts.limit
+            cause, limit = self.replay.root_cause(), restarts.limit
             if not self._replay_was_killed() or self.play is not None:
                 if not self._learner_leaves():
                     raise RunFailed(cause)
@@ -181,8 +181,7 @@ class Launcher:
         restarts = self._learner_restarts
         if restarts.due is None:
             limit, cause = restarts.limit, self._learner_root_cause()
-            several_nodes = sum(bool(share.learner) for share in self.config.shares) > 1
-            if several_nodes or self._stop_lines() or self._replay_says_over(dealer):
+            if len(self.config.learner_nodes) > 1 or self._stop_lines() or self._replay_says_over(dealer):
                 raise RunFailed(cause)
             if restarts.are_used_up:
                 raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
@@ -278,7 +277,7 @@ class Launcher:
         stops = self._stop_lines() or self._stop_lines("breaks off")
         if stops:
             return f"the learner stopped: {children.without_time(min(stops))}"
-        return root_cause("learner", self.learner)
+        return self.learner.root_cause()
 
     def _stop_lines(self, verb: str = "stops") -> list[str]:
         """Lines in which ranks say why they stop (for good) or break off."""

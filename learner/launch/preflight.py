@@ -18,15 +18,9 @@ from replay.fingerprint import model_fingerprint, read_json
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, reward function, trackers, keys, run folder and port.
+    """Model folder, data files, reward function, trackers, keys, run folder and port; raises as `check_input` does.
 
-    Args:
-        config: of the run.
-        has_input: whether model and data are there; the dry run of a quick start that is yet to make them has none.
-
-    Raises:
-        ConfigError: no such reward function or one of an unknown signature, a tracker is not installed, keys that
-            cannot be used, run folder not writable, or port taken; and what `check_input` raises.
+    The dry run of a quick start that is yet to make its model and data has no input.
     """
     if has_input:
         check_input(config)
@@ -43,10 +37,10 @@ def check_input(config: Config) -> None:
     """Model folder and data files.
 
     Raises:
-        ConfigError: model folder missing, weights cut short, or too few positions.
+        ConfigError: model folder missing, weights cut short, too few positions, or of a data file no prompt can be
+            rendered or none fits.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row (among the first 50,000).
-        ConfigError: of a data file, no prompt can be rendered or none fits.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
@@ -76,11 +70,7 @@ def check_input(config: Config) -> None:
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:
-    """What cannot run with what is installed here.
-
-    Args:
-        config: of the run.
-        runs_servers: whether rollout servers run on this machine.
+    """What cannot run with what is installed here; `runs_servers` where rollout servers run on this machine.
 
     Raises:
         ConfigError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its

@@ -133,7 +133,7 @@ class LocalServers:
             self._died(name, server, code)
 
     def _died(self, name: str, server: LocalServer, code: int) -> None:
-        cause, limit = root_cause(name, server.child), self.config.restarts
+        cause, limit = server.child.root_cause(), self.config.restarts
         if code not in (RUN_FAILED, CANNOT_START) and not server.restarts.are_used_up:
             self.say(f"{cause}; {server.restarts.plan()}")
             return
@@ -149,8 +149,3 @@ class LocalServers:
                 f"{cause}; no restart left (rollout.restarts {limit}): the run goes on with other servers, or waits"
                 f" {self.config.wait_for_servers_s:g} s for one (rollout.wait_for_servers_s)"
             )
-
-
-def root_cause(name: str, child: Child) -> str:
-    """Which process died, and how, in one line."""
-    return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"

@@ -67,7 +67,7 @@ def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
     monkeypatch.setattr(servers, "Restarts", partial(Restarts, _started=clock.now))
 
     def child(_name):
-        return SimpleNamespace(pid=1, exit_code=lambda: -9, how_it_ended=lambda: "killed by SIGKILL")
+        return SimpleNamespace(exit_code=lambda: -9, root_cause=lambda: "rollout-0 died")
 
     local = servers.LocalServers(Rollout(restarts=1, restart_backoff_s=2.0), child, said.append)
     local.add("rollout-0")

@@ -1,7 +1,6 @@
 """One side of a run on this host alone: the learner's launcher, or rollout servers with their GPUs."""
 
 import argparse
-import contextlib
 import os
 import shlex
 import socket
@@ -14,6 +13,7 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
+from learner.launch.children import wait_or_kill
 from learner.launch.machine import this_machine
 from learner.launch.quickstart_input import make_if_missing
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
@@ -30,11 +30,7 @@ def become_learner(words: Sequence[str], port: str) -> NoReturn:
 
 
 def run_servers(words: Sequence[str], replay: str) -> int:
-    """Run `--servers N` rollout servers until the run ends.
-
-    Args:
-        words: arguments for `python -m rollout_server.main`; `--servers` among them is taken here.
-        replay: its address, where the words do not give another.
+    """Run `--servers N` rollout servers until the run ends; the other words are theirs, and may name another replay.
 
     Returns:
         0 when all ended well, 78 when they cannot start, 130 after a signal, or else the exit code of one that failed.
@@ -73,10 +69,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         ignore_signals()
         for process in started:
             process.terminate()
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
-            process.kill()
+        wait_or_kill(started, PATIENCE_S)
 
 
 def environment_of(config: Config, index: int) -> dict[str, str]:

@@ -56,7 +56,7 @@ class Group:
 
 def groups(config: Config, role: NodeRole) -> list[Group]:
     """The replicated jobs of a role, in the order of the placement."""
-    sizes = [(share.node, len(share.learner if role == "learner" else share.rollout)) for share in config.shares]
+    sizes = [(share.node, len(share.devices(role))) for share in config.shares]
     parts = [list(part) for _, part in groupby([pair for pair in sizes if pair[1]], key=lambda pair: pair[1])]
     return [
         Group(role, role if len(parts) == 1 else f"{role}-{number}", tuple(node for node, _ in part), part[0][1])
@@ -171,7 +171,8 @@ class Pods:
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        probe = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
+        ready = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
+        probe = {"command": ["sh", "-c", ready]}
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
@@ -181,25 +182,17 @@ class Pods:
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),
             ],
-            "readinessProbe": {
-                "exec": {"command": ["sh", "-c", probe]},
-                "periodSeconds": 15,
-                "timeoutSeconds": 10,
-                "failureThreshold": 3,
-            },
+            "readinessProbe": {"exec": probe, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 3},
             "volumeMounts": mounts,
         }
         if group.role == "learner":
-            container["ports"] = self._ports()
+            network, bus, several = self.config.network, self.config.weight_bus, len(self.config.learner_nodes) > 1
+            named = {"replay": network.replay_port, "weight-bus": bus.port}
+            named |= {"rendezvous": self.config.placement.rendezvous_port} if several else {}
+            container["ports"] = [{"name": name, "containerPort": port} for name, port in named.items() if port]
         if self.config.placement.device != "cpu":
             container["resources"] = {"limits": {"nvidia.com/gpu": group.devices}}
         return container
-
-    def _ports(self) -> list[dict[str, Any]]:
-        several = sum(1 for share in self.config.shares if share.learner) > 1
-        named = {"replay": self.config.network.replay_port, "weight-bus": self.config.weight_bus.port}
-        named |= {"rendezvous": self.config.placement.rendezvous_port} if several else {}
-        return [{"name": name, "containerPort": port} for name, port in named.items() if port]
 
     def _secret(self, role: NodeRole) -> str:
         data = {_flat(path): text for path, text in self.keys[role].items()}

@@ -28,7 +28,7 @@ from learner.launch.hosts.node_spec import (
 )
 from learner.launch.hosts.status_client import ask_replay
 from learner.launch.preflight import check_available
-from learner.launch.servers import LocalServers, RunFailed, root_cause
+from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
 from replay.channel import ChannelError
 from replay.lifeline import PARENT
@@ -36,7 +36,6 @@ from replay.lifeline import PARENT
 POLL_S = 0.1
 SPEC_S = 60.0
 """How long the order may take to come."""
-MAX_SPEC_BYTES = 16 * 1024 * 1024
 PATIENCE_S = 15.0
 """The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
 STARTED = "launch/start.json"
@@ -92,7 +91,7 @@ class Node:
             ignore_signals()
             children.stop([child], PATIENCE_S)
         if child.exit_code() != 0:
-            raise RunFailed(root_cause(child.name, child))
+            raise RunFailed(child.root_cause())
         return 0
 
     def run_servers(self) -> int:
@@ -192,8 +191,8 @@ def first_line() -> str:
         if left <= 0 or not select.select([0], [], [], left)[0]:
             raise ConfigError(f"no order came on stdin within {SPEC_S:g} s")
         piece = os.read(0, 1 << 16)
-        if not piece or len(found) > MAX_SPEC_BYTES:
-            raise ConfigError("stdin ended before the order was whole" if not piece else "the order is too long")
+        if not piece:
+            raise ConfigError("stdin ended before the order was whole")
         found += piece
     return found.decode("utf-8", "replace")
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.base import ConfigError
 from configs.loading import dump, load, parse
-from configs.placement import ONLY_NODE
+from configs.placement import ONLY_NODE, most_devices
 from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
 from learner.launch.hosts.host_file import Host, parse_hosts
@@ -91,12 +91,7 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
-    """The node spec of those arguments.
-
-    Raises:
-        ConfigError: the configuration is not valid.
-        ConfigError: an argument is missing or a file not readable.
-    """
+    """The node spec of those arguments. Raises ConfigError."""
     missing = [f"--{name}" for name in ("role", "node", "hosts", "config") if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"{', '.join(missing)} missing; give them, or --stdin")
@@ -118,18 +113,16 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
-    """Make the plan for this machine, and write its configuration to `<run folder>/launch/`.
+    """Make the plan for this machine, and with `write` its configuration in `<run folder>/launch/`.
 
     Args:
         spec: what to run.
         host: this machine's own address, where the host file does not have it.
         renumber: the machine shows this role's GPUs only, from 0 on (a container), whatever the placement calls them.
-        write: off, no file is written.
+        write: the configuration file.
 
     Raises:
-        ConfigError: the configuration is not valid with this node's address.
-        ConfigError: the host file is not valid.
-        ConfigError: the placement does not fit this machine.
+        ConfigError: this node's configuration or the host file is not valid, or the placement does not fit here.
     """
     shared = config_of(spec.config)
     hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
@@ -164,11 +157,7 @@ def config_of(text: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
-    """The hosts of the placement, in its order; `placement.split` takes the only host there is.
-
-    Raises:
-        ConfigError: a node has no host, or there are several hosts for `placement.split`.
-    """
+    """The hosts of the placement, in its order; `placement.split` takes the only one. Raises ConfigError."""
     if config.placement.rollout is None:
         if len(hosts) != 1:
             raise ConfigError(
@@ -188,12 +177,12 @@ def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
 def renumbered(config: Config, spec: NodeSpec, here: Machine) -> Machine:
     """This machine with names for its GPUs such that the role's devices are 0, 1, 2, ... of what it shows."""
     (share,) = [share for share in config.shares if share.node == spec.node]
-    devices = share.learner if spec.role == "learner" else share.rollout
+    devices = share.devices(spec.role)
     if here.gpus is not None and 0 < here.gpus < len(devices):
         raise ConfigError(
             f"placement: {spec.node} gives {len(devices)} GPUs to the {spec.role}, this container has {here.gpus}"
         )
     shown = here.visible or tuple(str(index) for index in range(len(devices)))
     names = dict(zip(sorted(devices), shown, strict=False))
-    every = max((*share.rollout, *share.learner)) + 1
+    every = most_devices(share)
     return Machine(here.address, gpus=here.gpus and every, visible=tuple(names.get(i, "none") for i in range(every)))

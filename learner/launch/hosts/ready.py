@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from configs.placement import ranks_of
-from learner.launch.hosts.node_spec import Assignment, add_spec_arguments, resolve, spec_of_arguments
+from learner.launch.hosts.node_spec import add_spec_arguments, resolve, spec_of_arguments
 from learner.launch.hosts.status_client import ask_replay
 
 ANSWER_S = 3.0
@@ -26,18 +26,14 @@ def main() -> int:
     present = {
         peer["name"] for peer in answer.state["peers"] if peer["role"] == "learner" or peer["version"] is not None
     }
-    missing = [name for name in wanted(assignment) if name not in present]
+    node, role = assignment.spec.node, assignment.spec.role
+    wanted = [f"learner-{rank}" for rank in ranks_of(assignment.config.shares, node)]
+    if role == "rollout":
+        wanted = [process.name for process in assignment.plan.of(node, role)]
+    missing = [name for name in wanted if name not in present]
     if missing:
         sys.stderr.write(f"not ready: {', '.join(missing)}\n")
     return 1 if missing else 0
-
-
-def wanted(assignment: Assignment) -> list[str]:
-    """Names under which this node's processes are known to replay."""
-    node, role = assignment.spec.node, assignment.spec.role
-    if role == "rollout":
-        return [process.name for process in assignment.plan.of(node, "rollout")]
-    return [f"learner-{rank}" for rank in ranks_of(assignment.config.shares, node)]
 
 
 if __name__ == "__main__":

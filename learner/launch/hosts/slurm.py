@@ -1,6 +1,7 @@
 """A file for `sbatch`: one allocation, one srun step for each node and role. Meant to be read and edited."""
 
 import shlex
+import sys
 from pathlib import Path
 
 from configs.loading import dump
@@ -88,17 +89,13 @@ def machines(config: Config) -> dict[str, Machine]:
     return {share.node: Machine(f"address-of-{share.node}") for share in config.shares}
 
 
-def files(
-    config: Config, plan: Plan, role: NodeRole, root: Path, python: str, *, path: Path | None, gpus: int | None
-) -> JobFiles:
+def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus: int | None) -> JobFiles:
     """The file of a whole run (`learner`), or of rollout servers for a run elsewhere (`rollout`).
 
     Args:
         config: of the run.
         plan: its processes.
         role: of the start script.
-        root: folder of the repository.
-        python: interpreter.
         path: where the file is to lie; none takes the run folder.
         gpus: of a node; none takes the most that the placement uses on one.
     """
@@ -118,10 +115,10 @@ def files(
         gpus=f"#SBATCH --gpus-per-node={count}\n" if on_gpus else "",
         step_gpus=f"--gpus-per-node={count} " if on_gpus else "",
         folder=shlex.quote(str(folder)),
-        root=shlex.quote(str(root)),
+        root=shlex.quote(str(Path.cwd())),
         names=" ".join(names),
         others="".join(f'echo "{node} elsewhere-{node}" >>"$hosts"\n' for node in elsewhere),
-        python=shlex.quote(python),
+        python=shlex.quote(sys.executable),
         config=shlex.quote(str(shipped)),
     )
     if role == "learner":

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from learner.launch.children import wait_or_kill
 from learner.launch.hosts.host_file import Host
 from learner.launch.hosts.node_spec import NodeRole, NodeSpec
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
@@ -71,35 +72,23 @@ class Remote:
                 sys.stdout.flush()
 
 
-def ssh_command() -> list[str]:
-    """The ssh command up to the target."""
-    given = os.environ.get(SSH, "")
-    return shlex.split(given) or list(SSH_COMMAND)
+def command_line(spec: NodeSpec, host: Host) -> list[str]:
+    """ssh, and what it runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
+    words = [sys.executable, "-m", "learner.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
+    ssh = shlex.split(os.environ.get(SSH, "")) or SSH_COMMAND
+    return [*ssh, host.ssh, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
-def remote_line(spec: NodeSpec, root: str, python: str) -> str:
-    """What ssh runs on the node; the node spec comes on stdin."""
-    words = [python, "-m", "learner.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
-    return f"cd {shlex.quote(root)} && exec {shlex.join(words)}"
+def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole) -> int:
+    """Run all specs to their end; exit code 0 when all ended well, 130 after a signal.
 
-
-def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, root: str, python: str) -> int:
-    """Run all specs to their end.
-
-    Args:
-        specs: with their hosts; a learner's first one is that of replay.
-        role: a learner node that fails ends them all; rollout nodes go on without the one that failed.
-        root: folder of the repository, on every node.
-        python: interpreter, on every node.
-
-    Returns:
-        Exit code: 0 when all ended well, 130 after a signal.
+    A learner node that fails ends them all; rollout nodes go on without the one that failed.
     """
     remotes: list[Remote] = []
     catch_signals(signal.SIGHUP)
     try:
         for spec, host in specs:
-            remotes.append(start(spec, host, root, python))
+            remotes.append(start(spec, host))
         return _watch(remotes, role)
     except Interrupted as interruption:
         say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
@@ -109,10 +98,10 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, root: str, pytho
         stop(remotes)
 
 
-def start(spec: NodeSpec, host: Host, root: str, python: str) -> Remote:
+def start(spec: NodeSpec, host: Host) -> Remote:
     """Connect to a node and give it its spec."""
     process = subprocess.Popen(
-        [*ssh_command(), host.ssh, remote_line(spec, root, python)],
+        command_line(spec, host),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -132,14 +121,10 @@ def stop(remotes: Sequence[Remote]) -> None:
         assert remote.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             remote.process.stdin.close()
-    deadline = time.monotonic() + STOP_S
+    killed = wait_or_kill([remote.process for remote in remotes], STOP_S)
     for remote in remotes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            remote.process.wait(max(0.0, deadline - time.monotonic()))
-        if remote.exit_code() is None:
-            say(f"{remote.name} did not end within {STOP_S:g} s [silent]; its ssh is killed")
-            remote.process.kill()
-            remote.process.wait()
+        if remote.process in killed:
+            say(f"{remote.name} did not end within {STOP_S:g} s [silent]; its ssh was killed")
         remote.reader.join(1.0)
 
 
