@@ -16,8 +16,14 @@ from configs.plan import Role, table
 from configs.schema import Config
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import check_available, check_files, claim_run_dir, with_free_name
-from learner.launch.quickstart_input import is_missing, make_if_missing
+from learner.launch.preflight import (
+    check_available,
+    check_files,
+    claim_run_dir,
+    input_is_missing,
+    make_input,
+    with_free_name,
+)
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from learner.report.live_view import LiveView
@@ -78,12 +84,12 @@ def prepare(args: argparse.Namespace) -> Config:
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
-        if args.dry_run and is_missing(config, args.config):
+        if args.dry_run and input_is_missing(config, args.config):
             has_input = False
             folder = Path(config.model.path).parent
             say(f"a run would first make the quick start's model and prompts in {folder} (once, about 10 s)")
         else:
-            make_if_missing(config, args.config)
+            make_input(config, args.config)
         taken, config = config.run_dir, with_free_name(config)
         if config.run_dir != taken:
             say(f"{taken} exists; this run is {config.run_dir}")

@@ -1,9 +1,8 @@
 """The launcher: starts replay, the learner ranks and local rollout servers, and watches over them.
 
-When a child dies: a rollout server is started again (N times, with backoff), then the run waits for any
-server; replay and a learner that was killed are started again in place: replay goes on from its journal, the learner
-from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run. One root-cause line
-each time.
+A child that dies is named in one line. A rollout server is started again (N times, with backoff), then the run waits
+for any server; replay and a learner that was killed are started again in place: replay goes on from its journal, the
+learner from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run.
 """
 
 import json
@@ -159,14 +158,12 @@ class Launcher:
         """Restart replay in place, from its journal. Raises RunFailed when that cannot help."""
         restarts = self._replay_restarts
         if restarts.due is None:
-            cause, limit = self.replay.root_cause(), restarts.limit
+            cause = self.replay.root_cause()
             if not self._replay_was_killed() or self.play is not None:
                 if not self._learner_leaves():
                     raise RunFailed(cause)
                 return
-            if restarts.are_used_up:
-                raise RunFailed(f"{cause}; no restart left (replay.restarts {limit})" if limit else cause)
-            self.view.event(f"{cause}; {restarts.plan()} in place, from its journal")
+            self.view.event(f"{restarts.begin(cause, 'replay.restarts')} in place, from its journal")
         if not restarts.is_due():
             return
         self.resume = True
@@ -180,12 +177,10 @@ class Launcher:
         """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
         restarts = self._learner_restarts
         if restarts.due is None:
-            limit, cause = restarts.limit, self._learner_root_cause()
+            cause = self._learner_root_cause()
             if len(self.config.learner_nodes) > 1 or self._stop_lines() or self._replay_says_over(dealer):
                 raise RunFailed(cause)
-            if restarts.are_used_up:
-                raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
-            self.view.event(f"{cause}; {restarts.plan()} from its newest checkpoint")
+            self.view.event(f"{restarts.begin(cause, 'learner.restarts')} from its newest checkpoint")
             children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
         if restarts.is_due():
             self.resume = True
@@ -272,11 +267,9 @@ class Launcher:
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the first that stopped; others fail in consequence."""
         killed = children.killed_rank(self.learner.log_path, self.learner.offset)
-        if killed:
-            return f"the learner stopped: {killed}"
         stops = self._stop_lines() or self._stop_lines("breaks off")
-        if stops:
-            return f"the learner stopped: {children.without_time(min(stops))}"
+        if killed or stops:
+            return f"the learner stopped: {killed or children.without_time(min(stops))}"
         return self.learner.root_cause()
 
     def _stop_lines(self, verb: str = "stops") -> list[str]:

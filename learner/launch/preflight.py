@@ -1,20 +1,50 @@
-"""Checks of what the configuration names, before any process starts: files, tokenizer, data, reward, keys, port."""
+"""Before any process starts: the quick start's input is made, and all that the configuration names is checked."""
 
 import importlib.util
 import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from configs.base import ConfigError
-from configs.loading import dump
+from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
-from replay.channel import KeysError, load_keys
+from learner.launch.terminal import say
+from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
+
+
+def input_is_missing(config: Config, source: str) -> bool:
+    """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
+    model, data = Path(config.model.path), Path(config.data.train)
+    if find(source) != find(QUICKSTART) or data.parent != model.parent:
+        return False
+    return not ((model / "config.json").exists() and data.exists())
+
+
+def make_input(config: Config, source: str) -> bool:
+    """Run learner.examples.sort6 where its output is missing; returns whether it was made now.
+
+    Several processes may come at once: the script moves its result into place whole, and the first one counts.
+
+    Raises:
+        ConfigError: the script failed.
+    """
+    if not input_is_missing(config, source):
+        return False
+    folder = Path(config.model.path).parent
+    say(f"making the quick start's model and prompts in {folder} (once, about 10 s)")
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise ConfigError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
+    return True
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
@@ -130,14 +160,12 @@ def check_trackers(config: Config) -> None:
 
 
 def check_keys(config: Config) -> None:
-    """Raises ConfigError when network.keys is no folder of keys with which this node can serve."""
-    try:
-        keys = load_keys(config.network.keys)
-        if keys is not None:
-            keys.serving_secret()
-    except KeysError as error:
-        raise ConfigError(str(error)) from error
-    if keys is not None and keys.client_public not in keys.clients:
+    """Raises KeysError or ConfigError when network.keys is no folder of keys with which this node can serve."""
+    keys = load_keys(config.network.keys)
+    if keys is None:
+        return
+    keys.serving_secret()
+    if keys.client_public not in keys.clients:
         raise ConfigError(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
             f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"

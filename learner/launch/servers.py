@@ -58,6 +58,12 @@ class Restarts:
         self.due = now + self._wait_s
         return f"restart {self.count} of {self.limit}" + (f" in {self._wait_s:g} s" if self._wait_s else "")
 
+    def begin(self, cause: str, key: str) -> str:
+        """What is said of a death that a restart follows. Raises RunFailed when `key` allows none."""
+        if self.are_used_up:
+            raise RunFailed(f"{cause}; no restart left ({key} {self.limit})" if self.limit else cause)
+        return f"{cause}; {self.plan()}"
+
     def is_due(self) -> bool:
         """Whether to start it now; once."""
         now = time.monotonic()

@@ -15,7 +15,7 @@ from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from learner.launch.children import wait_or_kill
 from learner.launch.machine import this_machine
-from learner.launch.quickstart_input import make_if_missing
+from learner.launch.preflight import make_input
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
@@ -44,7 +44,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
         if not chosen.dry_run:
-            make_if_missing(config, given.config)
+            make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
     except ConfigError as error:
         say(f"refused: {error}")

@@ -26,7 +26,7 @@ from learner.launch.hosts.node_spec import (
     resolve,
     spec_of_arguments,
 )
-from learner.launch.hosts.status_client import ask_replay
+from learner.launch.hosts.ready import ask_replay
 from learner.launch.preflight import check_available
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
