@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, overrides_of, parse
 from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
 from learner.launch import earlier_run
@@ -121,11 +121,8 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
 
 def _over_ssh(args: argparse.Namespace, config: Config) -> int:
     hosts = hosts_of(config, read_hosts(args.hosts))
-    for name, host in hosts.items():
-        try:
-            config_of(dump(config), [f"network.host={host.address}"])
-        except ConfigError as error:
-            raise ConfigError(f"{name}: {error}") from error
+    for name, host in hosts.items():  # each will bind its own address
+        parse(dump(config), name, [f"network.host={host.address}"])
     plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
     specs = [(_spec_of(args, config, plan, name, hosts), hosts[name]) for name in plan.nodes(args.role)]
     if not args.dry_run:

@@ -102,14 +102,8 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--hosts {args.hosts}: not readable ({error})") from error
-    return NodeSpec(
-        role=args.role,
-        node=names[args.index],
-        config=dump(load(args.config, args.set)),
-        hosts=hosts,
-        replay=args.replay,
-        overrides=args.set,
-    )
+    config, node = dump(load(args.config, args.set)), names[args.index]
+    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, overrides=args.set)
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
