@@ -349,6 +349,7 @@ class Service:
             return
         peer = self.peers.add(identity, hello, now)
         self.missing.pop(identity, None)
+        self.missing |= {old: now for old in self.missing if old.rpartition(".")[0] == hello.name}  # replaced
         if not known:
             log.info("replay: %s %s joined", peer.role, peer.describe(now))
         if self.ended is not None:
@@ -383,8 +384,7 @@ class Service:
         waits = self.incarnation > 0 and self.ended is None and not self.playback
         if not waits or self.peers.role("rollout_server") or not self.incarnations.learner_is_here:
             self.no_server_since = now
-        elif now - self.no_server_since > self.config.rollout.wait_for_servers_s:
-            waited = self.config.rollout.wait_for_servers_s
+        elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
             self.end(f"no rollout server for {waited:g} s (rollout.wait_for_servers_s) [silent]", failed=True)
 
     def advance(self, now: float) -> None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from configs.aliases import ALIASES, FRAMEWORKS
+from configs.aliases import FRAMEWORKS, ROWS
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.schema import Config
 
@@ -64,9 +64,8 @@ def _foreign_names() -> Iterator[str]:
     yield ""
     yield f"| key | {' | '.join(FRAMEWORKS)} |"
     yield f"|---|{'---|' * len(FRAMEWORKS)}"
-    for key in dict.fromkeys(ALIASES.values()):
-        cells = [[name for name, ours in names.items() if ours == key] for names in FRAMEWORKS.values()]
-        yield f"| `{key}` | {' | '.join(', '.join(f'`{name}`' for name in cell) or '–' for cell in cells)} |"
+    for key, *names in ROWS:
+        yield f"| `{key}` | {' | '.join('–' if name == '-' else f'`{name}`' for name in names)} |"
     yield ""
 
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.machine import visible_devices
 from configs.plan import NCCL_DEFAULTS
 from configs.schema import Config
-from learner.launch.machine import visible_devices
 from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
 from scripts.bench.core import CaseFailed, tail

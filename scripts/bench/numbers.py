@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.launch.machine import visible_devices
+from configs.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
 from scripts.bench.core import Row, ask_gpus, median, p90
 from scripts.bench.train import Finished, Phase

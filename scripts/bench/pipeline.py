@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from configs.loading import ConfigError, apply_override, validate
-from configs.placement import PlacementError
 from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
@@ -236,7 +235,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     watcher = Watcher(options.limit_s)
     try:
         launcher = Launcher(config, False, watcher, **modules)  # type: ignore[arg-type]  # it asks no more of a view
-    except PlacementError as error:
+    except ConfigError as error:
         raise CaseFailed(str(error)) from error
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True)
@@ -251,7 +250,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     except TimeUp as late:
         cut_short = replace(run, seconds=options.limit_s, cut_short=str(late))
         return what_there_is(cut_short, CaseFailed(str(late), log_tails(run_dir)))
-    except (RunFailed, PlacementError, OSError, ValueError) as error:
+    except (RunFailed, ConfigError, OSError, ValueError) as error:
         raise CaseFailed(str(error), log_tails(run_dir)) from error
     finally:
         launcher.stop()

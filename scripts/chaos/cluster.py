@@ -15,7 +15,7 @@ from typing import Any
 
 from configs.loading import load
 from configs.schema import Config
-from learner.launch.hosts.status_client import ask_replay
+from learner.launch.hosts.ready import ask_replay
 from scripts.chaos import processes, site_start
 from scripts.chaos.polling import Ended, T, wait_until
 from scripts.chaos.proxy import Link, Proxy

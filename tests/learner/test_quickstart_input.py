@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from configs import load
-from learner.launch.quickstart_input import make_if_missing
+from learner.launch.preflight import make_input
 
 
 def test_two_processes_that_need_it_at_once_both_find_it_whole(tmp_path: Path) -> None:
@@ -12,13 +12,13 @@ def test_two_processes_that_need_it_at_once_both_find_it_whole(tmp_path: Path) -
     paths = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     config = load("quickstart", paths)
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(make_if_missing, [config, config], ["quickstart", "quickstart"])) == [True, True]
+        assert list(pool.map(make_input, [config, config], ["quickstart", "quickstart"])) == [True, True]
     assert (folder / "model" / "config.json").is_file() and (folder / "eval.jsonl").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["sort6"], "nothing half made is left beside it"
-    assert not make_if_missing(config, "quickstart")
+    assert not make_input(config, "quickstart")
 
 
 def test_other_configurations_are_left_alone(tmp_path: Path) -> None:
     config = load("gsm8k-qwen2.5-1.5b-4gpu", [f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl"])
-    assert not make_if_missing(config, "gsm8k-qwen2.5-1.5b-4gpu")
+    assert not make_input(config, "gsm8k-qwen2.5-1.5b-4gpu")
     assert list(tmp_path.iterdir()) == []

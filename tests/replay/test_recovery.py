@@ -102,6 +102,20 @@ def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not()
     assert not again.missing
 
 
+def test_a_server_of_the_same_name_frees_the_leases_of_the_one_before_it():
+    made = service()
+    hello = m.Hello(role="rollout_server", name="rollout-c", pid=4, host="h")
+    made.handle("rollout-c.old", hello, 0.0)
+    (given,) = lease(made, "rollout-c.old")
+    again = restarted(made)
+    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    again.tick(101.1)
+    assert again.buffer.slots[0, given.index].state is SlotState.LEASED, "another server says nothing about it"
+    again.handle("rollout-c.new", hello, 101.1)
+    again.tick(101.2)
+    assert again.buffer.slots[0, given.index].state is SlotState.QUEUED
+
+
 def test_leases_of_a_snapshot_have_a_deadline_again():
     made = busy()
     made.handle("l", m.Committed(step=3, digest="d3"), 1.0)

@@ -179,7 +179,7 @@ def test_what_is_no_change_is_refused(wire_bytes: int, num_bytes: int, message: 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"delta": True, "apply": "direct"}, "take apply=staged"),
+        ({"delta": True, "apply": "direct"}, "weight_bus.apply=staged"),
         ({"compression": "zstd"}, "is of what weight_bus.delta sends"),
         ({"compression": "zstd", "delta": True, "backend": "nccl"}, "works on host memory"),
     ],

@@ -154,7 +154,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path: 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
-    [({}, "needs weight_bus.folder"), ({"folder": "f", "apply": "direct"}, "goes with apply=staged only")],
+    [({}, "needs weight_bus.folder"), ({"folder": "f", "apply": "direct"}, "with weight_bus.apply .direct.")],
 )
 def test_what_disk_needs_is_checked(keys: dict[str, object], message: str) -> None:
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "sglang"}}

@@ -33,9 +33,10 @@ from ucc_harness import (
     together,
 )
 
+from configs import ConfigError
 from configs.infrastructure import WeightBus
 from configs.loading import load
-from learner.launch.preflight import PreflightError, check_available
+from learner.launch.preflight import check_available
 from tests.support.bus_receiver import CONFIG as GLOO
 from tests.support.bus_receiver import HOST, RUN, Faulty, Rollout, digests, printed, receiver_process, until, weights
 from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
@@ -92,7 +93,7 @@ def test_absent_ucc_is_refused_everywhere_and_nothing_takes_its_place(without: N
         with pytest.raises(WeightBusError) as raised:
             call()
         assert str(raised.value) == ABSENT
-    with pytest.raises(PreflightError) as refused:
+    with pytest.raises(ConfigError) as refused:
         check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
     assert str(refused.value) == ABSENT
     disk = ["weight_bus.backend=ucc", "weight_bus.transport=disk", "weight_bus.folder=shared"]
@@ -132,7 +133,7 @@ def test_ucc_does_not_receive_into_an_engine(without: None) -> None:
     with pytest.raises(WeightBusError, match=words):
         make_transport(WeightBus(backend="ucc", apply="direct"), HOST)
     overrides = ["weight_bus.backend=ucc", "weight_bus.apply=direct", "rollout.engine=sglang"]
-    with pytest.raises(PreflightError, match=r"'ucc' does not go with weight_bus\.apply: direct"):
+    with pytest.raises(ConfigError, match=r"'ucc' does not go with weight_bus\.apply: direct"):
         check_available(load("quickstart", overrides), runs_servers=False)
 
 
