@@ -96,6 +96,20 @@ def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
     assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
 
 
+def test_no_group_waits_for_itself_when_the_groups_before_it_are_dropped():
+    """After a divergence more groups are queued than the bound admits, the last of them for versions to come."""
+    made = service()
+    for step in (1, 2):
+        make_step(made, step, versions=[step - 1])
+    resumed_at(made, 0, digest="other")
+    assert [slot.min_version for slot in made.buffer.slots.values()] == [0] * 8 + [1] * 4
+    for given in lease(made, capacity=8, incarnation=2):
+        cancel = m.Cancel(pass_=given.pass_, index=given.index, attempt=given.attempt, reason="prompt_too_long")
+        made.handle("a", cancel, 0.0)
+    assert made.counters["dropped/prompt_too_long"] == 8 and made.buffer.version == 0
+    assert len(made.buffer.slots) == 8 and len(sent(made, "a", m.Lease)) == 8
+
+
 def test_a_finished_group_is_judged_by_the_incarnations_that_sampled_it():
     """Version 2 of the first learner was lost with its commit; the server has got version 2 of the second one since."""
     made = service()
