@@ -1,7 +1,6 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
-from replay.channel.admission import DuplicateMessage, NotAdmitted, may_be, sequence_numbers
-from replay.channel.arrivals import Arrivals
+from replay.channel.admission import Arrivals, DuplicateMessage, NotAdmitted, may_be, sequence_numbers
 from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate

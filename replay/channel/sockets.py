@@ -6,28 +6,34 @@ and when the peer was last heard.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 import zmq.asyncio
 
 from configs.schema import is_loopback
-from replay.channel.admission import sequence_numbers
-from replay.channel.arrivals import Arrivals, contents
+from replay.channel.admission import Arrivals, contents, sequence_numbers
 from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
 from replay.channel.keys import Keys
 
-HIGH_WATER_MARK = 4096
 CURVE_BYTES = 64
 """At most what encryption adds to a frame."""
-HANDSHAKE_MS = 5000
-"""A connection that has not proven its key by then is closed."""
-PING_MS, PONG_MS = 5000, 30000
-"""How often a connection is probed, and how long it may stay without an answer: a half-open one must end on both sides.
-An answer waits behind the message that its sender is writing, so the bound allows for large ones on slow links."""
+OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 4096,
+    zmq.RCVHWM: 4096,
+    zmq.HANDSHAKE_IVL: 5000,  # ms; a connection that has not proven its key by then is closed
+    # ms; how often a connection is probed, and how long it may stay without an answer: a half-open one must end on both
+    # sides. An answer waits behind the message that its sender is writing: room for large ones on slow links.
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 30000,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1000,
+}
 LOOK_S = 0.25
 """A wait that hears nothing looks this often whether the server has refused the connection."""
 
@@ -45,16 +51,9 @@ def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = Non
     Raises:
         KeysError: a ROUTER, and the keys are not those of a node that serves.
     """
-    socket.setsockopt(zmq.LINGER, 0)
+    for option, value in OPTIONS.items():
+        socket.setsockopt(option, value)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PONG_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # a peer that reconnects while its old connection is half open would not be heard, not even after that one ends
@@ -91,14 +90,16 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
 class _Peer:
     """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
+    _new_context: ClassVar[type["zmq.Context[Any]"]] = zmq.Context
+
     def __init__(
         self,
-        context: "zmq.Context[Any]",
         address: str,
         identity: str,
         accepted: Registry,
-        limits: Limits | None,
-        keys: Keys | None,
+        limits: Limits | None = None,
+        *,
+        keys: Keys | None = None,
     ) -> None:
         self.address = address
         self.identity = identity
@@ -107,11 +108,11 @@ class _Peer:
         self.last_heard = time.monotonic()
         self._accepted = accepted
         self._sequence = sequence_numbers()
-        self._context = context
-        self._socket: Any = context.socket(zmq.DEALER)
+        self._context = self._new_context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._handshake = HandshakeWatch(context, self._socket, address, identity, keys)
+        self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._socket.connect(address)
 
     def close(self) -> None:
@@ -134,17 +135,6 @@ class _Peer:
 
 class Dealer(_Peer):
     """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
-
-    def __init__(
-        self,
-        address: str,
-        identity: str,
-        accepted: Registry,
-        limits: Limits | None = None,
-        *,
-        keys: Keys | None = None,
-    ) -> None:
-        super().__init__(zmq.Context(), address, identity, accepted, limits, keys)
 
     def send(self, message: Message) -> None:
         """Queue a message. Raises ChannelError when the queue to the peer is full, or the peer refuses this one."""
@@ -178,16 +168,7 @@ class Dealer(_Peer):
 class AsyncDealer(_Peer):
     """The asyncio end of a peer (rollout servers)."""
 
-    def __init__(
-        self,
-        address: str,
-        identity: str,
-        accepted: Registry,
-        limits: Limits | None = None,
-        *,
-        keys: Keys | None = None,
-    ) -> None:
-        super().__init__(zmq.asyncio.Context(), address, identity, accepted, limits, keys)
+    _new_context = zmq.asyncio.Context
 
     async def send(self, message: Message) -> None:
         """Queue a message; waits while the queue to the peer is full. ChannelError when the peer refuses this one."""

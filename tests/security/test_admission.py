@@ -256,8 +256,8 @@ def test_a_peer_is_heard_while_its_old_connection_is_half_open_and_after_that_en
 
 
 def test_a_half_open_connection_is_closed_by_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "PING_MS", 50)
-    monkeypatch.setattr(sockets, "PONG_MS", 50)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_IVL, 50)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_TIMEOUT, 50)
 
     async def body(router: AsyncRouter) -> None:
         with half_open(router, b"r0") as old:
