@@ -98,9 +98,7 @@ def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal
     lock = FolderLock(folder)  # before anything is cut: a second --resume must not touch the journal of a live run
     reader = JournalReader(folder)
     records = list(reader.records(reader.newest_snapshot(), cut=True))
-    fsync = config.replay.fsync
-    end = {"number": reader.number, "last": reader.last, "end": reader.end}
-    return JournalWriter(folder, run_id, fsync=fsync, **end, lock=lock), records
+    return JournalWriter(folder, run_id, fsync=config.replay.fsync, after=reader, lock=lock), records
 
 
 def go_on(service: Service, records: list[Record]) -> None:

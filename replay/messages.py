@@ -5,7 +5,6 @@ deduplicates by group id = (pass over the data, prompt index). Which peer sends 
 """
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,8 +17,13 @@ Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 Role = Literal["rollout_server", "learner", "launcher"]
 
-_no_ints = partial(np.empty, 0, np.int32)
-_no_floats = partial(np.empty, 0, np.float32)
+
+def _no_ints() -> Int32:
+    return np.empty(0, np.int32)
+
+
+def _no_floats() -> Float32:
+    return np.empty(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,8 +383,9 @@ class EvaluationClosed(Message):
 
 FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
-FROM_LEARNER = (Take, Committed, Published, Evaluate, CursorRequest, Checkpointed)
-TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_LEARNER)
+FROM_RANKS = (Take,)
+FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)
+TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_RANKS, *FROM_RANK_0)
 
 TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
 TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)

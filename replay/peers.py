@@ -1,18 +1,13 @@
-"""Who is connected to replay: names, roles, what they do, when they were last heard. No socket, no clock."""
+"""Who is connected to replay: names, roles, when they were last heard, and what is to be sent. No socket, no clock."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.schema import Config
+from replay.channel import Message
 from replay.channel.keys import SHARED
 from replay.desks.policies import Policy
-from replay.messages import (
-    Hello,
-    Role,
-)
-
-log = logging.getLogger(__name__)
+from replay.messages import FROM_RANK_0, FROM_SERVERS, Hello, Role
 
 
 @dataclass(slots=True)
@@ -48,6 +43,12 @@ class Peer:
         """What kind of process this is."""
         return self.hello.role
 
+    def may_send(self, message: Message) -> bool:
+        """Whether such a message may come from this peer: a rollout server commits nothing."""
+        if isinstance(message, FROM_SERVERS):
+            return self.role == "rollout_server"
+        return not isinstance(message, FROM_RANK_0) or (self.role == "learner" and self.hello.rank == 0)
+
     def describe(self, now: float) -> str:
         """`'rollout-0' (pid 4711 on host1, last heard 0.4 s ago)`."""
         silent = now - self.last_heard
@@ -61,16 +62,30 @@ class Peers:
         self.expected = expected
         """The run's fingerprint, which every rollout server and learner rank must have."""
         self.by_identity: dict[str, Peer] = {}
+        self.outbox: list[tuple[str, Message]] = []
+        """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
+
+    def send(self, identity: str, message: Message) -> None:
+        """Put a message into the outbox."""
+        self.outbox.append((identity, message))
+
+    def to_rank(self, rank: int, message: Message) -> None:
+        """Send to a learner rank, if it is connected."""
+        peer = self.rank(rank)
+        if peer is not None:
+            self.send(peer.identity, message)
+
+    def to_servers(self, message: Message) -> None:
+        """Send to every rollout server."""
+        for peer in self.role("rollout_server"):
+            self.send(peer.identity, message)
 
     def add(self, identity: str, hello: Hello, now: float) -> Peer:
         """Admit a peer, or refresh it when it says Hello again."""
         peer = self.by_identity.get(identity)
         if peer is None:
-            peer = Peer(identity, hello, now, since=now)
-            self.by_identity[identity] = peer
-        peer.hello = hello
-        peer.last_heard = now
-        peer.unreachable_since = None
+            peer = self.by_identity[identity] = Peer(identity, hello, now, since=now)
+        peer.hello, peer.last_heard, peer.unreachable_since = hello, now, None
         return peer
 
     def remove(self, identity: str) -> Peer | None:

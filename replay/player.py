@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from replay.desks.leases import GroupId
 from replay.desks.line import Line, LineStep, Taken
+from replay.journal import Journal, JournalError, JournalReader, Location, Record
 from replay.journal.apply import check_boot
-from replay.journal.format import Frames, JournalError, Location, Record
-from replay.journal.reader import JournalReader
 from replay.journal.snapshot import group_id_of, line_from, taken_of
 from replay.messages import EvaluationResult, Group
 from replay.run import Run
@@ -87,34 +85,15 @@ class _Groups:
         return self._groups.get(group_id_of(group))
 
 
-class PlayedJournal:
-    """A journal of another run, to be read only. Implements `Journal`; nothing is written."""
+class PlayedJournal(Journal):
+    """The journal of another run, to be read only; nothing is written."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = JournalReader(folder)
-        self.segment = 1
-        self.size_bytes = 0
 
     def records(self) -> Iterator[Record]:
         """All records, from the first file on. Raises JournalError."""
         return self._reader.records()
 
-    def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
-        """Not kept."""
-        return Location(self.segment, 0, ())
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
     def read(self, location: Location) -> Group | EvaluationResult:
-        """See `Journal.read`."""
         return self._reader.read(location)
-
-    def begin_segment(self) -> None:
-        """Nothing to do."""
-
-    def release(self, first: int) -> None:
-        """Nothing to do: the journal is another run's."""
-
-    def want_sync(self) -> None:
-        """Nothing to do."""

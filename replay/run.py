@@ -10,7 +10,7 @@ from replay.desks.leases import GroupId, Leases, SlotState
 from replay.desks.partials import Partials
 from replay.desks.policies import Policies
 from replay.journal import Journal, Location
-from replay.messages import Group
+from replay.messages import Group, Welcome
 from replay.prompts import PromptSource
 
 
@@ -47,6 +47,15 @@ class Run:
     def newest_possible(self) -> int:
         """No token can be of a newer version: the learner makes version s only from a batch s that it got from here."""
         return max(self.policies.published, self.buffer.version)
+
+    def welcome(self) -> Welcome:
+        """The run as a newcomer needs it."""
+        return Welcome(
+            incarnation=self.policies.incarnation,
+            version=self.buffer.version,
+            bus_address=self.bus_address,
+            resumes_until=self.buffer.line.last_committed,
+        )
 
     def upcoming(self) -> GroupId:
         """The prompt that is admitted next."""

@@ -48,7 +48,7 @@ class GroupBuffer:
     @property
     def taken(self) -> int:
         """Groups in batches that are not committed (again) yet."""
-        return self.line.num_ahead(self.version)
+        return len(self.line.groups_ahead(self.version))
 
     @property
     def in_flight(self) -> int:
@@ -110,11 +110,12 @@ class GroupBuffer:
     def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> None:
         """The line ends at `version`: what was taken after it stands first in the order again, not loaded yet."""
         back = []
+        for taken in self.line.groups_ahead(version):
+            slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
+            slot.location = taken.location
+            back.append(slot)
         for step in self.line.ahead(version):
-            for taken in self.line.steps.pop(step).groups:
-                slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
-                slot.location = taken.location
-                back.append(slot)
+            del self.line.steps[step]
         self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
 
     def order_anew(self) -> None:

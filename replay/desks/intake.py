@@ -9,13 +9,13 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.granting import RELEASES, Granting, Send
+from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import Slot, SlotState
 from replay.desks.policies import Policy
 from replay.desks.validation import Bounds, problem_with
 from replay.journal.apply import record
 from replay.journal.format import Frames
-from replay.peers import Peer
+from replay.peers import Peer, Peers
 from replay.run import Run
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,9 @@ AckStatus = Literal["accepted", "superseded", "rejected"]
 class Intake:
     """Accepts the first valid group of each prompt (invariant 2)."""
 
-    def __init__(self, run: Run, granting: Granting, *, send: Send, fail: Callable[[str], None]) -> None:
-        self.run, self.granting = run, granting
+    def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers, self.granting = run, peers, granting
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
-        self._send = send
         self._fail = fail
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
@@ -128,4 +127,4 @@ class Intake:
         if status == "superseded" and reason:
             self.run.counters["superseded"] += 1
         ack = m.Ack(pass_=group.pass_, index=group.index, attempt=group.attempt, status=status, reason=reason)
-        self._send(peer.identity, ack)
+        self.peers.send(peer.identity, ack)

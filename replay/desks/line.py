@@ -68,9 +68,9 @@ class Line:
         """Steps after `version`, in order."""
         return sorted(step for step in self.steps if step > version)
 
-    def num_ahead(self, version: int) -> int:
-        """Groups of the steps after `version`."""
-        return sum(len(self.steps[step].groups) for step in self.ahead(version))
+    def groups_ahead(self, version: int) -> list[Taken]:
+        """Groups of the steps after `version`, in order."""
+        return [taken for step in self.ahead(version) for taken in self.steps[step].groups]
 
     def reaches(self, version: int) -> bool:
         """Whether every step after `version` is here, up to the last."""

@@ -1,4 +1,10 @@
-"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place."""
+"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place.
+
+What stands behind the last whole record of a file is a torn end, or damage. A process that is killed leaves at most one
+record that is cut short. A power failure takes what was not synced, in blocks and in any order: a block that is missing
+reads as zeros, and whole records may follow it. How far the file was synced stands in its records of kind `synced`,
+each written after that sync; what was on the disk then is no torn end.
+"""
 
 import logging
 import os
@@ -12,6 +18,7 @@ from replay.channel import WireError
 from replay.channel.frames import decode
 from replay.journal.format import (
     FORMAT,
+    MAGIC,
     OLDEST_SCHEMA,
     JournalDamaged,
     JournalError,
@@ -19,15 +26,19 @@ from replay.journal.format import (
     Record,
     path_of,
     read_frames,
+    read_meta,
+    read_record,
     scan,
     segments,
 )
-from replay.journal.tail import follows_behind, is_no_journal, synced_until
 from replay.messages import TO_REPLAY, EvaluationResult, Group
 
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 8
+SEARCH_BYTES = 1 << 20
+BLOCK_BYTES = 4096
+"""What file systems write as a whole."""
 WAY_OUT = (
     "restore the file from a copy, or move the journal folder away and --resume from the checkpoint (the prompts of"
     " lost groups are sampled again)"
@@ -131,7 +142,7 @@ class JournalReader:
                         f"{path}: record {record.number} follows record {self.number}; one is missing; {WAY_OUT}"
                     )
                 self.number = record.number
-                synced = max(synced, synced_until(record))
+                synced = max(synced, _synced_until(record))
                 yield record
 
     def _check_end(self, path: Path, file: BinaryIO, end: int, synced: int, *, is_last: bool, cut: bool) -> None:
@@ -139,14 +150,14 @@ class JournalReader:
         self.end = end
         if end == size and (end or is_last):
             return
-        behind = follows_behind(file, self.last, end, synced) if is_last else None
+        behind = _follows_behind(file, self.last, end, synced) if is_last else None
         if behind is not None or not is_last:
             what = f"record {behind.number} follows" if behind is not None else "other files follow"
             raise JournalDamaged(
                 f"{path}: byte {end}: no whole record there although {what}, so this is damage and not a torn end;"
                 f" {WAY_OUT}"
             )
-        if end == 0 and is_no_journal(file):
+        if end == 0 and _is_no_journal(file):
             raise JournalDamaged(f"{path}: byte 0: no record begins like that; this is no file of a journal; {WAY_OUT}")
         self.torn_bytes = size - end
         done = "cut" if cut else "passed over"
@@ -199,3 +210,59 @@ def _check_first(path: Path, segment: int, record: Record) -> None:
             f"{path}: begins with {record.kind!r} of file {record.fields.get('number')}, so it is not the file that its"
             f" name says; {WAY_OUT}"
         )
+
+
+def _follows_behind(file: BinaryIO, segment: int, end: int, synced: int) -> Record | None:
+    """The record that makes what stands at `end` damage; None for a torn end.
+
+    Args:
+        file: the last of the journal.
+        segment: its number.
+        end: where its whole records end, less than its size.
+        synced: up to where its whole records say that it was synced.
+    """
+    size = file.seek(0, 2)
+    started = read_meta(file, segment, end, size)
+    # What is in its frames is part of it, whatever it looks like; frames that were cut short have nothing behind them.
+    behind = list(_whole_from(file, segment, end + 1 if started is None else started.location.end, size))
+    if not behind:
+        return None
+    offset, first = behind[0]
+    synced = max([synced, *(_synced_until(record) for _, record in behind)])
+    return None if synced <= end and _lacks_a_block(file, end, offset) else first
+
+
+def _synced_until(record: Record) -> int:
+    """Bytes of its file that were on the disk when this record was appended, as far as it says so."""
+    return int(record.fields["until"]) if record.kind == "synced" else 0
+
+
+def _is_no_journal(file: BinaryIO) -> bool:
+    """Whether the file begins with something that a journal, torn or not, cannot begin with."""
+    file.seek(0)
+    begin = file.read(len(MAGIC))
+    return begin != MAGIC[: len(begin)] and any(begin)
+
+
+def _whole_from(file: BinaryIO, segment: int, offset: int, size: int) -> Iterator[tuple[int, Record]]:
+    """Whole records from `offset` on with where they begin; what is broken between them is passed over."""
+    while offset < size:
+        record = read_record(file, segment, offset, size)
+        if record is not None:
+            yield offset, record
+            offset = record.location.end
+            continue
+        file.seek(offset + 1)
+        found = file.read(SEARCH_BYTES + len(MAGIC) - 1).find(MAGIC)
+        offset += 1 + (SEARCH_BYTES if found < 0 else found)
+
+
+def _lacks_a_block(file: BinaryIO, start: int, stop: int) -> bool:
+    """Whether a block between two offsets, or the rest of the block at the first one, is nothing but zeros."""
+    while start < stop:
+        end = min(stop, start - start % BLOCK_BYTES + BLOCK_BYTES)
+        file.seek(start)
+        if end % BLOCK_BYTES == 0 and not any(file.read(end - start)):
+            return True
+        start = end
+    return False

@@ -70,8 +70,7 @@ def opened(folder: Path, fsync: Any = "never") -> tuple[JournalWriter, list[Entr
     """As replay opens its journal: what is there, and a writer that goes on."""
     reader = JournalReader(folder)
     found = entries(folder, reader, cut=True)
-    end = {"number": reader.number, "last": reader.last, "end": reader.end}
-    return JournalWriter(folder, "run", fsync=fsync, **end), found
+    return JournalWriter(folder, "run", fsync=fsync, after=reader), found
 
 
 def entries(folder: Path, reader: JournalReader | None = None, *, cut: bool = False) -> list[Entry]:

@@ -72,7 +72,7 @@ def learner(made, identity, *, now=0.0, **fields):
 def sent(made, identity, kind):
     """Messages of a kind that replay has for a peer; they are taken from its outbox."""
     found = [x for who, x in made.outbox if who == identity and isinstance(x, kind)]
-    made.outbox = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
+    made.outbox[:] = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
     return found
 
 

@@ -18,7 +18,7 @@ from replay import messages as m
 from replay.channel.frames import checksum
 from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
 from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
-from replay.journal.memory import MemoryJournal
+from tests.replay.simulation.journal import MemoryJournal
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,7 +146,7 @@ def test_a_writer_goes_on_where_it_is_told_to(tmp_path):
         file.write(torn)
     reader = JournalReader(tmp_path)
     list(reader.records())
-    made = JournalWriter(tmp_path, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+    made = JournalWriter(tmp_path, "run", fsync="never", after=reader)
     made.append("take", {"step": 1})
     made.close()
     after = JournalReader(tmp_path)

@@ -15,7 +15,7 @@ from journal_files import Books, a_journal, entries, entry, fill_up, frames_of, 
 
 from replay.journal import JournalDamaged, JournalError, JournalFull, JournalReader, JournalWriter, writer
 from replay.journal.format import path_of, segments
-from replay.journal.tail import BLOCK_BYTES
+from replay.journal.reader import BLOCK_BYTES
 
 ROOT = Path(__file__).parents[2]
 
@@ -429,7 +429,7 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     assert first + len(found) >= sure, "nothing that was synced is lost"
     for record, (_, _, frames) in zip(found, books.entries[first:], strict=False):
         assert not frames or same(reader.read(record.location), frames)
-    on = JournalWriter(after, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+    on = JournalWriter(after, "run", fsync="never", after=reader)
     on.append("take", {"step": 1})
     on.close()
     again = JournalReader(after)

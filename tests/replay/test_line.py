@@ -19,7 +19,7 @@ def line_of(*steps):
 def test_a_line_reaches_back_as_far_as_it_has_every_step():
     line = line_of(3, 4, 5)
     assert [line.reaches(version) for version in (1, 2, 3, 5)] == [False, True, True, True]
-    assert (line.last, line.last_committed, line.ahead(3), line.num_ahead(3)) == (5, 5, [4, 5], 2)
+    assert (line.last, line.last_committed, line.ahead(3), len(line.groups_ahead(3))) == (5, 5, [4, 5], 2)
     line.steps[6] = LineStep([])
     assert (line.last, line.last_committed) == (6, 5), "the last batch is out and not committed"
 

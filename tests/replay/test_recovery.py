@@ -356,7 +356,7 @@ def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
         (folder / "000001.seg").write_bytes(whole[:size])
         reader = JournalReader(folder)
         records = list(reader.records(cut=True))
-        writer = JournalWriter(folder, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+        writer = JournalWriter(folder, "run", fsync="never", after=reader)
         again = bare_service(config(placement__split="1:1"), journal=writer)
         again.restore(records, 5.0)
         writer.append("end", {"reason": "", "failed": False})
