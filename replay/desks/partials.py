@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from replay.desks.leases import INTERRUPTIONS, GroupId, Slot
-from replay.desks.validation import LOGPROB_SLACK, Bounds
+from replay.desks.validation import Bounds, id_problem, logprob_problem
 from replay.messages import Float32, Int32, Renew
 
 MAX_BYTES = 1024**3
@@ -81,13 +80,9 @@ class Partials:
         """`partials_refused`: reports of what cannot be; `partials_evicted`: groups thrown away for want of memory;
         `partials_too_old`: answers with a token older than the next lease allows; `partials_used` and
         `partial_tokens_used`: answers and tokens that leases were given."""
-        self._groups: dict[GroupId, list[_Answer]] = {}
-        self._bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = 0
         """Memory held, by count of tokens and answers."""
-        return self._bytes
+        self._groups: dict[GroupId, list[_Answer]] = {}
 
     def take(self, renew: Renew, held: Mapping[int, Slot], bounds: Bounds) -> list[str]:
         """Take in what a Renew tells.
@@ -103,8 +98,7 @@ class Partials:
         """
         problem = _shape_problem(renew)
         if problem is not None:
-            self.counters["partials_refused"] += 1
-            return [problem]
+            return [self._refuse(problem)]
         problems, start = [], 0
         for position, answer, before, count, finished in renew.progress:
             tokens = slice(start, start + count)
@@ -126,12 +120,12 @@ class Partials:
         `told.start` 0 begins the answer anew; else it is the number of tokens that are here already.
         """
         if not 0 <= told.answer < self.group_size:
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer} of {self.group_size}"
+            return self._refuse(f"answer {told.answer} of {self.group_size}")
         answer = (self._groups.get(group_id) or self._begin(group_id))[told.answer]
         if attempt < answer.attempt:
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer}: attempt {attempt} tells, and attempt {answer.attempt} has told before"
+            return self._refuse(
+                f"answer {told.answer}: attempt {attempt} tells, and attempt {answer.attempt} has told before"
+            )
         if attempt > answer.attempt:  # another server: it may be of an older version than the one before
             answer.attempt, answer.floor = attempt, 0
         if told.start == 0:
@@ -142,12 +136,15 @@ class Partials:
         problem = self._problem(answer, told, min_version, bounds)
         if problem is not None:
             self._clear(answer, broken=True)
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer}: {problem}"
+            return self._refuse(f"answer {told.answer}: {problem}")
         answer.add(told)
-        self._bytes += TOKEN_BYTES * told.token_ids.size
+        self.num_bytes += TOKEN_BYTES * told.token_ids.size
         self._make_room()
         return None
+
+    def _refuse(self, problem: str) -> str:
+        self.counters["partials_refused"] += 1
+        return problem
 
     def prefix(self, group_id: GroupId, min_version: int) -> dict[str, Any]:
         """The `prefix_*` fields of a Lease; empty when there is nothing to go on from.
@@ -156,7 +153,7 @@ class Partials:
         """
         answers = self._groups.get(group_id, [])
         for answer in answers:
-            if answer.versions and int(_numpy(answer.versions, np.int32).min()) < min_version:
+            if answer.versions and min(answer.versions) < min_version:
                 self._clear(answer, broken=True)
                 self.counters["partials_too_old"] += 1
         used = [answer for answer in answers if answer.token_ids]
@@ -167,9 +164,10 @@ class Partials:
         return {
             "prefix_finished": [FINISHED[answer.finished] for answer in answers],
             "prefix_lengths": np.array([len(answer.token_ids) for answer in answers], np.int32),
-            "prefix_token_ids": np.concatenate([_numpy(answer.token_ids, np.int32) for answer in answers]),
-            "prefix_logprobs": np.concatenate([_numpy(answer.logprobs, np.float32) for answer in answers]),
-            "prefix_versions": np.concatenate([_numpy(answer.versions, np.int32) for answer in answers]),
+            # concatenate copies: an array of which there is a view cannot grow
+            "prefix_token_ids": np.concatenate([np.asarray(answer.token_ids, np.int32) for answer in answers]),
+            "prefix_logprobs": np.concatenate([np.asarray(answer.logprobs, np.float32) for answer in answers]),
+            "prefix_versions": np.concatenate([np.asarray(answer.versions, np.int32) for answer in answers]),
         }
 
     def released(self, group_id: GroupId, reason: str) -> None:
@@ -180,36 +178,32 @@ class Partials:
     def forget(self, group_id: GroupId) -> None:
         """The group is here, or will never be trained. Unknown ones are ignored."""
         answers = self._groups.pop(group_id, [])
-        self._bytes -= sum(ANSWER_BYTES + TOKEN_BYTES * len(answer.token_ids) for answer in answers)
+        self.num_bytes -= sum(ANSWER_BYTES + TOKEN_BYTES * len(answer.token_ids) for answer in answers)
 
     def forget_newer(self, version: int) -> int:
         """Forget answers with a token newer than `version`; how many.
 
         For a learner that goes on from `version`: it makes the versions above anew, perhaps not the same.
         """
-        newer = [
-            answer
-            for answers in self._groups.values()
-            for answer in answers
-            if answer.versions and int(_numpy(answer.versions, np.int32).max()) > version
-        ]
+        known = [answer for answers in self._groups.values() for answer in answers if answer.versions]
+        newer = [answer for answer in known if max(answer.versions) > version]
         for answer in newer:
             self._clear(answer, broken=True)
         return len(newer)
 
     def _begin(self, group_id: GroupId) -> list[_Answer]:
         answers = self._groups[group_id] = [_Answer() for _ in range(self.group_size)]
-        self._bytes += ANSWER_BYTES * self.group_size
+        self.num_bytes += ANSWER_BYTES * self.group_size
         return answers
 
     def _clear(self, answer: _Answer, *, broken: bool) -> None:
-        self._bytes -= TOKEN_BYTES * len(answer.token_ids)
+        self.num_bytes -= TOKEN_BYTES * len(answer.token_ids)
         answer.clear(broken=broken)
 
     def _make_room(self) -> None:
         """Throw away the tokens of the oldest groups; the groups stay known, so that what follows is passed over."""
         for answers in self._groups.values():
-            if self._bytes <= self.max_bytes:
+            if self.num_bytes <= self.max_bytes:
                 return
             if any(answer.token_ids for answer in answers):
                 for answer in answers:
@@ -231,7 +225,8 @@ class Partials:
             return "it has ended without a token"
         if not told.token_ids.size:
             return None
-        return _value_problem(told, bounds.vocab_size) or _version_problem(told, answer.floor, min_version, bounds)
+        problem = id_problem(told.token_ids, bounds.vocab_size) or logprob_problem(told.logprobs)
+        return problem or _version_problem(told, answer.floor, min_version, bounds)
 
 
 def _shape_problem(renew: Renew) -> str | None:
@@ -245,19 +240,6 @@ def _shape_problem(renew: Renew) -> str | None:
     return None
 
 
-def _value_problem(told: Told, vocab_size: int | None) -> str | None:
-    low, high = int(told.token_ids.min()), int(told.token_ids.max())
-    if low < 0:
-        return f"token id {low}"
-    if vocab_size is not None and high >= vocab_size:
-        return f"token id {high} of a vocabulary of {vocab_size}"
-    if not np.isfinite(told.logprobs).all():
-        return "a logprob that is not finite"
-    if float(told.logprobs.max()) > LOGPROB_SLACK:
-        return f"a positive logprob ({float(told.logprobs.max()):.3g})"
-    return None
-
-
 def _version_problem(told: Told, floor: int, min_version: int, bounds: Bounds) -> str | None:
     oldest, newest = int(told.versions.min()), int(told.versions.max())
     if oldest < min_version:
@@ -267,8 +249,3 @@ def _version_problem(told: Told, floor: int, min_version: int, bounds: Bounds) -
     if int(told.versions[0]) < floor or (np.diff(told.versions) < 0).any():
         return "a token of an older version than the one before"
     return None
-
-
-def _numpy(numbers: "array[Any]", dtype: type[np.generic]) -> NDArray[Any]:
-    """A copy: an array of which there is a view cannot grow."""
-    return np.array(numbers, dtype=dtype)

@@ -290,7 +290,7 @@ def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
 
 def test_a_journal_of_another_dataset_or_run_is_refused():
     made = busy()
-    with pytest.raises(JournalError, match=r"data\.train: .*dataset of rows 40, now it is 39"):
+    with pytest.raises(JournalError, match=r"data\.train \(number of rows\): .* with 40, now it is 39"):
         restarted(made, num_rows=39)
     with pytest.raises(JournalError, match=r"rollout\.groups_per_step: .*written with 4, now it is 5"):
         restarted(made, rollout__groups_per_step=5)
