@@ -12,6 +12,7 @@ from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.journal.snapshot import group_id_of, take_over
+from replay.prompts.source import SETTINGS
 from replay.run import Run
 
 
@@ -57,10 +58,7 @@ def boot_fields(config: Config, source: dict[str, Any], pid: int) -> dict[str, A
 KEPT = (
     ("run", "groups_per_step", "rollout.groups_per_step"),
     ("run", "group_size", "rollout.group_size"),
-    ("run", "seed", "run.seed"),
-    ("source", "rows", "data.train (number of rows)"),
-    ("source", "fingerprint", "data.train (hash of the contents)"),
-    ("source", "shuffle", "data.shuffle"),
+    *(("source", name, key) for name, key in SETTINGS.items()),
 )
 """What of a `boot` record must not change, and how the user calls it."""
 
