@@ -56,7 +56,7 @@ def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
 
     Args:
         role: as Hello says.
-        sender: name of the key, from Envelope.sender; empty where the run has no keys, and then nothing is known.
+        sender: name of the key; empty where the run has no keys, and then nothing is known.
         nodes: other keys that this role is for.
     """
     if not sender or sender == LEARNER or sender in nodes or role not in ONLY_LEARNER:
@@ -83,11 +83,7 @@ class Window:
         self._seen = 0  # bit n: number _highest - n has come
 
     def take(self, number: int) -> None:
-        """Note the number of a message that was found to be whole.
-
-        Raises:
-            DuplicateMessage: it came before, or is older than the window.
-        """
+        """Note the number of a whole message. Raises DuplicateMessage: it came before, or is older than the window."""
         ahead = number - self._highest
         if self._highest < 0 or ahead >= WINDOW:
             self._highest, self._seen = number, 1
@@ -122,11 +118,7 @@ class Admission:
         return len(self._peers)
 
     def bind(self, identity: str, user: str) -> Peer:
-        """The peer behind an identity, which is that of the first sender who used it.
-
-        Raises:
-            NotAdmitted: it is another's.
-        """
+        """The peer behind an identity, which belongs to its first sender. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
         peer = self._peers.get(identity)
         if peer is None:
@@ -147,11 +139,7 @@ class Admission:
 
 
 def identity_of(frame: bytes) -> str:
-    """The identity as text; replay prints it and answers to it.
-
-    Raises:
-        WireError: it is not UTF-8, not printable, or too long.
-    """
+    """The identity as text, which is printed and answered to. Raises WireError: not UTF-8, not printable, too long."""
     try:
         identity = frame.decode("utf-8")
     except UnicodeDecodeError:
@@ -171,17 +159,13 @@ class Arrivals:
 
     def __init__(self, accepted: Registry, max_message_bytes: int, roster: Roster | None) -> None:
         """`roster` is the gate's; None without keys."""
-        self._accepted = accepted
-        self._max_message_bytes = max_message_bytes
-        self._roster = roster
+        self._accepted, self._max_message_bytes, self._roster = accepted, max_message_bytes, roster
         self._admission = Admission()
 
     def take(self, parts: Sequence[zmq.Frame], run_id: str | None) -> tuple[str, Envelope | WireError]:
-        """(identity, message) of received frames, the identity's first; what is wrong comes as its error.
+        """(identity, message) of what recv_multipart(copy=False) gave; what is wrong comes as its error.
 
-        Args:
-            parts: from recv_multipart(copy=False).
-            run_id: a message must carry it, or none; None lets all pass.
+        A message must carry `run_id`, or none; None lets all pass.
         """
         identity = ""
         try:
@@ -230,9 +214,10 @@ def _cut(part: zmq.Frame) -> None:
     with contextlib.suppress(OSError):  # it is closed already, or is no connection any more
         copy = socket.socket(fileno=os.dup(number))
         with copy:
-            if copy.type == socket.SOCK_STREAM and _is_peer(copy, str(part.get("Peer-Address"))):
+            peer = str(part.get("Peer-Address"))
+            if copy.type == socket.SOCK_STREAM and _plain(str(copy.getpeername()[0])) == _plain(peer):
                 copy.shutdown(socket.SHUT_RDWR)
 
 
-def _is_peer(connection: socket.socket, address: str) -> bool:
-    return str(connection.getpeername()[0]).removeprefix("::ffff:") == address.removeprefix("::ffff:")
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")

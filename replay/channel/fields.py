@@ -74,18 +74,13 @@ def _check(hint: Any) -> Check:
         return lambda value: any(fits(value) for fits in options)
     if origin is typing.Literal:
         return lambda value: type(value) is str and value in arguments
-    if origin is list:
-        return _check_list(*arguments)
-    if origin is dict:
-        key, item = (_check_items(argument) for argument in arguments)
+    if origin in (list, dict):
+        key, item = (_check_items(arguments[0]), _check_items(arguments[-1]))
+        if origin is list:
+            return lambda value: type(value) is list and item(value)
         return lambda value: type(value) is dict and key(value) and item(value.values())
     allowed = _types(hint)
     return lambda value: type(value) in allowed
-
-
-def _check_list(item: Any) -> Check:
-    items = _check_items(item)
-    return lambda value: type(value) is list and items(value)
 
 
 def _check_items(hint: Any) -> Check:

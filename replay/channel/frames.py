@@ -111,7 +111,7 @@ def decode(
         frames: as they came.
         accepted: the kinds that this side takes.
         sender: for the envelope.
-        oldest_schema: what a journal may hold beside the present one; peers must speak that.
+        oldest_schema: that a journal may hold; peers must speak the present one.
 
     Raises:
         WireError: anything about the frames is not as the schema says.
@@ -148,8 +148,7 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
         raise WireError(f"header is a {type(header).__name__}, not a map")
     schema = header.get("schema")
     if type(schema) is not int or not oldest_schema <= schema <= SCHEMA_VERSION:
-        said = shown(schema)
-        raise WireError(f"schema version {said}, this side speaks {SCHEMA_VERSION}; update the older side")
+        raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}; update the older side")
     if header.keys() != HEADER.keys():
         raise WireError(f"header does not have the keys {', '.join(HEADER)}")
     for key, kind in HEADER.items():

@@ -46,11 +46,7 @@ class Limits:
 
 
 def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = None) -> None:
-    """Options that every socket of ours has.
-
-    Raises:
-        KeysError: a ROUTER, and the keys are not those of a node that serves.
-    """
+    """Options that every socket of ours has. Raises KeysError: a ROUTER, and the keys are not those of a server."""
     for option, value in OPTIONS.items():
         socket.setsockopt(option, value)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
@@ -66,7 +62,7 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
     """Bind and return `tcp://host:port`; port 0 takes a free one.
 
     Raises:
-        KeysError: the host leaves the loopback interface, the socket has no keys, and `insecure` does not allow it.
+        KeysError: the host leaves the loopback interface without keys, and `insecure` does not allow it.
         ChannelError: the port is taken or the host is not an address of this machine.
     """
     if not (is_loopback(host) or insecure or socket.getsockopt(zmq.MECHANISM) == zmq.CURVE):
@@ -101,8 +97,7 @@ class _Peer:
         *,
         keys: Keys | None = None,
     ) -> None:
-        self.address = address
-        self.identity = identity
+        self.address, self.identity = address, identity
         self.run_id = ""
         """Of the first message that comes; from then on no other is accepted."""
         self.last_heard = time.monotonic()
@@ -147,9 +142,7 @@ class Dealer(_Peer):
     def poll(self, timeout_s: float) -> Envelope | None:
         """The next message within `timeout_s` seconds, or None.
 
-        Raises:
-            WireError: it is corrupt.
-            ChannelError: the peer refuses this one (keys).
+        Raises WireError when it is corrupt, ChannelError when the peer refuses this one (keys).
         """
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(_look_ms(deadline)):
@@ -182,14 +175,7 @@ class AsyncDealer(_Peer):
             await self._socket.poll(int(LOOK_S * 1000), zmq.POLLOUT)
 
     async def receive(self, timeout_s: float) -> Envelope | None:
-        """The next message within `timeout_s` seconds, or None.
-
-        Polls first and then reads without waiting: a receive that is cancelled may lose its message.
-
-        Raises:
-            WireError: it is corrupt.
-            ChannelError: the peer refuses this one (keys).
-        """
+        """As `Dealer.poll`. Polls first, then reads: a receive that is cancelled may lose its message."""
         deadline = time.monotonic() + timeout_s
         while not await self._socket.poll(_look_ms(deadline)):
             self._handshake.check()
@@ -222,8 +208,7 @@ class AsyncRouter:
             configure(self._socket, limits, keys)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
-            roster = self._gate.roster if self._gate is not None else None
-            self._arrivals = Arrivals(accepted, limits.max_message_bytes, roster)
+            self._arrivals = Arrivals(accepted, limits.max_message_bytes, self._gate.roster if self._gate else None)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()
@@ -252,10 +237,9 @@ class AsyncRouter:
         return bool(await self._socket.poll(int(timeout_s * 1000)))
 
     async def receive(self) -> tuple[str, Envelope | WireError] | None:
-        """The next (identity, message), or None when there is none now. Never waits.
+        """The next (identity, message), or None when there is none now; a refused message comes as its WireError.
 
-        Waiting and reading are apart because a receive that is cancelled (by a timeout, say) may lose its
-        message. A message that is refused comes as its WireError: the hub must go on.
+        Never waits (see `wait`): a receive that is cancelled, by a timeout say, may lose its message.
         """
         try:
             parts = await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)

@@ -13,6 +13,7 @@ resumed learner takes again (replay/desks/line.py) come before all of them.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +29,7 @@ class GroupBuffer:
     """All admitted groups in order of admission, the line of policies, and the batch in training."""
 
     def __init__(self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0) -> None:
-        self.groups_per_step = groups_per_step
-        self.async_lag = async_lag
-        self.on_stale = on_stale
+        self.groups_per_step, self.async_lag, self.on_stale = groups_per_step, async_lag, on_stale
         self.version = version
         """Last committed policy version."""
         self.slots: dict[GroupId, Slot] = {}
@@ -92,12 +91,8 @@ class GroupBuffer:
 
     def oldest_missing(self) -> Slot | None:
         """The slot that the next batch waits for, if it waits for one in particular."""
-        for ready, slot in enumerate(self.slots.values(), start=1):
-            if slot.state is not SlotState.BUFFERED:
-                return slot
-            if ready == self.groups_per_step:
-                return None
-        return None
+        first = islice(self.slots.values(), self.groups_per_step)
+        return next((slot for slot in first if slot.state is not SlotState.BUFFERED), None)
 
     def commit(self, step: int, digest: str) -> None:
         """Step `step` is in the weights: the room of its groups is free."""

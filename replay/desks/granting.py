@@ -54,10 +54,14 @@ class Granting:
 
     def server_lost(self, identity: str) -> int:
         """Take back the leases of a server that is lost; how many there were."""
-        held = list(Leases.held_by(self.buffer.slots.values(), identity))
+        held = self.held_by(identity)
         for slot in held:
             self.release(slot, "server_lost", identity)
         return len(held)
+
+    def held_by(self, identity: str) -> list[Slot]:
+        """The leases of one server."""
+        return [s for s in self.buffer.slots.values() if s.state is SlotState.LEASED and s.server == identity]
 
     def grant(self, now: float) -> None:
         """Hand out what servers have room for: the oldest admitted first, to the least loaded server."""
@@ -94,7 +98,7 @@ class Granting:
 
     def off_line(self, peer: Peer) -> None:
         """A server holds a policy that is not on the line: what it has begun does not count."""
-        for slot in list(Leases.held_by(self.buffer.slots.values(), peer.identity)):
+        for slot in self.held_by(peer.identity):
             self.recall(slot)
 
     def recall(self, slot: Slot) -> None:
@@ -173,8 +177,7 @@ class Granting:
 
     def _lease(self, slot: Slot) -> m.Lease:
         pass_, index = slot.group_id
-        partials = self.run.partials
-        prefix = partials.prefix(slot.group_id, slot.min_version) if partials is not None else {}
+        prefix = self.run.partials.prefix(slot.group_id, slot.min_version) if self.run.partials is not None else {}
         return m.Lease(
             pass_=pass_,
             index=index,

@@ -35,13 +35,7 @@ class Intake:
         self._fail = fail
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
-        """Take a finished group in.
-
-        Args:
-            peer: its sender.
-            group: the message.
-            frames: the message as it came, for the journal; encoded again where they are not at hand.
-        """
+        """Take a finished group in; `frames` are the message as it came, for the journal."""
         run, slot = self.run, self.run.buffer.slots.get((group.pass_, group.index))
         if slot is None:
             self._ack(peer, group, "superseded", "this group is finished")
@@ -59,9 +53,7 @@ class Intake:
     def failed(self, peer: Peer, cancel: m.Cancel) -> None:
         """A server gives a lease up; too many reward errors end the run."""
         slot = self.run.buffer.slots.get((cancel.pass_, cancel.index))
-        if slot is None or slot.state is not SlotState.LEASED or slot.server != peer.identity:
-            return
-        if slot.attempt != cancel.attempt:
+        if slot is None or not self._holds(peer, slot, cancel.attempt):
             return
         self.granting.bounded.warning(
             cancel.reason if cancel.reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
@@ -87,8 +79,12 @@ class Intake:
             "rejected", "replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem
         )
         self._ack(peer, group, "rejected", problem)
-        if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
+        if self._holds(peer, slot, group.attempt):
             self.granting.release(slot, "rejected", problem)
+
+    @staticmethod
+    def _holds(peer: Peer, slot: Slot, attempt: int) -> bool:
+        return slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, attempt)
 
     def _judge(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
         """Accept the group if its policies are on the line; one without a commit yet is passed over."""

@@ -51,10 +51,7 @@ class Policies:
     def is_unproven(self, policy: Policy, *, version: int, last_committed: int) -> bool:
         """Whether no commit has named the digest of this policy: its publication may overtake its commit.
 
-        Args:
-            policy: that tokens are of.
-            version: last committed one of the present learner.
-            last_committed: last one that any incarnation has committed.
+        `version` is the last that the present learner has committed, `last_committed` that any incarnation has.
         """
         of_the_present = policy.incarnation == self.incarnation or policy.version > last_committed
         return policy.version > version and of_the_present

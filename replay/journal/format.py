@@ -9,6 +9,7 @@
 Numbers count the records of the whole journal from 1, so that a missing one shows.
 """
 
+import itertools
 import re
 import struct
 import zlib
@@ -97,13 +98,10 @@ def scan(file: BinaryIO, segment: int) -> Iterator[Record | int]:
     rest is torn or damaged."""
     size = file.seek(0, 2)
     offset = 0
-    while True:
-        record = read_record(file, segment, offset, size)
-        if record is None:
-            yield offset
-            return
+    while (record := read_record(file, segment, offset, size)) is not None:
         yield record
         offset = record.location.end
+    yield offset
 
 
 def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
@@ -111,7 +109,9 @@ def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record 
     record = read_meta(file, segment, offset, size)
     if record is None or record.location.end > size:
         return None
-    return record if _is_whole(read_frames(file, record.location)) else None
+    frames = read_frames(file, record.location)
+    whole = not frames or bytes(frames[0][-CRC_BYTES:]) == checksum(frames[0][:-CRC_BYTES], frames[1:])
+    return record if whole else None
 
 
 def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
@@ -131,7 +131,7 @@ def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | 
         kind, number, fields, sizes = msgpack.unpackb(meta, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException):  # bytes of a frame that look like a record
         return None
-    if not (type(kind) is str and type(number) is int and type(fields) is dict and type(sizes) is list):
+    if [type(value) for value in (kind, number, fields, sizes)] != [str, int, dict, list]:
         return None
     if not all(type(frame_size) is int and frame_size >= 0 for frame_size in sizes):
         return None
@@ -142,12 +142,5 @@ def read_frames(file: BinaryIO, location: Location) -> list[memoryview]:
     """Frames of a record."""
     file.seek(location.offset)
     data = memoryview(file.read(location.end - location.offset))
-    frames, start = [], 0
-    for size in location.sizes:
-        frames.append(data[start : start + size])
-        start += size
-    return frames
-
-
-def _is_whole(frames: Sequence[memoryview]) -> bool:
-    return not frames or bytes(frames[0][-CRC_BYTES:]) == checksum(frames[0][:-CRC_BYTES], frames[1:])
+    ends = itertools.accumulate(location.sizes)
+    return [data[end - size : end] for size, end in zip(location.sizes, ends, strict=True)]
