@@ -15,7 +15,6 @@ class BoundedLog:
         self._counts: Counter[str] = Counter()
 
     def warning(self, kind: str, text: str, *values: object) -> None:
-        """Log one line of a kind, with its number once lines are left out."""
         self._counts[kind] += 1
         count = self._counts[kind]
         if count <= LOUD:

@@ -109,7 +109,6 @@ def stop_token_ids(path: str) -> tuple[int, ...]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises FingerprintError."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError as error:

@@ -239,7 +239,6 @@ def _carry_out(args: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     args = _parse(arguments)
     try:
         sys.stdout.write(_carry_out(args) + "\n")

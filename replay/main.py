@@ -114,7 +114,6 @@ def go_on(service: Service, records: list[Record]) -> None:
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m replay.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--run-id", default=None, help="identifies the run on the wire (default: name and pid)")

@@ -30,17 +30,14 @@ class Peer:
 
     @property
     def policy(self) -> Policy:
-        """That it serves."""
         return Policy(self.incarnation, self.version)
 
     @property
     def name(self) -> str:
-        """Name for logs and the live view."""
         return self.hello.name
 
     @property
     def role(self) -> Role:
-        """What kind of process this is."""
         return self.hello.role
 
     def may_send(self, message: Message) -> bool:
@@ -56,8 +53,6 @@ class Peer:
 
 
 class Peers:
-    """All connected peers by identity."""
-
     def __init__(self, expected: Mapping[str, str]) -> None:
         self.expected = expected
         """The run's fingerprint, which every rollout server and learner rank must have."""
@@ -66,7 +61,6 @@ class Peers:
         """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
 
     def send(self, identity: str, message: Message) -> None:
-        """Put a message into the outbox."""
         self.outbox.append((identity, message))
 
     def to_rank(self, rank: int, message: Message) -> None:
@@ -76,7 +70,6 @@ class Peers:
             self.send(peer.identity, message)
 
     def to_servers(self, message: Message) -> None:
-        """Send to every rollout server."""
         for peer in self.role("rollout_server"):
             self.send(peer.identity, message)
 
@@ -89,15 +82,12 @@ class Peers:
         return peer
 
     def remove(self, identity: str) -> Peer | None:
-        """Forget a peer."""
         return self.by_identity.pop(identity, None)
 
     def get(self, identity: str) -> Peer | None:
-        """The peer behind a socket identity."""
         return self.by_identity.get(identity)
 
     def role(self, role: Role) -> list[Peer]:
-        """All peers of a role."""
         return [peer for peer in self.by_identity.values() if peer.role == role]
 
     def others_of_rank(self, rank: int, identity: str) -> list[Peer]:
@@ -105,11 +95,9 @@ class Peers:
         return [p for p in self.role("learner") if p.hello.rank == rank and p.identity != identity]
 
     def rank(self, rank: int) -> Peer | None:
-        """The learner rank, if it is connected."""
         return next((p for p in self.role("learner") if p.hello.rank == rank), None)
 
     def silent(self, now: float, silent_after_s: float) -> list[Peer]:
-        """Rollout servers that were not heard for too long."""
         return [p for p in self.role("rollout_server") if now - p.last_heard > silent_after_s]
 
     def disagreement(self, hello: Hello) -> str | None:

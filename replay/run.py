@@ -58,11 +58,9 @@ class Run:
         )
 
     def upcoming(self) -> GroupId:
-        """The prompt that is admitted next."""
         return self.again[0] if self.again else self.source.peek()
 
     def next_prompt(self) -> tuple[GroupId, dict[str, Any]]:
-        """Take the prompt that is admitted next."""
         if self.again:
             group_id = self.again.popleft()
             return group_id, self.source.row(group_id[1])
@@ -84,7 +82,6 @@ class Run:
         self.again = again
 
     def load_group(self, location: Location) -> Group:
-        """A group from the journal."""
         group = self.journal.read(location)
         assert isinstance(group, Group)
         return group

@@ -110,7 +110,6 @@ class Service:
 
     @property
     def incarnation(self) -> int:
-        """Starts of the learner so far."""
         return self.run.policies.incarnation
 
     def restore(self, records: Iterable[Record], now: float) -> int:

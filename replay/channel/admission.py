@@ -134,7 +134,6 @@ class Admission:
         return peer
 
     def get(self, identity: str) -> Peer | None:
-        """The peer behind an identity; None for an unknown one."""
         return self._peers.get(identity)
 
 

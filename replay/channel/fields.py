@@ -22,8 +22,6 @@ Check = Callable[[Any], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message that travels in the header."""
-
     name: str
     hint: Any
     required: bool
@@ -31,7 +29,6 @@ class Field:
 
 
 def fields_of(kind: type[Any], arrays: typing.Container[str]) -> tuple[Field, ...]:
-    """The fields of a dataclass without its arrays."""
     hints = typing.get_type_hints(kind)
     return tuple(
         Field(

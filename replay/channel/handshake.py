@@ -56,7 +56,6 @@ class Monitor:
         self._watched.disable_monitor()
 
     def close(self) -> None:
-        """Detach and close."""
         self.detach()
         self.socket.close()
 
@@ -130,5 +129,4 @@ class HandshakeWatch:
             )
 
     def close(self) -> None:
-        """Close; before the watched socket."""
         self._monitor.close()

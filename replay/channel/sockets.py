@@ -40,8 +40,6 @@ LOOK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that a socket enforces."""
-
     max_message_bytes: int = 256 * 1024 * 1024
 
 

@@ -16,8 +16,6 @@ from replay.run import Run
 
 
 class BatchDesk:
-    """Takes, batches and commits."""
-
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
         self.takes: dict[int, set[int]] = {}

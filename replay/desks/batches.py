@@ -59,7 +59,6 @@ def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assig
 def build(
     step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
 ) -> list[Batch]:
-    """One Batch per rank."""
     sizes = [g.lengths.size for g in groups]
     lengths = np.concatenate([g.lengths for g in groups])
     prompt_lengths = np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes)

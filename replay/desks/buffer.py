@@ -41,7 +41,6 @@ class GroupBuffer:
 
     @property
     def max_groups(self) -> int:
-        """The admission bound."""
         return (self.async_lag + 1) * self.groups_per_step
 
     @property
@@ -119,7 +118,6 @@ class GroupBuffer:
             slot.min_version = max(slot.min_version, self._min_version_at(position))
 
     def count(self, state: SlotState) -> int:
-        """Number of groups in a state."""
         if state is SlotState.TAKEN:
             return self.taken
         return sum(slot.state is state for slot in self.slots.values())

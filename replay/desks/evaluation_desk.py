@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationDesk:
-    """Requests, assignments and results of evaluations."""
-
     def __init__(self, run: Run, peers: Peers, rows: Sequence[dict[str, Any]]) -> None:
         self.run, self.board, self.peers = run, run.board, peers
         self.rows = list(rows[: run.config.evaluation.num_prompts])
@@ -72,7 +70,6 @@ class EvaluationDesk:
                 self.peers.send(server, lease)
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
-        """A part of an evaluation is done."""
         version, problem = result.version, problem_with_evaluation(result, len(self.rows))
         if problem is not None:
             log.warning("replay: evaluation of version %d by %r rejected: %s [corrupt]", version, peer.name, problem)
@@ -95,7 +92,6 @@ class EvaluationDesk:
         self._failed_at(peer, message.version)
 
     def expire(self, now: float) -> None:
-        """Give up what took too long."""
         for version, reason in self.board.overdue(now):
             log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)
             self._close(version, reason)

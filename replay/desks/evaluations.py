@@ -60,7 +60,6 @@ class EvaluationBoard:
         return server if evaluation.tried.count(server) < MAX_TRIES else None
 
     def begin(self, version: int, server: str) -> None:
-        """A server runs what is open of this version."""
         evaluation = self.open.get(version)
         if evaluation is not None:
             evaluation.server = server
@@ -72,7 +71,6 @@ class EvaluationBoard:
         return evaluation is not None and server in evaluation.tried and greedy in evaluation.open_modes
 
     def done(self, version: int, greedy: bool, place: Location) -> None:
-        """A part is in the journal."""
         evaluation = self.open.get(version)
         if evaluation is not None and greedy in evaluation.open_modes:
             evaluation.open_modes.remove(greedy)

@@ -60,7 +60,6 @@ class Granting:
         return len(held)
 
     def held_by(self, identity: str) -> list[Slot]:
-        """The leases of one server."""
         return [s for s in self.buffer.slots.values() if s.state is SlotState.LEASED and s.server == identity]
 
     def grant(self, now: float) -> None:
@@ -157,7 +156,6 @@ class Granting:
             record(self.run, "stale", fields)
 
     def cancel(self, slot: Slot, identity: str, reason: str) -> None:
-        """Tell a server to stop working on a lease."""
         pass_, index = slot.group_id
         self.peers.send(identity, m.Cancel(pass_=pass_, index=index, attempt=slot.attempt, reason=reason))
 

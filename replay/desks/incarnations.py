@@ -45,12 +45,10 @@ class Incarnations:
 
     @property
     def number(self) -> int:
-        """Starts of the learner so far."""
         return self.run.policies.incarnation
 
     @property
     def learner_is_here(self) -> bool:
-        """Whether rank 0 is connected."""
         return self.peers.rank(0) is not None
 
     def hello(self, identity: str, hello: m.Hello) -> str | None:

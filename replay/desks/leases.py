@@ -111,7 +111,6 @@ class Leases:
 
     @staticmethod
     def expired(slots: Iterable[Slot], now: float) -> Iterator[Slot]:
-        """Leases whose deadline has passed."""
         return (slot for slot in slots if slot.state is SlotState.LEASED and slot.deadline <= now)
 
 

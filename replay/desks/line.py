@@ -42,7 +42,6 @@ class Line:
 
     @property
     def last(self) -> int:
-        """The last step here; 0 for none."""
         return max(self.steps, default=0)
 
     @property
@@ -51,7 +50,6 @@ class Line:
         return max((step for step, made in self.steps.items() if made.digest), default=0)
 
     def digest(self, version: int) -> str:
-        """Digest of a version; empty when it is not known."""
         if self.initial is not None and self.initial[0] == version:
             return self.initial[1]
         made = self.steps.get(version)
@@ -65,7 +63,6 @@ class Line:
             self.initial = (version, digest)
 
     def ahead(self, version: int) -> list[int]:
-        """Steps after `version`, in order."""
         return sorted(step for step in self.steps if step > version)
 
     def groups_ahead(self, version: int) -> list[Taken]:

@@ -18,7 +18,6 @@ class Lost(NamedTuple):
     version: int
 
     def covers(self, policy: Policy) -> bool:
-        """Whether this policy is one of them."""
         return self.first <= policy.incarnation <= self.last and policy.version >= self.version
 
 
@@ -45,7 +44,6 @@ class Policies:
         self.lost = [*others, Lost(first, last, version)]
 
     def is_lost(self, policy: Policy) -> bool:
-        """Whether this policy is off the surviving line."""
         return any(lost.covers(policy) for lost in self.lost)
 
     def is_unproven(self, policy: Policy, *, version: int, last_committed: int) -> bool:

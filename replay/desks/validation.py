@@ -83,7 +83,6 @@ def id_problem(token_ids: Int32, vocab_size: int | None) -> str | None:
 
 
 def logprob_problem(logprobs: Float32) -> str | None:
-    """What is wrong with behaviour logprobs, or None."""
     if not logprobs.size:
         return None
     lowest, highest = float(logprobs.min()), float(logprobs.max())  # both are NaN where one token's is
@@ -104,7 +103,6 @@ def _version_problem(group: Group, slot: Slot, config: Config, newest_version: i
 
 
 def problem_with_evaluation(result: EvaluationResult, num_prompts: int) -> str | None:
-    """What is wrong with an evaluation result, or None."""
     sizes = {result.rewards.size, result.lengths.size, len(result.texts), len(result.finish_reasons)}
     if sizes != {num_prompts}:
         return f"{sorted(sizes)} answers for {num_prompts} prompts"

@@ -225,5 +225,4 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
 
 
 def as_plain(groups: Iterable[GroupId]) -> list[list[int]]:
-    """Group ids as records have them."""
     return [list(group_id) for group_id in groups]

@@ -82,12 +82,10 @@ def pack(kind: str, number: int, fields: dict[str, Any], frames: Frames) -> byte
 
 
 def path_of(folder: Path, segment: int) -> Path:
-    """File of a segment."""
     return folder / f"{segment:06d}{SUFFIX}"
 
 
 def segments(folder: Path) -> list[int]:
-    """Numbers of the files of a journal, in order."""
     if not folder.is_dir():
         return []
     return sorted(int(p.stem) for p in folder.iterdir() if re.fullmatch(rf"\d{{6,}}{re.escape(SUFFIX)}", p.name))
@@ -139,7 +137,6 @@ def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | 
 
 
 def read_frames(file: BinaryIO, location: Location) -> list[memoryview]:
-    """Frames of a record."""
     file.seek(location.offset)
     data = memoryview(file.read(location.end - location.offset))
     ends = itertools.accumulate(location.sizes)

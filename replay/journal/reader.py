@@ -117,12 +117,10 @@ class JournalReader:
         return None
 
     def forget(self, first: int) -> None:
-        """Close files before number `first`."""
         for segment in [s for s in self._files if s < first]:
             self._files.pop(segment).close()
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._files.values():
             file.close()
         self._files.clear()

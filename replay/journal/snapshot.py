@@ -15,7 +15,6 @@ KEPT = ("min_version", "attempt", "server", "stale_retries", "failures", "interr
 
 
 def snapshot_of(run: Run) -> dict[str, Any]:
-    """The whole state, groups by their place in the journal."""
     buffer, board, policies = run.buffer, run.board, run.policies
     return {
         "version": buffer.version,
@@ -70,7 +69,6 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
 
 
 def line_from(line: Line, fields: dict[str, Any]) -> None:
-    """The line of policies of a snapshot."""
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
     for step, digest, taken in fields["line"]:
@@ -98,12 +96,10 @@ def _plain_taken(taken: Taken) -> list[Any]:
 
 
 def taken_of(plain: list[Any]) -> Taken:
-    """A group of a batch, as a snapshot has it."""
     group, attempt, min_version, location = plain
     return Taken(group_id_of(group), attempt, min_version, Location.of(location))
 
 
 def group_id_of(plain: list[int]) -> GroupId:
-    """A group id, as records have it."""
     pass_, index = plain
     return int(pass_), int(index)

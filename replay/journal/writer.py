@@ -251,7 +251,6 @@ class JournalWriter(Journal):
         return location
 
     def _begin(self) -> None:
-        """The first record of a file."""
         self._add("segment", {"format": FORMAT, "number": self._segment, "run_id": self._run_id}, ())
 
     def _open(self) -> None:
@@ -321,18 +320,9 @@ class JournalWriter(Journal):
         if self._fsync == "never" or self._synced == self._written:
             return
         try:
-            self._sync_up_to(self._written, self._file)
+            self._sync_a_copy()
         except OSError as error:
             raise _error(error, path_of(self.folder, self._segment), "it cannot be synced") from error
-        self._synced = self._written
-
-    def _sync_up_to(self, written: int, file: int) -> None:
-        with self._syncing:  # one at a time: a file reports a failed sync once, and to one caller only
-            if self._sync_failed:
-                _write_again(file, self._synced, written)
-            self._sync_failed = True
-            os.fdatasync(file)
-            self._sync_failed = False
 
     def _sync_now_and_then(self) -> None:
         while not self._closed.is_set():
@@ -346,12 +336,16 @@ class JournalWriter(Journal):
             self._closed.wait(SYNC_S)
 
     def _sync_a_copy(self) -> None:
-        """Sync what is written by now; the writer goes on meanwhile, also in another file."""
+        """Sync what is written by now; the writer may go on meanwhile, also in another file."""
         with self._switch:
             segment, written, file = self._segment, self._written, os.dup(self._file)
         try:
-            if self._synced < written:
-                self._sync_up_to(written, file)
+            with self._syncing:  # one at a time: a file reports a failed sync once, and to one caller only
+                if self._sync_failed:
+                    _write_again(file, self._synced, written)
+                self._sync_failed = True
+                os.fdatasync(file)
+                self._sync_failed = False
         finally:
             os.close(file)
         with self._switch:

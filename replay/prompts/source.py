@@ -38,7 +38,6 @@ class PromptSource:
         self._pass, self._offset, self._order = 0, 0, self._order_of(0)
 
     def __len__(self) -> int:
-        """Rows in one pass."""
         return len(self.rows)
 
     def next(self) -> tuple[int, int, Row]:
@@ -109,7 +108,6 @@ class PromptSource:
 
 
 def _fingerprint(rows: Sequence[Row]) -> str:
-    """Hash of all rows in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(cast(bytes, msgpack.packb(row)))
