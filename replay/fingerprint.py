@@ -74,8 +74,7 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
 def resolve_chat_template(path: str, chat_template: str | None) -> str | None:
     """The Jinja text of the chat template in force: the given one (text or file), else the folder's own, else none.
 
-    Raises:
-        FingerprintError: `chat_template` is neither a file nor Jinja text, or the folder's own is broken.
+    Raises FingerprintError: `chat_template` is neither a file nor Jinja text, or the folder's own is broken.
     """
     if chat_template is not None:
         if "{%" in chat_template or "{{" in chat_template:

@@ -33,8 +33,7 @@ from pathlib import Path
 
 import zmq.auth
 
-from replay.channel.errors import KeysError
-from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, load_keys
+from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ENDS = (PUBLIC, OLD, SECRET)
@@ -47,8 +46,7 @@ class MakeError(RuntimeError):
 def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
     """Write a folder of new keys, whole or not at all.
 
-    Raises:
-        MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
+    Raises MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
     """
     names = [LEARNER, *clients]
     for name in clients:
@@ -64,9 +62,7 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
 def export(keys: Path, name: str, out: Path) -> None:
     """Write the folder of one other node: its own key pair and the server's public key.
 
-    Raises:
-        MakeError: there is no such client, or `out` exists.
-        KeysError: `keys` is not a folder of keys.
+    Raises MakeError: there is no such client, or `out` exists; KeysError: `keys` is not a folder of keys.
     """
     known = sorted(load_keys(keys).clients.values())
     if name not in known or not (keys / CLIENTS / (name + SECRET)).is_file():
@@ -97,8 +93,7 @@ def remove(keys: Path, name: str) -> None:
 def rotate(keys: Path, name: str) -> None:
     """A new pair. A client's old public key stays valid beside it; the server has one key at a time.
 
-    Raises:
-        MakeError: there is no such client, or its last rotation has not ended.
+    Raises MakeError: there is no such client, or its last rotation has not ended.
     """
     if name == SERVER:
         _check_serves(keys)

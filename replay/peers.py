@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from configs.schema import Config
 from replay.channel import Message
 from replay.channel.keys import SHARED
-from replay.desks.policies import Policy
+from replay.desks.line import Policy
 from replay.messages import FROM_RANK_0, FROM_SERVERS, Hello, Role
 
 

@@ -18,8 +18,7 @@ log = logging.getLogger(__name__)
 def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
     """Give a new run the whole line of policies of a journal.
 
-    Raises:
-        JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
+    Raises JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
     """
     whole_line(run, journal.records())
     line = run.buffer.line

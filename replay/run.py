@@ -7,8 +7,8 @@ from configs.schema import Config
 from replay.desks.buffer import GroupBuffer
 from replay.desks.evaluations import EvaluationBoard
 from replay.desks.leases import GroupId, Leases, SlotState
+from replay.desks.line import Policies
 from replay.desks.partials import Partials
-from replay.desks.policies import Policies
 from replay.journal import Journal, Location
 from replay.messages import Group, Welcome
 from replay.prompts import PromptSource

@@ -12,7 +12,6 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.bounded_log import BoundedLog
 from replay.channel import Message, WireError, may_be
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
@@ -24,6 +23,7 @@ from replay.journal import Journal, JournalError
 from replay.journal.apply import record, restore
 from replay.journal.format import Frames, Record
 from replay.journal.snapshot import snapshot_of
+from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers, learner_keys
 from replay.prompts import PromptSource
 from replay.run import Run
@@ -138,12 +138,7 @@ class Service:
     def receive(self, identity: str, message: Message, now: float, *, frames: Frames = (), sender: str = "") -> None:
         """Process one message without handing anything out: many of them cost one `advance`.
 
-        Args:
-            identity: of the peer's socket.
-            message: as decoded.
-            now: monotonic seconds.
-            frames: the message as it came, for the journal.
-            sender: name of the key that the peer has proven; empty without keys.
+        `frames` are the message as it came, for the journal; `sender` is the name of the key that the peer has proven.
         """
         if isinstance(message, m.Hello):
             self._hello(identity, message, now, sender)
@@ -177,9 +172,7 @@ class Service:
     def tick(self, now: float, *, late: bool = False) -> None:
         """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers.
 
-        Args:
-            now: monotonic seconds.
-            late: replay itself was away (stopped, swapped out): its peers' silence is then its own.
+        `late` says that replay itself was away (stopped, swapped out): its peers' silence is then its own.
         """
         self.granting.expire(now)
         if not late:
@@ -188,7 +181,6 @@ class Service:
             self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
-            self.evaluations.board.server_lost(identity)
             held = self.granting.server_lost(identity)
             log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
         self.evaluations.expire(now)
@@ -208,7 +200,6 @@ class Service:
         peer = self.peers.remove(identity)
         if peer is None:
             return
-        self.evaluations.board.server_lost(identity)
         held = self.granting.server_lost(identity)
         if peer.role == "rollout_server" and self.ended is None:
             self.counters["servers_lost"] += 1
@@ -314,7 +305,9 @@ class Service:
     # ---- peers ----------------------------------------------------------------------------------------
 
     def _hello(self, identity: str, hello: m.Hello, now: float, sender: str) -> None:
-        problem = self._may_be(hello, sender) or self.peers.disagreement(hello)
+        # Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes.
+        nodes = self.learner_nodes if hello.role == "learner" and hello.rank > 0 else ()
+        problem = may_be(hello.role, sender, nodes) or self.peers.disagreement(hello)
         known = self.peers.get(identity) is not None
         if problem is None and hello.role == "learner" and not known:
             problem = self.incarnations.hello(identity, hello)
@@ -332,11 +325,6 @@ class Service:
         self._send(identity, self.run.welcome())
         if hello.role == "rollout_server":
             self.evaluations.joined(peer)
-
-    def _may_be(self, hello: m.Hello, sender: str) -> str | None:
-        """Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes."""
-        above_0 = hello.role == "learner" and hello.rank > 0
-        return may_be(hello.role, sender, self.learner_nodes if above_0 else ())
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float, _: Frames) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))

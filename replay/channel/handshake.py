@@ -12,8 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from replay.channel.errors import ChannelError
-from replay.channel.keys import CLIENTS, PUBLIC, SERVER, Keys
+from replay.channel.keys import CLIENTS, PUBLIC, SERVER, ChannelError, Keys
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +72,8 @@ class HandshakeWatch:
         self._refusal = ""
 
     def check(self) -> None:
-        """Look at what has happened since the last call.
-
-        Raises:
-            ChannelError: the server refuses this client for good; ZeroMQ itself does not try again after most of
-                these, so every later call raises as well.
-        """
+        """Raises ChannelError when the server refuses this client for good, and again with every later call: ZeroMQ
+        itself does not try again after most refusals."""
         while (seen := self._monitor.read()) is not None:
             self._note(*seen)
         if self._refusal:

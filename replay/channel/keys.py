@@ -21,8 +21,6 @@ import zmq
 import zmq.auth
 from zmq.utils import z85
 
-from replay.channel.errors import KeysError
-
 SERVER = "server"
 CLIENTS = "clients"
 LEARNER = "learner"
@@ -34,6 +32,22 @@ OLD = ".key_old"
 """Public key that a client had before; admitted as well while it is there (`python -m replay.keys --rotate`)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
+
+
+class ChannelError(RuntimeError):
+    """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
+
+    def __init__(self, message: str, symptom: str) -> None:
+        super().__init__(f"{message} [{symptom}]")
+        self.symptom = symptom
+
+
+class KeysError(ChannelError):
+    """CURVE keys are missing, incomplete, broken or readable by others; the message names the file and a way out."""
+
+    def __init__(self, message: str) -> None:
+        RuntimeError.__init__(self, message)
+        self.symptom = "closed"
 
 
 @dataclass(frozen=True, slots=True)

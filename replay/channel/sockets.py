@@ -13,11 +13,10 @@ import zmq.asyncio
 
 from configs.schema import is_loopback
 from replay.channel.admission import Arrivals, contents, sequence_numbers
-from replay.channel.errors import ChannelError, KeysError
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
-from replay.channel.keys import Keys
+from replay.channel.keys import ChannelError, Keys, KeysError
 
 CURVE_BYTES = 64
 """At most what encryption adds to a frame."""
@@ -211,11 +210,6 @@ class AsyncRouter:
         except ChannelError:
             self.close()
             raise
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Handshakes that the keys refused, by reason; empty without keys."""
-        return dict(self._gate.refused) if self._gate is not None else {}
 
     async def send(self, identity: str, message: Message) -> bool:
         """Queue a message to one peer; False when it has no connection, a full queue, or a key that was removed."""

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from replay import messages as m
-from replay.bounded_log import BoundedLog
 from replay.desks.buffer import drops
 from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.desks.validation import Bounds
 from replay.journal.apply import record
+from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers
 from replay.prompts import stream_seed
 from replay.run import Run
@@ -53,7 +53,8 @@ class Granting:
             self.release(slot, "expired", f"not renewed by {who}")
 
     def server_lost(self, identity: str) -> int:
-        """Take back the leases of a server that is lost; how many there were."""
+        """A server is lost: its evaluations and leases are free for others; how many leases there were."""
+        self.run.board.server_lost(identity)
         held = self.held_by(identity)
         for slot in held:
             self.release(slot, "server_lost", identity)

@@ -11,7 +11,7 @@ from replay import messages as m
 from replay.channel.frames import encode
 from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import Slot, SlotState
-from replay.desks.policies import Policy
+from replay.desks.line import Policy
 from replay.desks.validation import Bounds, problem_with
 from replay.journal.apply import record
 from replay.journal.format import Frames

@@ -24,11 +24,7 @@ def record(run: Run, kind: str, fields: dict[str, Any], frames: Frames = (), *, 
 
 
 def restore(run: Run, records: Iterable[Record], now: float) -> int:
-    """Bring a new run to where its journal ends; how many records there were.
-
-    Raises:
-        JournalError: the journal is of a run with other settings or another dataset.
-    """
+    """Bring a new run to where its journal ends; how many records there were. Raises JournalError, as `check_boot`."""
     count = 0
     for each in records:
         apply(run, each, now)

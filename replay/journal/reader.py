@@ -62,9 +62,7 @@ class JournalReader:
     def records(self, first: int | None = None, *, cut: bool = False) -> Iterator[Record]:
         """Records from file `first` on (default: the first that is there).
 
-        Args:
-            first: number of a file.
-            cut: remove a torn end of the last file, as one who writes on must.
+        `cut` removes a torn end of the last file, as one who writes on must.
 
         Raises:
             JournalDamaged: a record is broken and others follow, or records are missing.
@@ -81,11 +79,7 @@ class JournalReader:
             yield from self._file_records(segment, is_last=segment == numbers[-1], cut=cut)
 
     def read(self, location: Location) -> Group | EvaluationResult:
-        """The message at a place.
-
-        Raises:
-            JournalError: it is not there or damaged.
-        """
+        """The message at a place. Raises JournalError: it is not there or damaged."""
         path = path_of(self.folder, location.segment)
         try:
             frames = read_frames(self._open(location.segment), location)
@@ -98,8 +92,7 @@ class JournalReader:
     def newest_snapshot(self) -> int | None:
         """The last file that begins with a whole snapshot; None when all records from the first on are there.
 
-        Raises:
-            JournalError: a file cannot be read, or the first ones are gone and no snapshot takes their place.
+        Raises JournalError: a file cannot be read, or the first ones are gone and no snapshot takes their place.
         """
         numbers = segments(self.folder)
         for segment in reversed(numbers):

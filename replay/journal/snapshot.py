@@ -5,8 +5,7 @@ from typing import Any
 
 from replay.desks.evaluations import Evaluation
 from replay.desks.leases import GroupId, Slot, SlotState
-from replay.desks.line import Line, LineStep, Taken
-from replay.desks.policies import Lost
+from replay.desks.line import Line, LineStep, Lost, Taken
 from replay.journal.format import Location
 from replay.run import Run
 

@@ -114,15 +114,8 @@ class JournalWriter(Journal):
     ) -> None:
         """Go on behind the last record that `after` has read, and cut what is there; None begins a new journal.
 
-        Args:
-            folder: of the journal.
-            run_id: for people who read the files.
-            fsync: replay.fsync.
-            after: of the same folder.
-            lock: given back by `close`.
-
-        Raises:
-            JournalError: the folder cannot be written.
+        `run_id` is for people who read the files; `lock` is given back by `close`. Raises JournalError: the folder
+        cannot be written.
         """
         self.folder, self._run_id, self._fsync, self._lock = folder, run_id, fsync, lock
         self._reader = JournalReader(folder) if after is None else after
@@ -173,12 +166,7 @@ class JournalWriter(Journal):
         return self._add(kind, fields, frames)
 
     def flush(self) -> None:
-        """Write what was appended; with fsync `every` also wait until it is on the disk.
-
-        Raises:
-            JournalFull: nothing is lost; try again later.
-            JournalError: the disk failed otherwise.
-        """
+        """As `Journal.flush`, raising JournalFull on a full disk; with fsync `every` wait until it is on the disk."""
         self._write()
         if self._want_sync:
             self._sync()

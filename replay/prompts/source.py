@@ -73,8 +73,7 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
 
-        Raises:
-            DataError: the state belongs to another dataset or order, or is broken; nothing has changed then.
+        Raises DataError: the state belongs to another dataset or order, or is broken; nothing has changed then.
         """
         if state.get("schema") != STATE_SCHEMA:
             raise DataError(f"prompt state of schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
