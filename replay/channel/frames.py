@@ -127,7 +127,8 @@ def decode(
         if field.name in fields:
             value = fields[field.name]
             if not field.fits(value):
-                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {_name(field.hint)}")
+                expected = field.hint.__name__ if isinstance(field.hint, type) else field.hint
+                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {expected}")
             values[field.name] = value
             used += 1
         elif field.required:
@@ -156,7 +157,13 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
             raise WireError(f"header.{key} is a {type(header[key]).__name__}")
     if not 0 <= header["seq"] <= MAX_SEQUENCE:
         raise WireError(f"header.seq {header['seq']} is not within 0 to 2^62")
-    _prove(memoryview(frames[0]), frames[1:])
+    body, crc = memoryview(frames[0])[:-CRC_BYTES], memoryview(frames[0])[-CRC_BYTES:]
+    if body[-len(CRC_MARK) :] != CRC_MARK:
+        raise WireError("header does not end with its checksum")
+    expected = checksum(body, frames[1:])
+    if crc != expected:
+        size = sum(map(len, frames))
+        raise WireError(f"checksum {crc.hex()} of {size} bytes, which have {expected.hex()}: damaged on the way")
     return header
 
 
@@ -181,17 +188,6 @@ def _unpack(frame: bytes | memoryview) -> Any:
         )
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"header is not msgpack: {str(error)[:80]}") from error
-
-
-def _prove(header: memoryview, arrays: Sequence[bytes | memoryview]) -> None:
-    """Raises WireError when the frames are not those that were sent."""
-    body, crc = header[:-CRC_BYTES], header[-CRC_BYTES:]
-    if body[-len(CRC_MARK) :] != CRC_MARK:
-        raise WireError("header does not end with its checksum")
-    expected = checksum(body, arrays)
-    if crc != expected:
-        size = len(header) + sum(map(len, arrays))
-        raise WireError(f"checksum {crc.hex()} of {size} bytes, which have {expected.hex()}: damaged on the way")
 
 
 def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
@@ -226,7 +222,3 @@ def _schema(kind: type[Message]) -> tuple[Field, ...]:
     if kind not in _SCHEMAS:
         _SCHEMAS[kind] = fields_of(kind, kind.ARRAYS)
     return _SCHEMAS[kind]
-
-
-def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)

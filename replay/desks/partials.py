@@ -5,21 +5,21 @@ next server goes on from them. Nothing here is journalled: after a restart of re
 No socket, no clock.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replay.desks.leases import INTERRUPTIONS, GroupId, Slot
 from replay.desks.validation import Bounds, id_problem, logprob_problem
 from replay.messages import Float32, Int32, Renew
 
 MAX_BYTES = 1024**3
-TOKEN_BYTES = 12
-"""Token id, logprob and version."""
+TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
+TOKEN_BYTES = TOKEN.itemsize
 ANSWER_BYTES = 512
 """The objects that hold an answer."""
 FINISHED = ("", "stop", "length")
@@ -45,21 +45,24 @@ class _Answer:
     """Lease that told last."""
     floor: int = 0
     """Version of the last token that this attempt told; a later token is not older."""
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    packed: bytearray = field(default_factory=bytearray)
+    """Its tokens, one TOKEN each."""
     finished: int = 0
     broken: bool = False
     """A piece is missing or was thrown away: nothing is taken until a server tells it from the start."""
 
-    def clear(self, *, broken: bool) -> None:
-        self.token_ids, self.logprobs, self.versions = array("i"), array("f"), array("i")
-        self.finished, self.broken = 0, broken
+    @property
+    def size(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    def tokens(self) -> NDArray[np.void]:
+        """[size] TOKEN; a copy, for a buffer of which there is a view cannot grow."""
+        return np.frombuffer(bytes(self.packed), TOKEN)
 
     def add(self, told: Told) -> None:
-        self.token_ids.frombytes(np.ascontiguousarray(told.token_ids, np.int32).tobytes())
-        self.logprobs.frombytes(np.ascontiguousarray(told.logprobs, np.float32).tobytes())
-        self.versions.frombytes(np.ascontiguousarray(told.versions, np.int32).tobytes())
+        tokens = np.empty(told.token_ids.size, TOKEN)
+        tokens["id"], tokens["logprob"], tokens["version"] = told.token_ids, told.logprobs, told.versions
+        self.packed += tokens.tobytes()
         self.finished = told.finished
         if told.versions.size:
             self.floor = int(told.versions[-1])
@@ -73,9 +76,7 @@ class Partials:
     """
 
     def __init__(self, group_size: int, max_new_tokens: int, max_bytes: int = MAX_BYTES) -> None:
-        self.group_size = group_size
-        self.max_new_tokens = max_new_tokens
-        self.max_bytes = max_bytes
+        self.group_size, self.max_new_tokens, self.max_bytes = group_size, max_new_tokens, max_bytes
         self.counters: Counter[str] = Counter()
         """`partials_refused`: reports of what cannot be; `partials_evicted`: groups thrown away for want of memory;
         `partials_too_old`: answers with a token older than the next lease allows; `partials_used` and
@@ -85,16 +86,10 @@ class Partials:
         self._groups: dict[GroupId, list[_Answer]] = {}
 
     def take(self, renew: Renew, held: Mapping[int, Slot], bounds: Bounds) -> list[str]:
-        """Take in what a Renew tells.
+        """Take in what a Renew tells; what is wrong with it, a sentence for each answer that is forgotten for it.
 
-        Args:
-            renew: the message.
-            held: by position in `renew.leases`, the slots of those leases that the sender does hold. What is told of
-                others is passed over: they were given to somebody else.
-            bounds: what no token can be above.
-
-        Returns:
-            What is wrong with it, a sentence each. Only the answer that it speaks of is forgotten; leases go on.
+        `held` has, by position in `renew.leases`, the slots of those leases that the sender does hold. What it tells of
+        others is passed over: they were given to another server.
         """
         problem = _shape_problem(renew)
         if problem is not None:
@@ -153,21 +148,21 @@ class Partials:
         """
         answers = self._groups.get(group_id, [])
         for answer in answers:
-            if answer.versions and min(answer.versions) < min_version:
+            if answer.packed and answer.tokens()["version"].min() < min_version:
                 self._clear(answer, broken=True)
                 self.counters["partials_too_old"] += 1
-        used = [answer for answer in answers if answer.token_ids]
+        used = [answer for answer in answers if answer.packed]
         if not used:
             return {}
+        tokens = np.concatenate([answer.tokens() for answer in answers])
         self.counters["partials_used"] += len(used)
-        self.counters["partial_tokens_used"] += sum(len(answer.token_ids) for answer in used)
+        self.counters["partial_tokens_used"] += tokens.size
         return {
             "prefix_finished": [FINISHED[answer.finished] for answer in answers],
-            "prefix_lengths": np.array([len(answer.token_ids) for answer in answers], np.int32),
-            # concatenate copies: an array of which there is a view cannot grow
-            "prefix_token_ids": np.concatenate([np.asarray(answer.token_ids, np.int32) for answer in answers]),
-            "prefix_logprobs": np.concatenate([np.asarray(answer.logprobs, np.float32) for answer in answers]),
-            "prefix_versions": np.concatenate([np.asarray(answer.versions, np.int32) for answer in answers]),
+            "prefix_lengths": np.array([answer.size for answer in answers], np.int32),
+            "prefix_token_ids": tokens["id"],
+            "prefix_logprobs": tokens["logprob"],
+            "prefix_versions": tokens["version"],
         }
 
     def released(self, group_id: GroupId, reason: str) -> None:
@@ -178,15 +173,15 @@ class Partials:
     def forget(self, group_id: GroupId) -> None:
         """The group is here, or will never be trained. Unknown ones are ignored."""
         answers = self._groups.pop(group_id, [])
-        self.num_bytes -= sum(ANSWER_BYTES + TOKEN_BYTES * len(answer.token_ids) for answer in answers)
+        self.num_bytes -= sum(ANSWER_BYTES + len(answer.packed) for answer in answers)
 
     def forget_newer(self, version: int) -> int:
         """Forget answers with a token newer than `version`; how many.
 
         For a learner that goes on from `version`: it makes the versions above anew, perhaps not the same.
         """
-        known = [answer for answers in self._groups.values() for answer in answers if answer.versions]
-        newer = [answer for answer in known if max(answer.versions) > version]
+        known = [answer for answers in self._groups.values() for answer in answers if answer.packed]
+        newer = [answer for answer in known if answer.tokens()["version"].max() > version]
         for answer in newer:
             self._clear(answer, broken=True)
         return len(newer)
@@ -197,21 +192,21 @@ class Partials:
         return answers
 
     def _clear(self, answer: _Answer, *, broken: bool) -> None:
-        self.num_bytes -= TOKEN_BYTES * len(answer.token_ids)
-        answer.clear(broken=broken)
+        self.num_bytes -= len(answer.packed)
+        answer.packed, answer.finished, answer.broken = bytearray(), 0, broken
 
     def _make_room(self) -> None:
         """Throw away the tokens of the oldest groups; the groups stay known, so that what follows is passed over."""
         for answers in self._groups.values():
             if self.num_bytes <= self.max_bytes:
                 return
-            if any(answer.token_ids for answer in answers):
+            if any(answer.packed for answer in answers):
                 for answer in answers:
                     self._clear(answer, broken=True)
                 self.counters["partials_evicted"] += 1
 
     def _problem(self, answer: _Answer, told: Told, min_version: int, bounds: Bounds) -> str | None:
-        held = len(answer.token_ids)
+        held = answer.size
         if told.start != held:
             return f"told from token {told.start} on, and {held} are here"
         if told.finished not in (0, 1, 2):

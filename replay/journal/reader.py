@@ -8,11 +8,10 @@ each written after that sync; what was on the disk then is no torn end.
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from replay.channel import WireError
 from replay.channel.frames import decode
@@ -35,7 +34,6 @@ from replay.messages import TO_REPLAY, EvaluationResult, Group
 
 log = logging.getLogger(__name__)
 
-OPEN_FILES = 8
 SEARCH_BYTES = 1 << 20
 BLOCK_BYTES = 4096
 """What file systems write as a whole."""
@@ -57,7 +55,6 @@ class JournalReader:
         self.end = 0
         """Bytes of it that are whole."""
         self.torn_bytes = 0
-        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def records(self, first: int | None = None, *, cut: bool = False) -> Iterator[Record]:
         """Records from file `first` on (default: the first that is there).
@@ -82,7 +79,8 @@ class JournalReader:
         """The message at a place. Raises JournalError: it is not there or damaged."""
         path = path_of(self.folder, location.segment)
         try:
-            frames = read_frames(self._open(location.segment), location)
+            with path.open("rb") as file:
+                frames = read_frames(file, location)
         except OSError as error:
             raise JournalDamaged(
                 f"{path}: byte {location.offset}: a message that is needed cannot be read: {error.strerror}; {WAY_OUT}"
@@ -108,15 +106,6 @@ class JournalReader:
                 f" snapshot that would take the place of those before it; {WAY_OUT}"
             )
         return None
-
-    def forget(self, first: int) -> None:
-        for segment in [s for s in self._files if s < first]:
-            self._files.pop(segment).close()
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def _file_records(self, segment: int, *, is_last: bool, cut: bool) -> Iterator[Record]:
         path = path_of(self.folder, segment)
@@ -155,15 +144,6 @@ class JournalReader:
         log.warning("replay: %s: the last %d bytes are a torn record and are %s", path, size - end, done)
         if cut:
             os.truncate(path, end)
-
-    def _open(self, segment: int) -> BinaryIO:
-        if segment not in self._files:
-            # unbuffered: a buffer would keep what a file had at its end before it grew
-            self._files[segment] = cast(BinaryIO, path_of(self.folder, segment).open("rb", buffering=0))
-            while len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(segment)
-        return self._files[segment]
 
 
 def message_of(frames: Sequence[bytes | memoryview], path: Path, location: Location) -> Group | EvaluationResult:

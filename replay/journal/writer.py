@@ -221,7 +221,6 @@ class JournalWriter(Journal):
             log.error("replay: the end of the journal was not written: %s [full]", error)
         os.close(self._file)
         self._file = -1
-        self._reader.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -275,7 +274,6 @@ class JournalWriter(Journal):
                 log.warning("replay: %s: not deleted, although no longer needed: %s", path, error.strerror)
             else:
                 del self._older[segment]
-        self._reader.forget(self._first_needed)
         self._first_needed = 0
 
     # ---- bytes ----------------------------------------------------------------------------------------
