@@ -5,7 +5,7 @@ deduplicates by group id = (pass over the data, prompt index). Which peer sends 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,12 +115,6 @@ class LeaseRequest(Message):
 class Lease(Message):
     """A prompt handed to a rollout server."""
 
-    ARRAYS: ClassVar[dict[str, str]] = {
-        "prefix_lengths": "int32",
-        "prefix_token_ids": "int32",
-        "prefix_logprobs": "float32",
-        "prefix_versions": "int32",
-    }
     pass_: int
     index: int
     attempt: int
@@ -147,7 +141,6 @@ class Renew(Message):
     stop token, 2 by its length.
     """
 
-    ARRAYS: ClassVar[dict[str, str]] = {"token_ids": "int32", "logprobs": "float32", "versions": "int32"}
     leases: list[list[int]]
     progress: list[list[int]] = field(default_factory=list)
     """[position in leases, answer, tokens before, new tokens, 0 | 1 | 2] each."""
@@ -174,15 +167,6 @@ class Group(Message):
     Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array.
     """
 
-    ARRAYS: ClassVar[dict[str, str]] = {
-        "prompt_ids": "int32",
-        "lengths": "int32",
-        "token_ids": "int32",
-        "loss_mask": "uint8",
-        "logprobs": "float32",
-        "versions": "int32",
-        "rewards": "float32",
-    }
     pass_: int
     index: int
     attempt: int
@@ -237,19 +221,6 @@ class Batch(Message):
     trajectories; token_ids holds prompt and answer, the other token arrays the answer only.
     """
 
-    ARRAYS: ClassVar[dict[str, str]] = {
-        "trajectory": "int32",
-        "microbatch": "int32",
-        "prompt_lengths": "int32",
-        "lengths": "int32",
-        "token_ids": "int32",
-        "loss_mask": "uint8",
-        "logprobs": "float32",
-        "versions": "int32",
-        "all_rewards": "float32",
-        "all_groups": "int32",
-        "all_loss_tokens": "int32",
-    }
     step: int
     rank: int
     num_microbatches: int
@@ -354,7 +325,6 @@ class EvaluationLease(Message):
 class EvaluationResult(Message):
     """Scores of one evaluation, in the order of its prompts; replay forwards it to rank 0."""
 
-    ARRAYS: ClassVar[dict[str, str]] = {"rewards": "float32", "lengths": "int32"}
     version: int
     greedy: bool
     seconds: float

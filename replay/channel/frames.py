@@ -14,7 +14,7 @@ nothing is ever unpickled or evaluated.
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import msgpack
 import numpy as np
@@ -48,7 +48,12 @@ class Message:
     """Base of everything on a ZeroMQ socket. Subclasses are found by their class name."""
 
     ARRAYS: ClassVar[dict[str, str]] = {}
-    """Array fields: name to dtype, every array one-dimensional."""
+    """Fields that are annotated as NDArray: name to dtype, every array one-dimensional."""
+
+    def __init_subclass__(cls) -> None:
+        hints = cls.__annotations__.items()
+        arrays = {name: hint for name, hint in hints if getattr(hint, "__origin__", None) is np.ndarray}
+        cls.ARRAYS = {name: np.dtype(*get_args(get_args(hint)[1])).name for name, hint in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

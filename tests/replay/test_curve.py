@@ -8,11 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from numpy.typing import NDArray
 
 from replay import keys as make_keys
 from replay.channel import (
@@ -46,8 +47,7 @@ class Note(Message):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Blob(Message):
-    ARRAYS: ClassVar[dict[str, str]] = {"data": "uint8"}
-    data: Any
+    data: NDArray[np.uint8]
 
 
 KINDS = registry(Note, Blob)
