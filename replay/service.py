@@ -128,8 +128,6 @@ class Service:
         self.incarnations.settle()
         return count
 
-    # ---- incoming -------------------------------------------------------------------------------------
-
     def handle(self, identity: str, message: Message, now: float) -> None:
         """Process one message of a peer, and what follows from it."""
         self.receive(identity, message, now)
@@ -261,8 +259,6 @@ class Service:
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
 
-    # ---- the learner ----------------------------------------------------------------------------------
-
     def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
         self.batch_desk.committed(message)
         self.incarnations.settle()
@@ -301,8 +297,6 @@ class Service:
             return
         if self.config.replay.journal_keep == "checkpoint" and not self.playback:
             self.journal.release(self.run.first_segment())
-
-    # ---- peers ----------------------------------------------------------------------------------------
 
     def _hello(self, identity: str, hello: m.Hello, now: float, sender: str) -> None:
         # Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes.

@@ -59,13 +59,13 @@ class Monitor:
         self.socket.close()
 
 
-class HandshakeWatch:
+class HandshakeWatch(Monitor):
     """A client's view of its one connection."""
 
     def __init__(
         self, context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, identity: str, keys: Keys | None
     ) -> None:
-        self._monitor = Monitor(context, socket, FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        super().__init__(context, socket, FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._who = f"{identity}: {address}"
         self._keys = keys
         self._failures, self._failing_since = 0, 0.0
@@ -74,7 +74,7 @@ class HandshakeWatch:
     def check(self) -> None:
         """Raises ChannelError when the server refuses this client for good, and again with every later call: ZeroMQ
         itself does not try again after most refusals."""
-        while (seen := self._monitor.read()) is not None:
+        while (seen := self.read()) is not None:
             self._note(*seen)
         if self._refusal:
             raise ChannelError(f"{self._who} {self._refusal}", "closed")
@@ -122,6 +122,3 @@ class HandshakeWatch:
                 f"closed {self._failures} handshakes within {now - self._failing_since:.0f} s; its key is not"
                 f" {keys.folder / (SERVER + PUBLIC)}: copy that file from the learner's node, or check the address"
             )
-
-    def close(self) -> None:
-        self._monitor.close()

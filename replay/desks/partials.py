@@ -28,7 +28,10 @@ FINISHED = ("", "stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one entry of Renew.progress says: answer `answer` had `start` tokens, and has got these."""
+    """What one entry of Renew.progress says: answer `answer` had `start` tokens, and has got these.
+
+    `finished` is 0 while it goes on, 1 when it ended by a stop token, 2 by its length.
+    """
 
     answer: int
     start: int
@@ -36,7 +39,6 @@ class Told:
     logprobs: Float32
     versions: Int32
     finished: int
-    """0 while it goes on, 1 ended by a stop token, 2 by its length."""
 
 
 @dataclass(slots=True)

@@ -71,9 +71,6 @@ def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
             )
 
 
-# ---- leases and groups ---------------------------------------------------------------------------------
-
-
 def _slot(run: Run, decision: Record) -> Slot:
     return run.buffer.slots[group_id_of(decision.fields["group"])]
 
@@ -121,9 +118,6 @@ def _drop(run: Run, decision: Record, _: float) -> None:
         run.flat_drops += 1
     if run.partials is not None:
         run.partials.forget(slot.group_id)
-
-
-# ---- batches and policies ------------------------------------------------------------------------------
 
 
 def _take(run: Run, decision: Record, _: float) -> None:

@@ -224,8 +224,6 @@ class JournalWriter(Journal):
         if self._lock is not None:
             self._lock.close()
 
-    # ---- records and files ----------------------------------------------------------------------------
-
     def _add(self, kind: str, fields: dict[str, Any], frames: Frames) -> Location:
         self._number += 1
         meta = pack(kind, self._number, fields, frames)
@@ -275,8 +273,6 @@ class JournalWriter(Journal):
             else:
                 del self._older[segment]
         self._first_needed = 0
-
-    # ---- bytes ----------------------------------------------------------------------------------------
 
     def _write(self) -> None:
         if not self._pending:
