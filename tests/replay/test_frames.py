@@ -27,6 +27,7 @@ from replay.channel.frames import (
     encode,
     registry,
 )
+from tests.replay.simulation.samples import make_result
 from tests.security.fuzz.samples import Samples
 
 EVERY = {**m.TO_REPLAY, **m.FROM_REPLAY}
@@ -114,15 +115,7 @@ def test_headers_with_another_value_somewhere_raise_only_wire_errors(message: Me
 
 
 ACK = m.Ack(pass_=0, index=7, attempt=1, status="accepted")
-RESULT = m.EvaluationResult(
-    version=3,
-    greedy=True,
-    seconds=0.5,
-    texts=["a"],
-    finish_reasons=["stop"],
-    rewards=np.ones(1, dtype=np.float32),
-    lengths=np.ones(1, dtype=np.int32),
-)
+RESULT = make_result(3)
 
 
 def altered(message: Message, **changes: Any) -> list[bytes]:
@@ -225,9 +218,6 @@ def test_arrays_arrive_read_only_and_without_a_copy() -> None:
     assert np.shares_memory(received.rewards, np.frombuffer(frames[1], dtype=np.uint8))
 
 
-# ---- checksum -------------------------------------------------------------------------------------------
-
-
 def test_every_changed_bit_is_noticed() -> None:
     frames = wire(RESULT)
     for number, frame in enumerate(frames):
@@ -249,9 +239,6 @@ def test_the_checksum_is_the_end_of_the_header() -> None:
         decode(sealed(moved, frames[1:]), EVERY)
     with pytest.raises(WireError, match="does not have the keys schema, run, kind, seq, fields, arrays, crc"):
         decode(sealed(header, frames[1:]), EVERY)
-
-
-# ---- what a small frame can cost ------------------------------------------------------------------------
 
 
 def nested(depth: int, kind: str = "list") -> bytes:

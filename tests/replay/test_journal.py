@@ -26,9 +26,6 @@ def first_file(folder: Path) -> Path:
     return path_of(folder, 1)
 
 
-# ---- what is written is read ------------------------------------------------------------------------------
-
-
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), flushes=st.lists(st.integers(0, 5), max_size=6), small=st.booleans())
 def test_what_was_flushed_is_read_back_in_order(tmp_path_factory, seed, flushes, small):
@@ -59,9 +56,6 @@ def test_what_was_not_flushed_is_in_no_file(tmp_path):
     assert entries(tmp_path) == []
     made.close()
     assert [kind for kind, *_ in entries(tmp_path)] == ["lease"], "close writes the rest"
-
-
-# ---- torn ends --------------------------------------------------------------------------------------------
 
 
 def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path, caplog):
@@ -119,9 +113,6 @@ def test_bytes_that_only_look_like_a_record_are_none(tmp_path, meta):
     with first_file(tmp_path).open("ab") as file:
         file.write(b"torn" + HEAD.pack(MAGIC, len(meta), zlib.crc32(meta)) + meta)
     assert entries(tmp_path, cut=True) == written == entries(tmp_path)
-
-
-# ---- damage -----------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_byte_is_found(tmp_path, caplog):
@@ -232,9 +223,6 @@ def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
         JournalReader(tmp_path).read(place)
 
 
-# ---- several files ----------------------------------------------------------------------------------------
-
-
 def test_a_group_of_the_schema_before_this_one_is_read(tmp_path):
     """Journals of schema 2 have groups without `policies`."""
     frames = frames_of(group(0))
@@ -300,9 +288,6 @@ def test_the_newest_whole_snapshot_counts(tmp_path):
     reader = JournalReader(tmp_path)
     assert reader.newest_snapshot() == 3
     assert [r.fields["version"] for r in reader.records(3, cut=True) if r.kind == "snapshot"] == [2]
-
-
-# ---- one writer -------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_cannot_write_a_journal_until_the_first_is_gone(tmp_path):

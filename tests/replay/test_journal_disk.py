@@ -20,9 +20,6 @@ from replay.journal.reader import BLOCK_BYTES
 ROOT = Path(__file__).parents[2]
 
 
-# ---- full -------------------------------------------------------------------------------------------------
-
-
 def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
     code = """
 import resource, sys, pathlib
@@ -56,9 +53,6 @@ def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):
     made.close()
     made.close()
     assert "the end of the journal was not written" in caplog.text and "[full]" in caplog.text
-
-
-# ---- syncing ----------------------------------------------------------------------------------------------
 
 
 def failing(number, times=10**9, then=None):
@@ -257,9 +251,6 @@ def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch):
     made.flush()
     assert len(broken.calls) == 3
     made.close()
-
-
-# ---- power ------------------------------------------------------------------------------------------------
 
 
 class PowerFailure(BaseException):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from simulated_run import group_message, learner, lease, make_step, sent, service
 
@@ -10,6 +9,7 @@ from replay import messages as m
 from replay.desks.leases import SlotState
 from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Location
+from tests.replay.simulation.samples import make_result
 
 
 def line_of(*steps):
@@ -226,11 +226,7 @@ def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
     made.handle("l", m.Evaluate(version=1), 0.0)
     make_step(made, 1, versions=[0])
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
-    result = m.EvaluationResult(
-        version=1, greedy=True, seconds=1.0, texts=["a"], finish_reasons=["stop"],
-        rewards=np.ones(1, dtype=np.float32), lengths=np.ones(1, dtype=np.int32),
-    )  # fmt: skip
-    made.handle("a", result, 0.0)
+    made.handle("a", make_result(1), 0.0)
     assert made.evaluations.board.closed == {1: ""}
     resumed_at(made, 1, digest="d1")
     made.handle("l2", m.Evaluate(version=1), 0.0)
