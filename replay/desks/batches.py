@@ -56,24 +56,17 @@ def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assig
     return Assignment(rank, microbatch, max(opened) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Columns:
-    """The groups of a batch as flat arrays over its N trajectories."""
-
-    groups: Int32
-    lengths: Int32
-    prompt_lengths: Int32
-    rewards: NDArray[np.float32]
-    loss_tokens: Int32
-
-
 def build(
     step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
 ) -> list[Batch]:
-    """One Batch per rank."""
-    columns = _columns(groups)
+    sizes = [g.lengths.size for g in groups]
+    lengths = np.concatenate([g.lengths for g in groups])
+    prompt_lengths = np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes)
+    masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
+    loss_tokens, rewards = np.concatenate(masks), np.concatenate([g.rewards for g in groups])
+    all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
     lag = _lag(step, groups)
-    stats = stats | _stats(groups, columns, lag)
+    stats = stats | _stats(groups, lengths, prompt_lengths, lag)
     batches = []
     for r in range(num_ranks):
         mine = np.flatnonzero(assignment.rank == r).astype(np.int32)
@@ -82,17 +75,17 @@ def build(
                 step=step,
                 rank=r,
                 num_microbatches=assignment.num_microbatches,
-                total_loss_tokens=int(columns.loss_tokens.sum(dtype=np.int64)),
+                total_loss_tokens=int(loss_tokens.sum(dtype=np.int64)),
                 group_ids=[[g.pass_, g.index] for g in groups],
                 stats=stats,
                 lag_histogram={str(lag): count for lag, count in lag.items()},
                 trajectory=mine,
                 microbatch=assignment.microbatch[mine],
-                prompt_lengths=columns.prompt_lengths[mine],
-                lengths=columns.lengths[mine],
-                all_rewards=columns.rewards,
-                all_groups=columns.groups,
-                all_loss_tokens=columns.loss_tokens,
+                prompt_lengths=prompt_lengths[mine],
+                lengths=lengths[mine],
+                all_rewards=rewards,
+                all_groups=all_groups,
+                all_loss_tokens=loss_tokens,
                 **_tokens(groups, mine),
             )
         )
@@ -107,18 +100,6 @@ def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
 def in_the_loss(group: Group, values: NDArray[Any]) -> NDArray[Any]:
     """[tokens in the loss] of a token array; the array itself, uncopied, where every token is in the loss."""
     return values if group.loss_mask.min() else values[group.loss_mask != 0]
-
-
-def _columns(groups: list[Group]) -> _Columns:
-    sizes = [g.lengths.size for g in groups]
-    masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
-    return _Columns(
-        groups=np.repeat(np.arange(len(groups), dtype=np.int32), sizes),
-        lengths=np.concatenate([g.lengths for g in groups]),
-        prompt_lengths=np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes),
-        rewards=np.concatenate([g.rewards for g in groups]),
-        loss_tokens=np.concatenate(masks),
-    )
 
 
 def _lag(step: int, groups: list[Group]) -> dict[int, int]:
@@ -156,23 +137,23 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
     }
 
 
-def _stats(groups: list[Group], columns: _Columns, lag: dict[int, int]) -> dict[str, float]:
-    rewards = columns.rewards.reshape(len(groups), -1)
+def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict[int, int]) -> dict[str, float]:
+    rewards = np.stack([g.rewards for g in groups])
     num_tokens = sum(lag.values())
     reasons = [reason for g in groups for reason in g.finish_reasons]
     stats = {
-        "critic/score/mean": float(columns.rewards.mean()),
-        "critic/rewards/mean": float(columns.rewards.mean()),
-        "critic/rewards/max": float(columns.rewards.max()),
-        "critic/rewards/min": float(columns.rewards.min()),
-        "response_length/mean": float(columns.lengths.mean()),
-        "response_length/max": float(columns.lengths.max()),
-        "response_length/min": float(columns.lengths.min()),
+        "critic/score/mean": float(rewards.mean()),
+        "critic/rewards/mean": float(rewards.mean()),
+        "critic/rewards/max": float(rewards.max()),
+        "critic/rewards/min": float(rewards.min()),
+        "response_length/mean": float(lengths.mean()),
+        "response_length/max": float(lengths.max()),
+        "response_length/min": float(lengths.min()),
         "response_length/clip_ratio": reasons.count("length") / len(reasons),
-        "prompt_length/mean": float(columns.prompt_lengths.mean()),
-        "prompt_length/max": float(columns.prompt_lengths.max()),
+        "prompt_length/mean": float(prompt_lengths.mean()),
+        "prompt_length/max": float(prompt_lengths.max()),
         "timing_s/gen": max(g.generate_s for g in groups),
-        "perf/total_num_tokens": float(columns.lengths.sum() + columns.prompt_lengths.sum()),
+        "perf/total_num_tokens": float(lengths.sum() + prompt_lengths.sum()),
         "training/off_policy/trajectory_staleness/mean": sum(n * d for d, n in lag.items()) / max(1, num_tokens),
         "training/off_policy/trajectory_staleness/max": float(max(lag, default=0)),
         "reward/flat_groups_ratio": float((rewards.max(axis=1) == rewards.min(axis=1)).mean()),
