@@ -14,7 +14,8 @@ from configs.schema import Config
 from replay import messages as m
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 T = TypeVar("T")

@@ -22,7 +22,8 @@ from replay.messages import FROM_REPLAY
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
-from rollout_server.rewards import RewardError, RewardPool
+from rollout_server.rewards import RewardError
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.serve import leave, serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError

@@ -1,6 +1,6 @@
 """Reward `exact`: the answer is the ground truth, to the letter, and was ended by the policy itself."""
 
-from rollout_server.rewards.base import Sample
+from rollout_server.rewards import Sample
 
 
 def reward(sample: Sample) -> float:

@@ -8,7 +8,7 @@ last number of the text. Thousands separators, currency signs, percent signs and
 import re
 from fractions import Fraction
 
-from rollout_server.rewards.base import Sample
+from rollout_server.rewards import Sample
 
 MAX_DIGITS = 100
 """Longer numbers count as none: a policy must not be able to buy grading time with digits."""

@@ -10,15 +10,18 @@ this process gets it instead, and can find it. No code of the user runs here.
 """
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 from collections import defaultdict
 from typing import NoReturn
 
-from rollout_server.rewards.limits import PR_SET_CHILD_SUBREAPER, control, die_with, hold_back
-
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 KILL_S = 4.0
 """The pool waits for longer than this (process.KILL_TIMEOUT_S) before it kills the supervisor itself."""
 ROUND_S = 0.001
@@ -30,23 +33,48 @@ def supervise(pool: int) -> None:
 
     Args:
         pool: pid of the process whose thread started this one.
+
+    Raises:
+        OSError: the kernel refused.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    die_with(pool, signal.SIGTERM)
-    control(PR_SET_CHILD_SUBREAPER, 1)
-    hold_back()
+    _die_with(pool, signal.SIGTERM)
+    _control(PR_SET_CHILD_SUBREAPER, 1)
+    # No memory images of a crash on disk, and no way to more rights: whatever is started stays ours to kill.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _control(PR_SET_NO_NEW_PRIVS, 1)
     supervisor, worker = os.getpid(), os.fork()
     if worker:
         _watch(worker)
     os.setsid()
-    die_with(supervisor, signal.SIGKILL)
+    _die_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+
+
+def let_go_of_stdin() -> None:
+    """Put nothing in the place of fd 0, which held the channel."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _control(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _die_with(parent: int, how: signal.Signals) -> None:
+    """Get a signal when the thread that started this process ends; leave at once when that has happened already."""
+    _control(PR_SET_PDEATHSIG, how)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _watch(worker: int) -> NoReturn:
     """Wait for the worker's end or the order to end it, then end all that is left and follow it."""
-    _let_go_of_stdin()
+    let_go_of_stdin()  # only the worker may hold the channel: its end is how the pool learns of a death
     while signal.sigwaitinfo(WATCHED).si_signo == signal.SIGCHLD and not _has_ended(worker):
         pass
     # Not reaped yet, so neither the pid nor the group can belong to anybody else.
@@ -60,13 +88,6 @@ def _watch(worker: int) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         os.kill(os.getpid(), number)
     os._exit(os.waitstatus_to_exitcode(status))
-
-
-def _let_go_of_stdin() -> None:
-    """Only the worker may hold the channel: its end is how the pool learns of a death."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
 
 
 def _has_ended(worker: int) -> bool:

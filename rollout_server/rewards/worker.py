@@ -1,6 +1,6 @@
 """A reward process: `python -m rollout_server.rewards.worker <pid of the pool>`, with a socket as stdin.
 
-consumes      samples, framed (rewards/framing.py), on the socket
+consumes      samples, framed (rewards/protocol.py), on the socket
 produces      a verdict per sample, on the same socket
 waits for     the next request, for as long as the pool lives
 unblocked by  the pool, or its end: the socket closes, and the parent-death signal arrives
@@ -16,78 +16,64 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
-from rollout_server.rewards import limits
-from rollout_server.rewards.base import RewardError
-from rollout_server.rewards.framing import LENGTH, MAX_ERROR_CHARS, pack, unpack
-from rollout_server.rewards.judging import Verdict, judge, sendable
-from rollout_server.rewards.loading import RewardFunction, load_function
-from rollout_server.rewards.supervisor import supervise
+import msgpack
+
+from rollout_server.rewards import RewardError
+from rollout_server.rewards.judging import Verdict, judge, judge_async, sendable
+from rollout_server.rewards.limits import confine, exceeded, leave
+from rollout_server.rewards.loading import load_function
+from rollout_server.rewards.protocol import LENGTH, MAX_ERROR_CHARS, pack
+from rollout_server.rewards.supervisor import let_go_of_stdin, supervise
 
 
 def main() -> int:
     """Entry point."""
     supervise(int(sys.argv[1]))
-    channel = private_channel()
+    channel = _private_channel()
     threading.Thread(target=_die_with_channel, args=(channel,), daemon=True).start()
-    order = receive(channel)
+    order = _receive(channel)
     if order is None:
         return 0
-    limits.confine(order["limits"])
+    confine(order["limits"])
     try:
         return work(channel, order["function"], order["timeout_s"])
     except MemoryError:
-        limits.leave("memory_bytes")
+        leave("memory_bytes")
 
 
 def work(channel: socket.socket, name: str, timeout_s: float) -> int:
-    """Load the function and serve until the pool closes the channel."""
-    try:
-        function = load_function(name)
-    except RewardError as error:
-        key = limits.reached(error)
-        if key in limits.EXIT_CODES:
-            limits.leave(key)
-        channel.sendall(pack({"error": sendable(str(error)[:MAX_ERROR_CHARS])}))
-        return 1
-    channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
-    serve(channel, function, timeout_s)
-    return 0
-
-
-def serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
-    """Answer requests until the pool closes the channel."""
+    """Load the function and answer requests until the pool closes the channel."""
 
     def send(verdicts: list[Verdict]) -> None:
         channel.sendall(pack(verdicts))
 
-    def answer_all(answer: Callable[[Any], None]) -> None:
-        while (samples := receive(channel)) is not None:
-            try:
-                answer(samples)
-            except limits.LimitReached as limit:
-                limits.leave(limit.key)
-            except MemoryError:
-                limits.leave("memory_bytes")
+    try:
+        function = load_function(name)
+    except RewardError as error:
+        reason = str(error) + exceeded(error)
+        channel.sendall(pack({"error": sendable(reason[:MAX_ERROR_CHARS])}))
+        return 1
+    channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
+    if not function.is_async:
+        while (samples := _receive(channel)) is not None:
+            judge(function, samples, send)
+        return 0
+    import asyncio  # as in judge_async
 
-    if function.is_async:
-        # asyncio costs 40 ms of start-up that synchronous functions do not need.
-        from rollout_server.rewards.judging_async import AsyncJudge
-
-        with AsyncJudge(function, timeout_s) as async_judge:
-            answer_all(lambda samples: async_judge.judge(samples, send))
-    else:
-        answer_all(lambda samples: judge(function, samples, send))
+    # One loop over all requests, so that the function may keep its connections. It ends with this process, without
+    # being closed: past a memory limit, tasks of the user must not hold up the end.
+    loop = asyncio.Runner()
+    while (samples := _receive(channel)) is not None:
+        loop.run(judge_async(function, timeout_s, samples, send))
+    return 0
 
 
-def private_channel() -> socket.socket:
+def _private_channel() -> socket.socket:
     """Move the socket away from stdin, and let what the user prints go to stderr line by line."""
     channel = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    let_go_of_stdin()
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return channel
@@ -101,21 +87,20 @@ def _die_with_channel(channel: socket.socket) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def receive(channel: socket.socket) -> Any:
+def _receive(channel: socket.socket) -> Any:
     """The next message; None when the pool has closed the channel."""
     header = _exactly(channel, LENGTH.size)
-    if header is None:
-        return None
-    body = _exactly(channel, LENGTH.unpack(header)[0])
-    return None if body is None else unpack(body)
+    body = _exactly(channel, LENGTH.unpack(header)[0]) if header else b""
+    return msgpack.unpackb(body) if body else None
 
 
-def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
+def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; none when the pool has closed the channel before they came."""
     data = channel.recv(num_bytes, socket.MSG_WAITALL)
     while len(data) < num_bytes:
         more = channel.recv(num_bytes - len(data))
         if not more:
-            return None
+            return b""
         data += more
     return data
 

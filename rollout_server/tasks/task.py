@@ -13,7 +13,7 @@ import jinja2
 
 from configs.schema import Config
 from replay.fingerprint import FingerprintError, model_fingerprint, resolve_chat_template, stop_token_ids
-from rollout_server.rewards.base import Sample
+from rollout_server.rewards import Sample
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.data import Reward
-from rollout_server.rewards import RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.rewards.pool import RewardPool
 
 
 def sample(completion: str, prompt: str = "?") -> Sample:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_server.rewards.base import RewardError, Sample
+from rollout_server.rewards import RewardError, Sample
 from rollout_server.rewards.exact import reward as exact
 from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function

@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from reward_runs import alive, check_culprits, run, runs, sample, score
 
 from configs.data import Reward
-from rollout_server.rewards import RewardError, RewardPool
-from rollout_server.rewards.framing import MAX_ERROR_CHARS, pack, unpack_reply
+from rollout_server.rewards import RewardError
 from rollout_server.rewards.numeric import final_number
-from rollout_server.rewards.process import RewardProcess
-from rollout_server.rewards.spawning import without_secrets
-from rollout_server.rewards.verdicts import read_answer, read_verdicts
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.rewards.process import RewardProcess, without_secrets
+from rollout_server.rewards.protocol import MAX_ERROR_CHARS, pack, read_answer, read_verdicts, unpack_reply
 
 MEMORY = 192 * 1024**2
 

@@ -15,8 +15,10 @@ import uvloop
 from reward_runs import alive, check_culprits, run, runs, sample, score
 
 from configs.data import Reward
-from rollout_server.rewards import RewardError, RewardOutcome, RewardPool, output
-from rollout_server.rewards.framing import pack
+from rollout_server.rewards import RewardError, RewardOutcome
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.rewards.process import MAX_LOGGED_LINES
+from rollout_server.rewards.protocol import pack
 
 ROOT = Path(__file__).parents[2]
 LIMITS = {"memory_bytes": 2**30, "max_file_bytes": 2**20, "max_open_files": 64}
@@ -67,7 +69,6 @@ def test_all_samples_bad_and_the_pool_goes_on(grader: str) -> None:
         async with RewardPool(Reward(function=f"{grader}:grade", workers=2, timeout_s=0.3)) as pool:
             outcomes = await pool.score([sample(text) for text in ("hang", "exit", "hang", "segfault")])
             assert all(outcome.error for outcome in outcomes)
-            assert pool.last_error is not None and pool.restarts >= 4
             assert [o.score for o in await pool.score([sample("score 2")] * 3)] == [2.0] * 3
 
     run(main())
@@ -114,7 +115,7 @@ def test_concurrent_calls_do_not_mix(grader: str) -> None:
     run(main())
 
 
-def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str) -> None:
+def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with RewardPool(Reward(function=f"{grader}:later", timeout_s=0.4)) as pool:
             start = time.monotonic()
@@ -123,10 +124,10 @@ def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str) -> 
             assert time.monotonic() - start < 1.5, "one after another they would take 2 s"
             outcomes = await pool.score([sample("ok"), sample("hang"), sample("ok")])
             assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
-            assert pool.restarts == 0
+            assert "started anew" not in caplog.text
             outcomes = await pool.score([sample("ok"), sample("block"), sample("ok")])
             assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
-            assert pool.restarts > 0
+            assert "started anew" in caplog.text
 
     run(main())
 
@@ -140,12 +141,12 @@ def test_trl_functions_see_the_whole_group(grader: str) -> None:
 
 
 def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rollout_server.rewards.output"):
+    with caplog.at_level(logging.INFO, logger="rollout_server.rewards.process"):
         outcomes = score(reward(f"{grader}:grade"), *["print"] * 300)
     assert [outcome.score for outcome in outcomes] == [1.0] * 300
     lines = [record.getMessage() for record in caplog.records]
     assert any("hello from the grader" in line for line in lines)
-    assert len(lines) <= output.MAX_LOGGED_LINES + 1 and "not logged" in lines[-1]
+    assert len(lines) <= MAX_LOGGED_LINES + 1 and "not logged" in lines[-1]
 
 
 def test_what_a_killed_worker_started_is_killed_too(grader: str, tmp_path: Path) -> None:
@@ -175,12 +176,13 @@ def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
 def test_a_cancelled_call_does_not_hurt_the_next(grader: str) -> None:
     async def main() -> None:
         async with RewardPool(Reward(function=f"{grader}:grade", timeout_s=0.5)) as pool:
-            calls = [asyncio.create_task(pool.score([sample("sleep 0.1")] * 3)) for _ in range(3)]
+            start = time.monotonic()
+            calls = [asyncio.create_task(pool.score([sample("sleep 0.2")] * 3)) for _ in range(3)]
             await asyncio.sleep(0.02)
             for call in calls:
                 call.cancel()
             assert (await pool.score([sample("score 2")]))[0].score == 2.0
-            assert pool.num_calls <= 4
+            assert time.monotonic() - start < 1.5, "all nine would take 1.8 s"
 
     run(main())
 
@@ -227,20 +229,6 @@ def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) -> None:
     run(main())
 
 
-def test_error_rate_and_last_error(grader: str) -> None:
-    async def main() -> None:
-        async with RewardPool(Reward(function=f"{grader}:grade")) as pool:
-            assert pool.error_rate == 0.0 and pool.last_error is None
-            await pool.score([sample("raise")] * 64)
-            assert pool.error_rate == 0.25 and "bad level" in str(pool.last_error)
-            await pool.score([sample("score 1")] * 224)
-            assert pool.error_rate == 32 / 256
-            await pool.score([sample("score 1")] * 32)
-            assert pool.error_rate == 0.0 and pool.num_calls == 320
-
-    run(main())
-
-
 def test_messages_are_bounded(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_server.rewards.pool.MAX_REQUEST_BYTES", 100_000)
     big = sample("score 1", prompt="x" * 60_000)
@@ -265,7 +253,7 @@ def test_workers_die_with_their_parent(grader: str, text: str) -> None:
     code = f"""
 import asyncio, sys
 from configs.data import Reward
-from rollout_server.rewards import RewardPool
+from rollout_server.rewards.pool import RewardPool
 
 async def main():
     async with RewardPool(Reward(function={grader + ":grade"!r}, timeout_s=60)) as pool:
