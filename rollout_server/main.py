@@ -18,13 +18,13 @@ from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
-from replay.messages import FROM_REPLAY
+from replay.messages import FROM_REPLAY, Goodbye
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.pool import RewardPool
-from rollout_server.serve import leave, serve
+from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
 from weight_bus import Subscriber
@@ -69,7 +69,7 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
             try:
                 return 0 if await serving else RUN_FAILED
             except asyncio.CancelledError:
-                await leave(server, "stopped by signal")
+                await dealer.send(Goodbye(reason="stopped by signal"))  # so that its leases move at once
                 return 0
     finally:
         try:

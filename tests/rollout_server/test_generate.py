@@ -57,12 +57,9 @@ class Task:
         self._maybe_wait("encode")
         return [3, 4]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def sample(self, row: dict[str, Any], token_ids: list[int], finish_reason: str) -> dict[str, Any]:
         self._maybe_wait("decode")
-        return "7"
-
-    def sample(self, row: dict[str, Any], text: str, **facts: Any) -> dict[str, Any]:
-        return {**row, "completion": text, **facts}
+        return {**row, "completion": "7"}
 
 
 def lease() -> m.Lease:

@@ -101,9 +101,8 @@ def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
 def test_long_and_empty_prompts_are_refused(tmp_path: Path) -> None:
     task = task_of(save_tokenizer(tmp_path), **{"data.max_prompt_tokens": 4})
     assert len(task.encode(row("1234"))) == 4
-    with pytest.raises(PromptTooLong, match=r"5 tokens, data\.max_prompt_tokens is 4") as raised:
+    with pytest.raises(PromptTooLong, match=r"5 tokens, data\.max_prompt_tokens is 4"):
         task.encode(row("12345"))
-    assert (raised.value.num_tokens, raised.value.limit) == (5, 4)
     with pytest.raises(TaskError, match="no tokens"):
         task.encode(row(""))
 
@@ -120,7 +119,7 @@ def test_stop_tokens_are_those_of_the_folder_and_the_tokenizer(
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     task = task_of(folder)
     assert task.stop_token_ids == expected
-    assert task.fingerprint()["eos_token_ids"] == ",".join(map(str, expected))
+    assert model_fingerprint(str(folder))["eos_token_ids"] == ",".join(map(str, expected))
 
 
 def test_no_stop_token_is_refused(tmp_path: Path) -> None:
@@ -135,22 +134,12 @@ def test_decode_leaves_special_tokens_out_and_spaces_in(tmp_path: Path) -> None:
     assert task.decode([]) == ""
 
 
-def test_fingerprint_is_the_one_that_the_learner_computes(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path, chat_template=CHAT)
-    assert task_of(folder).fingerprint() == model_fingerprint(str(folder))
-    template = tmp_path / "own.jinja"
-    template.write_text("{{ messages[0].content }}=")
-    other = task_of(folder, **{"model.chat_template": template}).fingerprint()
-    assert other == model_fingerprint(str(folder), str(template))
-    assert other["chat_template"] != task_of(folder).fingerprint()["chat_template"]
-
-
 def test_a_row_of_a_dataset_becomes_a_sample_that_a_reward_takes(tmp_path: Path) -> None:
     data = tmp_path / "sort.jsonl"
     data.write_text('{"prompt": "21=", "answer": "12"}\n')
     (loaded,) = load_rows(data)
     task = task_of(save_tokenizer(tmp_path))
-    sample = task.sample(loaded, task.decode([*ids("12"), 1]), num_tokens=3, finish_reason="stop")
+    sample = task.sample(loaded, [*ids("12"), 1], "stop")
     assert sample == {
         "prompt": "21=",
         "completion": "12",
@@ -165,14 +154,9 @@ def test_a_row_of_a_dataset_becomes_a_sample_that_a_reward_takes(tmp_path: Path)
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"model\.path: 'some/model' is no folder"):
-        task_of(Path("some/model"))
     folder = save_tokenizer(tmp_path)
     (folder / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
     with pytest.raises(TaskError, match=r"the tokenizer cannot be loaded"):
-        task_of(folder)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(TaskError, match=r"tokenizer\.json: missing"):
         task_of(folder)
 
 
