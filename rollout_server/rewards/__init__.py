@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 
 class RewardError(ValueError):
-    """The reward function cannot be loaded or its processes cannot be started; the message says what to do."""
+    """The reward function cannot be loaded, or its processes do not start."""
 
 
 class Sample(TypedDict):

@@ -1,4 +1,4 @@
-"""Runs a loaded reward function over samples and checks what it returns. Runs in the worker process."""
+"""In the worker process: runs a reward function over samples, checks what it returns."""
 
 import math
 import numbers
@@ -50,7 +50,7 @@ def _attempt(function: RewardFunction, argument: Any) -> tuple[Any, str | None]:
 
 
 async def judge_async(function: RewardFunction, timeout_s: float, samples: Sequence[Sample], send: Send) -> None:
-    """Call an asynchronous function on all samples at once and send every verdict once, as soon as it is there.
+    """Call an asynchronous function on all samples at once; send each verdict when it comes.
 
     A call that takes longer than the timeout is cancelled here and the process lives on; the pool kills it only
     when the function blocks the loop.
@@ -79,8 +79,8 @@ async def judge_async(function: RewardFunction, timeout_s: float, samples: Seque
 
 
 def _explained(error: BaseException) -> str:
-    """What an exception of the user's code says; past a limit on what this process holds, the process ends."""
-    limit = exceeded(error)
+    """What an exception of the user's code says, and the limit that it comes from."""
+    limit = exceeded(error)  # may end this process, so it comes first
     return describe(error) + limit
 
 
@@ -142,7 +142,7 @@ def sendable(text: str) -> str:
 
 
 def _scalar(value: Any) -> float | None:
-    """The value as a Python number, None when it is none. Scalars of numpy and torch count, lists and text do not."""
+    """The value as a float; numpy and torch scalars count, lists and text do not."""
     if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
         try:
             value = value.item()

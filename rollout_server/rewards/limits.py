@@ -1,4 +1,4 @@
-"""What a reward process may use, set before code of the user is loaded, and how going past it looks.
+"""What a reward process may use: set before code of the user is loaded.
 
 | key of `reward`  | limit of the kernel | what code of the user sees                                  |
 |------------------|---------------------|-------------------------------------------------------------|
@@ -44,7 +44,7 @@ def confine(limits: Mapping[str, int]) -> None:
 
 
 def exceeded(error: BaseException) -> str:
-    """Words on the limit that an exception, or one that led to it, comes from; empty when it comes from none.
+    """Names the limit behind an exception or one that led to it; empty without one.
 
     Ends this process where the limit is on what it holds: it might fail the next sample too.
     """
@@ -63,5 +63,5 @@ def exceeded(error: BaseException) -> str:
 
 
 def leave(key: str) -> NoReturn:
-    """End this process so that the pool knows which limit it ran into. Needs no memory."""
+    """End this process with the exit code of a limit. Needs no memory."""
     os._exit(EXIT_CODES[key])

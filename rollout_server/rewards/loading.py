@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -113,16 +114,14 @@ def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Seq
         {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]
         for sample in samples
     ]
-    given: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(k for r in rows for k in r)}
+    given: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(itertools.chain(*rows))}
     given["prompts"] = [sample["prompt"] for sample in samples]
-    given["completions"] = [_completion(sample) for sample in samples]
+    # TRL gives the answer in the form of the prompt.
+    given["completions"] = [
+        s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}]
+        for s in samples
+    ]
     return function(**_accepted(parameters, given))
-
-
-def _completion(sample: Sample) -> str | list[dict[str, str]]:
-    """TRL gives the answer in the form of the prompt."""
-    text = sample["completion"]
-    return text if isinstance(sample["prompt"], str) else [{"role": "assistant", "content": text}]
 
 
 def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +132,7 @@ def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _module(spec: str, location: str) -> ModuleType:
-    """The module of that name or, if it ends in `.py`, at that path. Runs code of the user."""
+    """The module of that name, or at that path if it ends in `.py`."""
     path = Path(location).expanduser() if location.endswith(".py") else None
     if path is not None and not path.is_file():
         raise RewardError(f"reward.function: {spec!r}: no file {location!r} (looked from {os.getcwd()})")
@@ -155,7 +154,7 @@ def _module(spec: str, location: str) -> ModuleType:
 
 
 def describe(error: BaseException) -> str:
-    """Type, message and place of an exception, in one line. Never raises: the message is code of the user too."""
+    """Type, message and place of an exception. Its message is code of the user too."""
     try:
         text = str(error)[:MAX_MESSAGE_CHARS]
     except BaseException:  # noqa: BLE001 - code of the user: whatever it raises, the type and place are known

@@ -24,7 +24,7 @@ MARKER = "####"
 
 
 def reward(sample: Sample) -> dict[str, float]:
-    """`score` 1.0 when the numbers are equal, else 0.0; `has_number` says whether the answer held any number.
+    """`score` 1.0 when the numbers are equal; `has_number` 1.0 when the answer holds one.
 
     Raises:
         ValueError: the ground truth is no number.
@@ -40,7 +40,7 @@ def reward(sample: Sample) -> dict[str, float]:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text ends on, by the rules of the module; None when there is none."""
+    """The number that a text ends on, by the module's rules."""
     text = LATEX_FRACTION.sub(r"\1/\2", text)
     marker, box = text.rfind(MARKER), text.rfind(BOXED)
     if marker > box:

@@ -1,10 +1,4 @@
-"""The reward pool: judges answers in processes that can be killed, so that no reward function stops a run.
-
-consumes      samples, from any number of concurrent `score` calls
-produces      one RewardOutcome per sample, with a score or with the reason why there is none
-waits for     reward processes, each request at most reward.timeout_s without progress
-unblocked by  their verdicts, their death, or the timeout, after which they are killed and started anew
-"""
+"""Judges answers in processes that can be killed: no reward function stops a run."""
 
 import asyncio
 import itertools
@@ -49,15 +43,12 @@ class _Job:
 
 
 class RewardPool:
-    """Judges samples in `reward.workers` processes.
+    """Judges samples in `reward.workers` processes, each request at most reward.timeout_s without progress.
 
     A group of quick calls is one request to one worker; slow ones are spread over all workers. When a request of
     several samples times out or kills its worker, those without an outcome are judged again one by one, so only
     the culprit gets an error. For TRL functions, which see all samples of a request at once, this means that
     samples of a failed request are judged alone.
-
-        async with RewardPool(config.reward) as pool:
-            outcomes = await pool.score(samples)
     """
 
     def __init__(self, reward: Reward) -> None:
@@ -67,7 +58,7 @@ class RewardPool:
         self._waiting: set[asyncio.Future[RewardOutcome]] = set()
         self._mean_s: float | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         """Start the processes and load the function in each.
 
         Raises:
@@ -81,9 +72,13 @@ class RewardPool:
         self._workers = [asyncio.create_task(self._work(process)) for process in self._processes]
         for worker in self._workers:
             worker.add_done_callback(self._worker_ended)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """Judge samples; the outcomes come in their order. A failing function shows in the outcomes, never raises.
+        """Outcomes of samples, in their order; a function that fails shows in them.
 
         Raises:
             RewardError: the pool is not running (not started, closed, or broken).
@@ -111,13 +106,6 @@ class RewardPool:
         await asyncio.gather(*(process.stop() for process in self._processes))
         self._workers = []
         self._abandon("the reward pool was closed")
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     def _split(self, items: list[_Item]) -> Iterator[list[_Item]]:
         """Even, contiguous parts, one per request."""
@@ -161,7 +149,7 @@ class RewardPool:
             log.warning("%s: %s; it is started anew", process.name, lost)
             unanswered = job.unanswered()
             if len(unanswered) == 1:
-                self._fail(unanswered[0], str(lost), lost.seconds)
+                self._fail(unanswered[0], str(lost))
             else:
                 for item in unanswered:
                     self._submit([item])
@@ -175,8 +163,8 @@ class RewardPool:
             # The next job tries once more and, if that fails too, gets this reason as its outcome.
             log.warning("%s: does not start: %s", process.name, error)
 
-    def _fail(self, item: _Item, reason: str, seconds: float = 0.0) -> None:
-        self._record(item, RewardOutcome(score=math.nan, error=reason, seconds=seconds))
+    def _fail(self, item: _Item, reason: str) -> None:
+        self._record(item, RewardOutcome(score=math.nan, error=reason, seconds=0.0))
 
     def _record(self, item: _Item, outcome: RewardOutcome) -> None:
         mean = outcome.seconds if self._mean_s is None else self._mean_s

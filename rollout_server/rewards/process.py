@@ -1,6 +1,7 @@
-"""The pool's side of one reward process: starts it, asks it, kills it with all that it has started."""
+"""The pool's side of a reward process: starts, asks and kills it with its descendants."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -9,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,7 @@ Deliver = Callable[[int, RewardOutcome], None]
 
 
 class WorkerLost(RuntimeError):
-    """The process timed out, died or sent garbage, and must be stopped; `seconds` is how long the request ran."""
-
-    def __init__(self, reason: str, seconds: float) -> None:
-        super().__init__(reason)
-        self.seconds = seconds
+    """The process timed out, died or sent garbage, and must be stopped."""
 
 
 class RewardProcess:
@@ -61,7 +58,7 @@ class RewardProcess:
         self.convention = ""
         """How the function is called (rewards/loading.py); known once it is loaded."""
         self._reward = reward
-        self._timeout_s = reward.timeout_s
+        self._grace_s = 0.0
         self._worker: _Worker | None = None
 
     async def ensure(self) -> None:
@@ -81,7 +78,7 @@ class RewardProcess:
             raise
 
     async def judge(self, num_samples: int, frame: bytes, deliver: Deliver) -> None:
-        """Send a request and hand every outcome to `deliver` with its index, as soon as it is there.
+        """Send a request; hand each outcome to `deliver` with its index when it comes.
 
         `reward.timeout_s` runs from the last sign of progress.
 
@@ -90,22 +87,13 @@ class RewardProcess:
         """
         assert self._worker is not None
         worker, missing = self._worker, set(range(num_samples))
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                worker.writer.write(frame)
-                await worker.writer.drain()
-                while missing:
-                    for index, outcome in read_verdicts(await worker.receive(), missing):
-                        deliver(index, outcome)
-                    limit.reschedule(loop.time() + self._timeout_s)
-        except TimeoutError as error:
-            raise WorkerLost(f"timed out after {self._reward.timeout_s:g} s", loop.time() - started) from error
-        except ValueError as error:
-            raise WorkerLost(f"the reward process sent garbage: {error}", loop.time() - started) from error
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise WorkerLost(await self._autopsy(worker), loop.time() - started) from error
+        async with self._asking(worker, self._reward.timeout_s) as limit:
+            worker.writer.write(frame)
+            await worker.writer.drain()
+            while missing:
+                for index, outcome in read_verdicts(await worker.receive(), missing):
+                    deliver(index, outcome)
+                limit.reschedule(asyncio.get_running_loop().time() + self._reward.timeout_s + self._grace_s)
 
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
@@ -118,22 +106,30 @@ class RewardProcess:
         function, timeout_s = self._reward.function, self._reward.timeout_s
         limits = {key: getattr(self._reward, key) for key in RESOURCES}
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with self._asking(worker, START_TIMEOUT_S):
                 worker.writer.write(pack({"function": function, "timeout_s": timeout_s, "limits": limits}))
                 self.convention, is_async = read_answer(await worker.receive())
-        except TimeoutError as error:
-            raise RewardError(f"reward.function: {function!r} was not loaded within {START_TIMEOUT_S:g} s") from error
+        except WorkerLost as lost:
+            raise RewardError(f"reward.function: {function!r} could not be loaded: {lost}") from lost
+        self._grace_s = ASYNC_GRACE_S if is_async else 0.0
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, worker: "_Worker", timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Raises WorkerLost for whatever goes wrong with a process that is asked something."""
+        try:
+            async with asyncio.timeout(timeout_s + self._grace_s) as limit:
+                yield limit
         except RewardError:
             raise
+        except TimeoutError as error:
+            raise WorkerLost(f"timed out after {timeout_s:g} s") from error
         except ValueError as error:
-            raise RewardError(f"reward.function: {function!r} writes to the pool's socket: {error}") from error
+            raise WorkerLost(f"the reward process sent garbage: {error}") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            reason = await self._autopsy(worker)
-            raise RewardError(f"reward.function: {function!r} could not be loaded: {reason}") from error
-        self._timeout_s = timeout_s + (ASYNC_GRACE_S if is_async else 0.0)
+            raise WorkerLost(await self._autopsy(worker)) from error
 
     async def _autopsy(self, worker: "_Worker") -> str:
-        """How a process that hung up has ended, what it said last, and which limit it ran into."""
+        """How a process that hung up has ended, its last output, and its limit."""
         # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
         await asyncio.sleep(0.01)
         await worker.end()
@@ -148,25 +144,25 @@ class RewardProcess:
 
 
 class _Worker:
-    """A running process with its streams; what it prints is logged up to a limit, and its end kept for messages.
+    """A running process with its streams; its prints are logged up to a limit.
 
     The prints are read for as long as any process holds the other end, so that printing blocks no grader for long.
     """
 
-    def __init__(
-        self,
-        name: str,
-        process: subprocess.Popen[bytes],
-        channel: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-        prints: tuple[asyncio.StreamReader, asyncio.BaseTransport],
-    ) -> None:
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         """The supervisor, which ends the way the worker ends."""
-        self.reader, self.writer = channel
         self._name = name
         self._tail = b""
-        self._prints = prints[1]
-        self._printing = asyncio.create_task(self._log(prints[0]))
+
+    async def connect(self, channel: socket.socket) -> None:
+        """Open the streams."""
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=channel, limit=MAX_REPLY_BYTES)
+        prints = asyncio.StreamReader()
+        self._prints, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(prints), self.process.stderr
+        )
+        self._printing = asyncio.create_task(self._log(prints))
 
     async def receive(self) -> Any:
         """The next message. Raises ValueError for a frame that is too long or no msgpack."""
@@ -176,7 +172,7 @@ class _Worker:
         return unpack_reply(await self.reader.readexactly(length))
 
     async def end(self) -> None:
-        """Kill the process with all that it has started; read what is left of its prints, for a moment."""
+        """Kill the process and its descendants; read its last prints for a moment."""
         await _kill(self.process, self._name)
         await asyncio.wait([self._printing], timeout=LAST_PRINTS_S)
         self._printing.cancel()
@@ -205,18 +201,14 @@ class _Worker:
 async def _start(name: str) -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = _spawn(theirs.fileno())
+        worker = _Worker(name, _spawn(theirs.fileno()))
     try:
-        channel = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY_BYTES)
-        prints = asyncio.StreamReader()
-        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(prints), process.stderr
-        )
+        await worker.connect(ours)
     except BaseException:
         ours.close()
-        await _kill(process, name)
+        await _kill(worker.process, name)
         raise
-    return _Worker(name, process, channel, (prints, transport))
+    return worker
 
 
 def _spawn(channel: int) -> subprocess.Popen[bytes]:
@@ -235,7 +227,7 @@ def _spawn(channel: int) -> subprocess.Popen[bytes]:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a reward process. A function that needs the key of a service reads it from a file.
+    """The environment of a reward process; functions read the keys of services from files.
 
     Example: OPENAI_API_KEY, HF_TOKEN, AWS_PROFILE, SSH_AUTH_SOCK and HTTP_PROXY=http://me:word@proxy are left out;
     PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay.
@@ -250,7 +242,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _kill(process: subprocess.Popen[bytes], name: str) -> None:
-    """Have the supervisor end the worker with all that it has started; end the supervisor itself if it cannot."""
+    """Have the supervisor end all descendants; end the supervisor itself if it cannot."""
     for kill in (process.terminate, process.kill):
         kill()  # a process that was reaped already gets no signal
         deadline = time.monotonic() + KILL_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""What the pool and a reward process send each other: 4 bytes of length, little-endian, then that much msgpack.
+"""Between pool and reward process: 4 bytes of length, little-endian, then that much msgpack.
 
 | from   | message                                                                                   |
 |--------|-------------------------------------------------------------------------------------------|
@@ -43,7 +43,7 @@ def pack(value: Any) -> bytes:
 
 
 def unpack_reply(body: bytes) -> Any:
-    """The value of a worker's frame. Raises ValueError: not msgpack, or more of anything than a reply may hold."""
+    """The value of a worker's frame. Raises ValueError: not msgpack, or past REPLY_LIMITS."""
     try:
         return msgpack.unpackb(body, **REPLY_LIMITS)
     except msgpack.exceptions.UnpackException as error:
@@ -105,5 +105,5 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A decoded value for a message: a few items of each level and few levels, however deep and long it is."""
+    """A decoded value for a message: few levels, and few items of each."""
     return reprlib.repr(value)[:200]

@@ -1,4 +1,4 @@
-"""Stands between the pool and a worker, so that nothing that reward code has started outlives it.
+"""Stands between pool and worker, so that nothing that reward code starts outlives it.
 
 consumes      SIGTERM from the pool, or from the kernel when the pool's process is gone
 produces      its own end, by the worker's signal or exit code, once no descendant is left
@@ -29,7 +29,7 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def supervise(pool: int) -> None:
-    """Fork. The child returns, in a session of its own, and becomes the worker; the parent never returns.
+    """Fork. Only the child returns: in a session of its own, as the worker.
 
     Args:
         pool: pid of the process whose thread started this one.
@@ -66,14 +66,14 @@ def _control(option: int, value: int) -> None:
 
 
 def _die_with(parent: int, how: signal.Signals) -> None:
-    """Get a signal when the thread that started this process ends; leave at once when that has happened already."""
+    """Get a signal when the thread that started this process ends; leave once it has."""
     _control(PR_SET_PDEATHSIG, how)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _watch(worker: int) -> NoReturn:
-    """Wait for the worker's end or the order to end it, then end all that is left and follow it."""
+    """Wait for the worker's end or SIGTERM; end all that is left, then alike."""
     let_go_of_stdin()  # only the worker may hold the channel: its end is how the pool learns of a death
     while signal.sigwaitinfo(WATCHED).si_signo == signal.SIGCHLD and not _has_ended(worker):
         pass
@@ -91,7 +91,7 @@ def _watch(worker: int) -> NoReturn:
 
 
 def _has_ended(worker: int) -> bool:
-    """Reap what was handed over to this process; the worker, when it has ended, is left for later."""
+    """Reap what was handed over to this process, but not the worker."""
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
         if ended.si_pid == worker:
             return True
@@ -100,7 +100,7 @@ def _has_ended(worker: int) -> bool:
 
 
 def _end_descendants(worker: int) -> int:
-    """Kill round after round until no child is left: each round may bring the orphans of the one before.
+    """Kill until no child is left; each round may bring orphans of the last.
 
     Returns:
         The wait status of the worker.

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 
@@ -33,17 +33,18 @@ def main() -> int:
     supervise(int(sys.argv[1]))
     channel = _private_channel()
     threading.Thread(target=_die_with_channel, args=(channel,), daemon=True).start()
-    order = _receive(channel)
+    requests = channel.makefile("rb")
+    order = _receive(requests)
     if order is None:
         return 0
     confine(order["limits"])
     try:
-        return work(channel, order["function"], order["timeout_s"])
+        return work(channel, requests, order["function"], order["timeout_s"])
     except MemoryError:
         leave("memory_bytes")
 
 
-def work(channel: socket.socket, name: str, timeout_s: float) -> int:
+def work(channel: socket.socket, requests: BinaryIO, name: str, timeout_s: float) -> int:
     """Load the function and answer requests until the pool closes the channel."""
 
     def send(verdicts: list[Verdict]) -> None:
@@ -56,22 +57,22 @@ def work(channel: socket.socket, name: str, timeout_s: float) -> int:
         channel.sendall(pack({"error": sendable(reason[:MAX_ERROR_CHARS])}))
         return 1
     channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
-    if not function.is_async:
-        while (samples := _receive(channel)) is not None:
-            judge(function, samples, send)
-        return 0
-    import asyncio  # as in judge_async
+    if function.is_async:
+        import asyncio  # as in judge_async
 
-    # One loop over all requests, so that the function may keep its connections. It ends with this process, without
-    # being closed: past a memory limit, tasks of the user must not hold up the end.
-    loop = asyncio.Runner()
-    while (samples := _receive(channel)) is not None:
-        loop.run(judge_async(function, timeout_s, samples, send))
+        # One loop over all requests, so that the function may keep its connections. It ends with this process,
+        # without being closed: past a memory limit, tasks of the user must not hold up the end.
+        loop = asyncio.Runner()
+    while (samples := _receive(requests)) is not None:
+        if function.is_async:
+            loop.run(judge_async(function, timeout_s, samples, send))
+        else:
+            judge(function, samples, send)
     return 0
 
 
 def _private_channel() -> socket.socket:
-    """Move the socket away from stdin, and let what the user prints go to stderr line by line."""
+    """Move the socket away from stdin; prints go to stderr line by line."""
     channel = socket.socket(fileno=os.dup(0))
     let_go_of_stdin()
     os.dup2(2, 1)
@@ -80,29 +81,21 @@ def _private_channel() -> socket.socket:
 
 
 def _die_with_channel(channel: socket.socket) -> None:
-    """Kill this process and what it has started as soon as the pool closes its end, even amid a call."""
+    """Kill this process group when the pool closes its end, even amid a call."""
     poll = select.poll()
     poll.register(channel, 0)  # only hang-up and errors, never readable data
     poll.poll()
     os.killpg(0, signal.SIGKILL)
 
 
-def _receive(channel: socket.socket) -> Any:
+def _receive(requests: BinaryIO) -> Any:
     """The next message; None when the pool has closed the channel."""
-    header = _exactly(channel, LENGTH.size)
-    body = _exactly(channel, LENGTH.unpack(header)[0]) if header else b""
-    return msgpack.unpackb(body) if body else None
-
-
-def _exactly(channel: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes; none when the pool has closed the channel before they came."""
-    data = channel.recv(num_bytes, socket.MSG_WAITALL)
-    while len(data) < num_bytes:
-        more = channel.recv(num_bytes - len(data))
-        if not more:
-            return b""
-        data += more
-    return data
+    header = requests.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(header)
+    body = requests.read(length)
+    return msgpack.unpackb(body) if len(body) == length else None
 
 
 if __name__ == "__main__":

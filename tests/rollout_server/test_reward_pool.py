@@ -158,8 +158,7 @@ def test_what_a_killed_worker_started_is_killed_too(grader: str, tmp_path: Path)
 
 def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
     async def main() -> None:
-        pool = RewardPool(Reward(function=f"{grader}:grade", workers=2))
-        await pool.start()
+        pool = await RewardPool(Reward(function=f"{grader}:grade", workers=2)).__aenter__()
         pids = [int(outcome.metrics["pid"]) for outcome in await pool.score([sample("score 1")] * 2)]
         waiting = asyncio.create_task(pool.score([sample("hang")]))
         await asyncio.sleep(0.05)
