@@ -128,7 +128,8 @@ class WeightFollower:
         """Note that the engine receives a part of an update."""
         self._serves = False
 
-    async def _update(self, load: Callable[[], Awaitable[None]]) -> Digests:
+    async def update(self, load: Callable[[], Awaitable[None]]) -> Digests:
+        """Pause, run `load`; digests of what the engine then holds."""
         await self.pause()
         self._serves = False
         await load()
@@ -184,12 +185,8 @@ class WeightFollower:
         """Start an update from the staging buffers; digests of what the engine then holds."""
         load: Callable[[Any, int], Awaitable[None]]
         load = self._stages.load if self._stages is not None else self._engine.load
-        return self.update(partial(load, update, version))
-
-    def update(self, load: Callable[[], Awaitable[None]]) -> Digests:
-        """Pause, run `load`; digests of what the engine then holds."""
         self.announce_wait()
-        return self.wait_for(self._update(load))
+        return self.wait_for(self.update(partial(load, update, version)))
 
     def announce_wait(self) -> None:
         """Announce to the publisher that the engine applies this version late, and why."""
@@ -241,17 +238,13 @@ class _DirectEnd:
 
     def prove(self, version: int, entries: Sequence[Entry]) -> Digests:
         prove = partial(self._updates.prove, entries, version)
-        return _spoil(partial(self._follower.update, prove), f"v{version} was not proven")
+        return self._wait(self._follower.update(prove), f"v{version} was not proven")
 
     def leave(self) -> None:
         self._wait(self._updates.leave(), "the engine did not leave its group")
 
-    def _wait(self, call: Coroutine[Any, Any, None], problem: str) -> None:
-        _spoil(partial(self._follower.wait_for, call), problem)
-
-
-def _spoil(call: Callable[[], T], problem: str) -> T:
-    try:
-        return call()
-    except EngineError as error:
-        raise EngineSpoiled(f"{problem}, it must be restarted: {error}") from error
+    def _wait(self, call: Coroutine[Any, Any, T], problem: str) -> T:
+        try:
+            return self._follower.wait_for(call)
+        except EngineError as error:
+            raise EngineSpoiled(f"{problem}, it must be restarted: {error}") from error

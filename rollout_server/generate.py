@@ -56,11 +56,7 @@ class Generator:
         )
 
     async def group(self, lease: m.Lease, request_id: str) -> m.Group:
-        """Sample and score the group of a lease.
-
-        Raises:
-            LeaseFailed: the prompt is too long, the reward function failed, or the request was aborted.
-        """
+        """Sample and score the group of a lease. Raises LeaseFailed."""
         started = time.monotonic()
         prompt_ids = await self._beside(self.encode, lease.prompt)
         try:
@@ -116,8 +112,7 @@ class Generator:
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
 
-        Raises:
-            LeaseFailed: a reward function failed; an evaluation with holes would be a wrong number.
+        Raises LeaseFailed if one fails: an evaluation with holes would be a wrong number.
         """
         started = time.monotonic()
         completions = await asyncio.gather(
@@ -145,11 +140,7 @@ class Generator:
     async def score(
         self, rows: list[dict[str, Any]], completions: list[Completion]
     ) -> tuple[list[str], list[RewardOutcome]]:
-        """Decoded texts and reward outcomes, in order.
-
-        Raises:
-            LeaseFailed: a request was aborted, or the reward function failed.
-        """
+        """Decoded texts and reward outcomes. Raises LeaseFailed: aborted, or a reward error."""
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         samples = await self._beside(self._samples, rows, completions)

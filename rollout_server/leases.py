@@ -22,11 +22,9 @@ RESEND_S = 5.0
 
 
 def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """[incarnation, version] of each policy that may have sampled one of these tokens.
+    """[incarnation, version] of each policy that may have sampled tokens of these versions.
 
-    Args:
-        versions: of the tokens.
-        served: policies that were live from the lease on, in order; what a prefix brings is of the first one's line.
+    `served` are the policies that were live from the lease on, in order; a prefix is of the first one's line.
     """
     found = set(np.unique(versions).tolist())
     known = [policy for policy in served if policy[1] in found]

@@ -43,9 +43,6 @@ class Parts:
     subscriber: type[Subscriber] = Subscriber
 
 
-STANDARD = Parts()
-
-
 async def run(config: Config, address: str, name: str, parts: Parts) -> int:
     """Serve one run; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
@@ -79,7 +76,7 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
         dealer.close()
 
 
-def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
+def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Entry point."""
     parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
@@ -95,7 +92,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name, parts))
+            return runner.run(run(config, args.replay, args.server_name, parts or Parts()))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START

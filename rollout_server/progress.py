@@ -59,13 +59,7 @@ class ProgressReports:
         self._told.clear()
 
     def renew(self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source) -> m.Renew:
-        """The next Renew.
-
-        Args:
-            working: leases that are worked on, with the name of their request.
-            running: tokens so far by that name.
-            source: where the tokens themselves come from.
-        """
+        """The next Renew, of leases with their requests' names; `running` counts tokens by name."""
         working = list(working)
         self._told = {key: self._told[key] for key, _ in working if key in self._told}
         entries: list[list[int]] = []

@@ -30,10 +30,9 @@ MAX_CHAIN = 8
 
 
 def confine(limits: Mapping[str, int]) -> None:
-    """Set the limits, for good: they cannot be raised again without privileges.
+    """Set the limit of each key of RESOURCES for good: raising it again needs privileges.
 
-    Args:
-        limits: value of each key of RESOURCES. Where the machine allows less, that holds, and stderr says so.
+    Where the machine allows less, that holds, and stderr says so.
     """
     for key, kind in RESOURCES.items():
         hardest = resource.getrlimit(kind)[1]

@@ -14,7 +14,7 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,32 +47,23 @@ class RewardFunction:
 def load_function(spec: str) -> RewardFunction:
     """Load `exact`, `numeric`, `package.module:function` or `path/to/file.py:function`.
 
-    Raises:
-        RewardError: not found, not importable, or of a signature that is none of the three.
+    Raises RewardError: not found, not importable, or of a signature that is none of the three.
     """
     location, _, name = BUILT_IN.get(spec, spec).rpartition(":")
     if not location or not name:
-        close = difflib.get_close_matches(spec, BUILT_IN, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else "take 'exact', 'numeric', 'module:function' or 'f.py:function'"
-        )
+        hint = _closest(spec, BUILT_IN) or "take 'exact', 'numeric', 'module:function' or 'f.py:function'"
         raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
     module = _module(spec, location)
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        close = difflib.get_close_matches(name, own, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
+        hint = _closest(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
         raise RewardError(f"reward.function: {spec!r}: {location} has no function {name!r}; {hint}")
     return adapt(function, spec)
 
 
 def adapt(function: Callable[..., Any], name: str) -> RewardFunction:
-    """Tell by the parameters which convention a function follows.
-
-    Raises:
-        RewardError: none of the three.
-    """
+    """Tell by the parameters which convention a function follows. Raises RewardError: none."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -129,6 +120,11 @@ def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
     return {key: value for key, value in given.items() if key in parameters}
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def _module(spec: str, location: str) -> ModuleType:

@@ -6,6 +6,7 @@ last number of the text. Thousands separators, currency signs, percent signs and
 """
 
 import re
+from collections import deque
 from fractions import Fraction
 
 from rollout_server.rewards import Sample
@@ -64,10 +65,8 @@ def _inside(text: str, start: int) -> str:
 
 
 def _last(text: str) -> Fraction | None:
-    last = None
-    for match in NUMBER.finditer(text):
-        last = match
-    return _value(last)
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    return _value(last[0] if last else None)
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:

@@ -30,18 +30,6 @@ class _Item:
     outcome: asyncio.Future[RewardOutcome]
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Some samples of a call, sent to a worker as one request."""
-
-    items: Sequence[_Item]
-    frame: bytes
-
-    def unanswered(self) -> list[_Item]:
-        """Those whose outcome is still waited for."""
-        return [item for item in self.items if not item.outcome.done()]
-
-
 class RewardPool:
     """Judges samples in `reward.workers` processes, each request at most reward.timeout_s without progress.
 
@@ -53,17 +41,13 @@ class RewardPool:
 
     def __init__(self, reward: Reward) -> None:
         self._processes = [RewardProcess(reward, f"reward worker {number}") for number in range(reward.workers)]
-        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._queue: asyncio.Queue[list[_Item]] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Future[RewardOutcome]] = set()
         self._mean_s: float | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the processes and load the function in each.
-
-        Raises:
-            RewardError: the function cannot be loaded; no process is left.
-        """
+        """Start all processes. Raises RewardError: the function cannot be loaded; none is left."""
         results = await asyncio.gather(*(p.ensure() for p in self._processes), return_exceptions=True)
         failures = [result for result in results if isinstance(result, BaseException)]
         if failures:
@@ -80,8 +64,7 @@ class RewardPool:
     async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Outcomes of samples, in their order; a function that fails shows in them.
 
-        Raises:
-            RewardError: the pool is not running (not started, closed, or broken).
+        Raises RewardError: the pool is not running (not started, closed, or broken).
         """
         if not self._workers or any(worker.done() for worker in self._workers):
             raise RewardError("the reward pool is not running")
@@ -90,7 +73,7 @@ class RewardPool:
         loop = asyncio.get_running_loop()
         items = [_Item(sample, loop.create_future()) for sample in samples]
         for part in self._split(items):
-            self._submit(part)
+            self._queue.put_nowait(part)
         outcomes = [item.outcome for item in items]
         self._waiting.update(outcomes)
         try:
@@ -108,7 +91,7 @@ class RewardPool:
         self._abandon("the reward pool was closed")
 
     def _split(self, items: list[_Item]) -> Iterator[list[_Item]]:
-        """Even, contiguous parts, one per request."""
+        """Even, contiguous parts, one per request to a worker."""
         if self._processes[0].convention == "trl":
             parts = math.ceil(len(items) / MAX_TRL_SAMPLES)
         else:
@@ -118,41 +101,36 @@ class RewardPool:
         bounds = [len(items) * part // parts for part in range(parts + 1)]
         return (items[start:end] for start, end in itertools.pairwise(bounds))
 
-    def _submit(self, items: Sequence[_Item]) -> None:
-        frame = pack([item.sample for item in items])
-        if len(frame) <= MAX_REQUEST_BYTES:
-            self._queue.put_nowait(_Job(items, frame))
-        elif len(items) > 1:
-            half = len(items) // 2
-            self._submit(items[:half])
-            self._submit(items[half:])
-        else:
-            self._fail(items[0], f"the sample has {len(frame)} bytes, a reward process takes {MAX_REQUEST_BYTES}")
-
     async def _work(self, process: RewardProcess) -> None:
-        """Run jobs on one process, for as long as the pool is open."""
+        """Run requests on one process, for as long as the pool is open."""
         while True:
-            job = await self._queue.get()
-            if job.unanswered():
-                await self._run(process, job)
+            items = _unanswered(await self._queue.get())
+            if not items:
+                continue
+            frame = pack([item.sample for item in items])
+            if len(frame) <= MAX_REQUEST_BYTES:
+                await self._run(process, items, frame)
+            elif len(items) > 1:
+                half = len(items) // 2
+                self._queue.put_nowait(items[:half])
+                self._queue.put_nowait(items[half:])
+            else:
+                self._fail(items, f"the sample has {len(frame)} bytes, a reward process takes {MAX_REQUEST_BYTES}")
 
-    async def _run(self, process: RewardProcess, job: _Job) -> None:
+    async def _run(self, process: RewardProcess, items: list[_Item], frame: bytes) -> None:
         try:
             await process.ensure()
-            await process.judge(
-                len(job.items), job.frame, lambda index, outcome: self._record(job.items[index], outcome)
-            )
+            await process.judge(len(items), frame, lambda index, outcome: self._record(items[index], outcome))
         except RewardError as error:
-            for item in job.unanswered():
-                self._fail(item, str(error))
+            self._fail(items, str(error))
         except WorkerLost as lost:
             log.warning("%s: %s; it is started anew", process.name, lost)
-            unanswered = job.unanswered()
+            unanswered = _unanswered(items)
             if len(unanswered) == 1:
-                self._fail(unanswered[0], str(lost))
+                self._fail(unanswered, str(lost))
             else:
                 for item in unanswered:
-                    self._submit([item])
+                    self._queue.put_nowait([item])
             await self._restart(process)
 
     async def _restart(self, process: RewardProcess) -> None:
@@ -163,8 +141,9 @@ class RewardPool:
             # The next job tries once more and, if that fails too, gets this reason as its outcome.
             log.warning("%s: does not start: %s", process.name, error)
 
-    def _fail(self, item: _Item, reason: str) -> None:
-        self._record(item, RewardOutcome(score=math.nan, error=reason, seconds=0.0))
+    def _fail(self, items: list[_Item], reason: str) -> None:
+        for item in _unanswered(items):
+            self._record(item, RewardOutcome(score=math.nan, error=reason, seconds=0.0))
 
     def _record(self, item: _Item, outcome: RewardOutcome) -> None:
         mean = outcome.seconds if self._mean_s is None else self._mean_s
@@ -181,3 +160,8 @@ class RewardPool:
         for outcome in self._waiting:
             if not outcome.done():
                 outcome.set_exception(RewardError(reason))
+
+
+def _unanswered(items: list[_Item]) -> list[_Item]:
+    """Those whose outcome is still waited for."""
+    return [item for item in items if not item.outcome.done()]

@@ -62,11 +62,7 @@ class RewardProcess:
         self._worker: _Worker | None = None
 
     async def ensure(self) -> None:
-        """Start the process, unless it runs and has not hung up.
-
-        Raises:
-            RewardError: it does not start, or cannot load the function.
-        """
+        """Start the process, unless it runs. Raises RewardError: it cannot load the function."""
         if self._worker is not None and not self._worker.reader.at_eof():
             return
         await self.stop()
@@ -80,10 +76,7 @@ class RewardProcess:
     async def judge(self, num_samples: int, frame: bytes, deliver: Deliver) -> None:
         """Send a request; hand each outcome to `deliver` with its index when it comes.
 
-        `reward.timeout_s` runs from the last sign of progress.
-
-        Raises:
-            WorkerLost: the process must be stopped; some samples may have no outcome yet.
+        `reward.timeout_s` runs from the last sign of progress. Raises WorkerLost: some samples may have no outcome.
         """
         assert self._worker is not None
         worker, missing = self._worker, set(range(num_samples))
@@ -156,7 +149,6 @@ class _Worker:
         self._tail = b""
 
     async def connect(self, channel: socket.socket) -> None:
-        """Open the streams."""
         self.reader, self.writer = await asyncio.open_unix_connection(sock=channel, limit=MAX_REPLY_BYTES)
         prints = asyncio.StreamReader()
         self._prints, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -190,12 +182,12 @@ class _Worker:
             if num_lines > MAX_LOGGED_LINES:
                 await asyncio.sleep(FLOOD_PAUSE_S)
                 continue
-            for line in chunk.decode("utf-8", "replace").splitlines():
-                num_lines += 1
-                if num_lines > MAX_LOGGED_LINES:
-                    log.warning("%s: printed more than %d lines; the rest is not logged", self._name, MAX_LOGGED_LINES)
-                    break
+            lines = chunk.decode("utf-8", "replace").splitlines()
+            for line in lines[: MAX_LOGGED_LINES - num_lines]:
                 log.info("%s: %s", self._name, line[:500])
+            num_lines += len(lines)
+            if num_lines > MAX_LOGGED_LINES:
+                log.warning("%s: printed more than %d lines; the rest is not logged", self._name, MAX_LOGGED_LINES)
 
 
 async def _start(name: str) -> _Worker:

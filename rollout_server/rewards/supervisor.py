@@ -1,9 +1,7 @@
 """Stands between pool and worker, so that nothing that reward code starts outlives it.
 
-consumes      SIGTERM from the pool, or from the kernel when the pool's process is gone
-produces      its own end, by the worker's signal or exit code, once no descendant is left
-waits for     the end of the worker, for as long as the pool lives
-unblocked by  the worker, the pool, or the pool's end
+It waits for the end of the worker, for SIGTERM from the pool, or for SIGTERM from the kernel when the pool's process
+is gone; then it ends every descendant, and itself by the worker's signal or exit code.
 
 A process that leaves its group and session and lets its parents end would be handed to init. As a child subreaper
 this process gets it instead, and can find it. No code of the user runs here.
@@ -31,11 +29,7 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 def supervise(pool: int) -> None:
     """Fork. Only the child returns: in a session of its own, as the worker.
 
-    Args:
-        pool: pid of the process whose thread started this one.
-
-    Raises:
-        OSError: the kernel refused.
+    `pool` is the pid of the process whose thread started this one. Raises OSError: the kernel refused.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
@@ -100,11 +94,7 @@ def _has_ended(worker: int) -> bool:
 
 
 def _end_descendants(worker: int) -> int:
-    """Kill until no child is left; each round may bring orphans of the last.
-
-    Returns:
-        The wait status of the worker.
-    """
+    """Kill until no child is left, and return the worker's wait status."""
     status, deadline = signal.SIGKILL.value, time.monotonic() + KILL_S
     while True:
         try:
@@ -113,7 +103,7 @@ def _end_descendants(worker: int) -> int:
                     status = ended[1]
         except ChildProcessError:
             return status
-        left = _descendants()
+        left = _descendants()  # each round may bring the orphans of the one before
         if time.monotonic() > deadline:
             named = ", ".join(map(str, left[:8]))
             sys.stderr.write(f"{len(left)} processes do not end {KILL_S:g} s after SIGKILL: {named}\n")

@@ -1,9 +1,6 @@
 """A reward process: `python -m rollout_server.rewards.worker <pid of the pool>`, with a socket as stdin.
 
-consumes      samples, framed (rewards/protocol.py), on the socket
-produces      a verdict per sample, on the same socket
-waits for     the next request, for as long as the pool lives
-unblocked by  the pool, or its end: the socket closes, and the parent-death signal arrives
+Answers requests (rewards/protocol.py) until the pool closes the socket or the parent-death signal arrives.
 
 Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long,
 prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded. A supervisor of its own
@@ -11,11 +8,8 @@ prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code 
 """
 
 import os
-import select
-import signal
 import socket
 import sys
-import threading
 from typing import Any, BinaryIO
 
 import msgpack
@@ -32,7 +26,6 @@ def main() -> int:
     """Entry point."""
     supervise(int(sys.argv[1]))
     channel = _private_channel()
-    threading.Thread(target=_die_with_channel, args=(channel,), daemon=True).start()
     requests = channel.makefile("rb")
     order = _receive(requests)
     if order is None:
@@ -74,18 +67,11 @@ def work(channel: socket.socket, requests: BinaryIO, name: str, timeout_s: float
 def _private_channel() -> socket.socket:
     """Move the socket away from stdin; prints go to stderr line by line."""
     channel = socket.socket(fileno=os.dup(0))
+    os.dup(0)  # stays open to the very end: the pool takes a hang-up for a death, and asks how this process has ended
     let_go_of_stdin()
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return channel
-
-
-def _die_with_channel(channel: socket.socket) -> None:
-    """Kill this process group when the pool closes its end, even amid a call."""
-    poll = select.poll()
-    poll.register(channel, 0)  # only hang-up and errors, never readable data
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _receive(requests: BinaryIO) -> Any:

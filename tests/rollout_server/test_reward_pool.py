@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,10 +17,8 @@ from configs.data import Reward
 from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.pool import RewardPool
 from rollout_server.rewards.process import MAX_LOGGED_LINES
-from rollout_server.rewards.protocol import pack
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {"memory_bytes": 2**30, "max_file_bytes": 2**20, "max_open_files": 64}
 
 
 def reward(function: str, *, workers: int = 1, timeout_s: float = 10.0) -> Reward:
@@ -51,7 +48,7 @@ def test_only_the_culprits_get_an_error(grader: str) -> None:
         "hang": "timed out after 0.4 s",
         "spin": "timed out after 0.4 s",
         "hold": "timed out after 0.4 s",
-        "closed": "timed out after 0.4 s",
+        "closed": "died (signal SIGKILL)",
         "segfault": "died (signal SIGSEGV); its last output: about to fall",
         "exit": "died (exit code 3)",
         "raise": "ValueError: bad level at",
@@ -278,24 +275,3 @@ asyncio.run(main())
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
-
-
-def test_a_worker_ends_when_its_channel_closes(grader: str) -> None:
-    """Without the parent-death signal too: the parent lives and only closes its end."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "rollout_server.rewards.worker", str(os.getpid())],
-            stdin=theirs.fileno(),
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    ours.settimeout(10)
-    ours.sendall(pack({"function": f"{grader}:grade", "timeout_s": 60.0, "limits": LIMITS}))
-    assert ours.recv(4)
-    ours.sendall(pack([sample("hang")]))
-    ours.close()
-    try:
-        assert worker.wait(timeout=10) in (-signal.SIGKILL, 0)
-    finally:
-        worker.kill()
