@@ -16,15 +16,8 @@ from replay.prompts import load_rows
 from rollout_server.rewards.exact import reward as exact
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
-SYMBOLS = [
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    "<bos>",
-    "<|im_start|>",
-    "<|im_end|>",
-    *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n",
-]
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<|im_start|>", "<|im_end|>"]
+SYMBOLS = [*SPECIAL, *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -38,12 +31,8 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = None, with_bos: 
     tokenizer.decoder = decoders.Fuse()
     if with_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 3)])
-    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>"} | (
-        {"eos_token": "<eos>"} if eos else {}
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>", "<|im_end|>"], **special
-    )
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "bos", *(["eos"] if eos else []))}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL[4:], **special)
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "vocab_size": len(SYMBOLS)}))
@@ -86,15 +75,16 @@ def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Pat
     assert task_of(folder, **{"model.chat_template": template}).encode(row(messages)) == ids("21?=")
 
 
-def test_messages_without_a_template_name_the_key(tmp_path: Path) -> None:
-    task = task_of(save_tokenizer(tmp_path))
-    with pytest.raises(TaskError, match=r"model\.chat_template"):
-        task.encode(row([{"role": "user", "content": "21?"}]))
-
-
-def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
-    task = task_of(save_tokenizer(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
-    with pytest.raises(TaskError, match=r"roles user, user: roles must alternate"):
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, r"model\.chat_template"),
+        ("{{ raise_exception('roles must alternate') }}", r"roles user, user: roles must alternate"),
+    ],
+)
+def test_messages_that_no_template_takes_say_why(tmp_path: Path, template: str | None, says: str) -> None:
+    task = task_of(save_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(TaskError, match=says):
         task.encode(row([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]))
 
 
