@@ -85,7 +85,11 @@ def test_concurrent_calls_do_not_mix(grader: str) -> None:
     pooled(f"{grader}:grade", body, workers=3)
 
 
-def test_asynchronous_functions_run_at_once_and_keep_their_loop(grader: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_asynchronous_functions_run_at_once_and_keep_their_loop(
+    grader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", 0.3)
+
     async def body(pool: RewardPool) -> None:
         start = time.monotonic()
         outcomes = await pool.score([sample("ok")] * 20)
