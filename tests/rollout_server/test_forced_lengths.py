@@ -17,7 +17,7 @@ from replay import messages as m
 from rollout_server.engines import EngineError, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.rewards import RewardPool
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.tasks import Task
 from scripts.bench.model import SHAPES, make
 from scripts.bench.server import ForcedLengths, forced_length

@@ -24,7 +24,7 @@ from rollout_server.engines import Completion, Partial
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
-from rollout_server.rewards import RewardPool
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task
 from scripts.bench.model import SHAPES, make
