@@ -47,41 +47,40 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
         raise CaseFailed(f"the raw broadcast did not end within {LIMIT_S:g} s") from expired
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        raise CaseFailed(f"the raw broadcast failed (exit code {done.returncode}): {tail(done.stderr)}")
+        raise CaseFailed(f"the raw broadcast failed with exit code {done.returncode}\n{tail(done.stderr)}")
     return dict(json.loads(lines[-1]))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest number of all ranks; also a barrier."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value.item())
 
 
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
     sizes = [bucket] * (num_bytes // bucket) + ([num_bytes % bucket] if num_bytes % bucket else [])
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-    seconds = []
+
+    def now() -> float:
+        """When the device has done what was queued."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def slowest(seconds: float) -> float:
+        """The largest number of all ranks; also a barrier."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    found = []
     for _ in range(WARM_UP + REPEAT):
-        synchronize(device)
-        slowest(0.0, device)
-        started = time.perf_counter()
+        now()
+        slowest(0.0)
+        started = now()
         for one in buckets:
             dist.broadcast(one, 0)
-        synchronize(device)
-        seconds.append(slowest(time.perf_counter() - started, device))
-    return seconds[WARM_UP:]
+        found.append(slowest(now() - started))
+    return found[WARM_UP:]
 
 
 def main() -> int:
-    """Entry point of one rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
+    """One rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
     num_bytes, bucket, backend, host = sys.argv[1:]
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
     device = torch.device("cpu")

@@ -14,7 +14,6 @@ from configs.schema import Config
 from replay import keys as make_keys
 from replay import messages as m
 
-Fsync = Literal["every", "interval", "never"]
 Int32 = NDArray[np.int32]
 VOCAB_SIZE = 151_936
 TEXT_BYTES_PER_TOKEN = 4
@@ -22,13 +21,8 @@ TEXT_BYTES_PER_TOKEN = 4
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 TOOL_SHARE = 0.25
 """Answers in which a fifth of the tokens, in one span, came from an environment."""
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-}
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE}
+MODEL |= {"hidden_size": 64, "num_hidden_layers": 2}
 """Replay reads what identifies a model; it needs no weights."""
 TOKENIZER = {"model": {"type": "WordLevel", "vocab": {"<eos>": 0}}, "added_tokens": []}
 
@@ -57,7 +51,7 @@ class Case:
 
     producers: int = 64
     curve: bool = True
-    fsync: Fsync = "interval"
+    fsync: Literal["every", "interval", "never"] = "interval"
     lag: int = 1
     hold: bool = False
 
@@ -67,31 +61,25 @@ class Case:
 
 
 MAIN = Case()
-CASES = [
-    MAIN,
-    Case(curve=False),
-    Case(fsync="every"),
-    Case(fsync="never"),
-    *(Case(producers=count) for count in (1, 10, 300, 1000)),
-    Case(lag=8, hold=True),
-    Case(producers=1000, lag=8, hold=True),
-]
+CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(fsync="never")]
+CASES += [Case(producers=count) for count in (1, 10, 300, 1000)]
+CASES += [Case(lag=8, hold=True), Case(producers=1000, lag=8, hold=True)]
 QUICK_CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
 QUICK_LOAD = Load(pool=48, rows=1024)
 
 
 def write_files(options: argparse.Namespace) -> None:
     """Write the model folder, the prompts and the keys, anew each time."""
-    work = options.work
+    work, load = options.work, options.load
     for folder in (work / "model", work / "keys"):
         shutil.rmtree(folder, ignore_errors=True)
     (work / "model").mkdir(parents=True)
     (work / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     (work / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
-    rng = np.random.default_rng(options.load.seed)
+    rng = np.random.default_rng(load.seed)
     with (work / "prompts.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(options.load.rows):
-            prompt = random_text(rng, options.load.prompt * TEXT_BYTES_PER_TOKEN)
+        for _ in range(load.rows):
+            prompt = random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN)
             file.write(json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n")
     make_keys.make(work / "keys", ["producers"], force=False)
 
@@ -99,21 +87,15 @@ def write_files(options: argparse.Namespace) -> None:
 def config_of(options: argparse.Namespace, case: Case) -> Config:
     """The configuration of one case. Raises ConfigError when the options do not fit together."""
     load, work = options.load, options.work
+    sizes = {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap}
+    endless = {"total_steps": 1_000_000, "batch_deadline_s": options.seconds + options.limit_s}
     tree: dict[str, Any] = {
         "run": {"name": "case", "dir": str(work / "runs"), "seed": load.seed},
         "model": {"path": str(work / "model")},
         "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": load.prompt},
-        "rollout": {
-            "group_size": load.group_size,
-            "groups_per_step": load.groups_per_step,
-            "max_new_tokens": load.cap,
-        },
+        "rollout": sizes,
         "replay": {"async_lag": case.lag, "fsync": case.fsync},
-        "learner": {
-            "total_steps": 1_000_000,
-            "max_tokens_per_microbatch": load.prompt + load.cap,
-            "batch_deadline_s": options.seconds + options.limit_s,
-        },
+        "learner": endless | {"max_tokens_per_microbatch": load.prompt + load.cap},
         "evaluation": {"every_steps": 0},
         "network": {"keys": str(work / "keys") if case.curve else None, "silent_after_s": 30.0},
         "placement": {"device": "cpu", "split": "1:1"},
@@ -160,24 +142,21 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
     drawn = load.median * np.exp(load.sigma * rng.standard_normal(load.group_size))
     lengths = np.clip(drawn, 1, load.cap).astype(np.int32)
     total = int(lengths.sum())
+    mask, young = np.ones(total, dtype=np.uint8), np.ones(total, dtype=np.int32)
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+        begin = end - length
+        young[begin : begin + rng.integers(0, length + 1)] = 0
+        if rng.random() < TOOL_SHARE:
+            span = begin + int(rng.integers(0, length))
+            mask[span : min(end, span + length // 5)] = 0
     arrays = {
         "prompt_ids": rng.integers(0, VOCAB_SIZE, load.prompt, dtype=np.int32),
         "lengths": lengths,
         "token_ids": rng.integers(0, VOCAB_SIZE, total, dtype=np.int32),
-        "loss_mask": np.concatenate([_mask(int(n), rng) for n in lengths]),
+        "loss_mask": mask,
         "logprobs": -rng.standard_exponential(total, dtype=np.float32),
         "rewards": rng.random(load.group_size, dtype=np.float32),
         "texts": [random_text(rng, int(n) * TEXT_BYTES_PER_TOKEN) for n in lengths],
         "finish_reasons": ["length" if n == load.cap else "stop" for n in lengths],
     }
-    switches = [int(rng.integers(0, n + 1)) for n in lengths]
-    young = [np.arange(n) >= switch for n, switch in zip(lengths, switches, strict=True)]
-    return Prepared(arrays, np.concatenate(young).astype(np.int32))
-
-
-def _mask(length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
-    mask = np.ones(length, dtype=np.uint8)
-    if rng.random() < TOOL_SHARE:
-        start = int(rng.integers(0, length))
-        mask[start : start + length // 5] = 0
-    return mask
+    return Prepared(arrays, young)

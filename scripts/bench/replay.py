@@ -22,15 +22,13 @@ import pstats
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
 import zmq
 
 from configs.loading import ConfigError, dump
@@ -59,7 +57,6 @@ COUNTED = ("steps", "tokens", "batch_bytes", "groups", "group_tokens", "group_by
 CURVE_POINTS = 60
 MIB = 2**20
 PROFILE_LINES = 40
-# ---- processes ------------------------------------------------------------------------------------------
 
 
 class Running(Processes):
@@ -75,7 +72,7 @@ class Running(Processes):
         """Raises CaseFailed when a process has ended or a group was not accepted."""
         super().check(may_end=may_end)
         if self.board["refused"]:
-            raise CaseFailed("replay refused what producers sent", self.logs())
+            raise self.fail("replay refused what producers sent")
 
     def start_all(self) -> None:
         """Replay, producers that are all welcome, a learner that has joined."""
@@ -83,8 +80,8 @@ class Running(Processes):
         family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
         profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
         self.start("replay", [python, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
-        self.wait("replay to be ready", lambda: READY in self.log("replay"))
-        address = self.log("replay").partition(READY)[2].split()[0]
+        self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
+        address = self.log("replay").read_text().partition(READY)[2].split()[0]
         count = self.case.producers
         job = {"parent": os.getpid(), "address": address, "count": count, "load": asdict(options.load)}
         job["checkpoint_every"] = options.checkpoint_every
@@ -96,20 +93,19 @@ class Running(Processes):
             self.board["resting_bytes"] = resident_bytes(self.pid("replay"))
         self.start("learner", [*load, "learner", str(folder), json.dumps(job)])
 
-    def wait(self, what: str, done: Any) -> None:
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
         """See `wait_until`; within --limit-s."""
         self.wait_until(what, done, self.options.limit_s, look_s=LOOK_S)
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
-        for name, stage in (("learner", LEARNER_STOPS), ("replay", LEARNER_STOPS), ("producers", ALL_STOP)):
+        for stage, names in ((LEARNER_STOPS, ("learner", "replay")), (ALL_STOP, ("producers",))):
             self.board["stop"] = stage
-            self.wait_for_end(name, END_S)
+            self.wait_until(f"{names} to end", lambda: self.ended(*names), END_S, may_end=True)  # noqa: B023
 
 
-@contextmanager
-def started(options: argparse.Namespace, case: Case) -> Iterator[Running]:
-    """A case that runs; everything ends with the block."""
+def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
+    """All numbers of one case; every process ends with it. Raises CaseFailed and ConfigError."""
     folder = options.work / "case"
     for old in (folder, options.work / "runs"):
         shutil.rmtree(old, ignore_errors=True)
@@ -118,19 +114,14 @@ def started(options: argparse.Namespace, case: Case) -> Iterator[Running]:
     try:
         with Running(options, case) as running:
             running.start_all()
-            yield running
+            found = _held(running) if case.hold else _flow(running)
             running.end_all()
+            return found
     finally:
         shutil.rmtree(options.work / "runs", ignore_errors=True)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------
-
-
-def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """All numbers of one case. Raises CaseFailed and ConfigError."""
-    with started(options, case) as running:
-        return _held(running) if case.hold else _flow(running)
 
 
 def named(case: Case, found: dict[str, Any]) -> dict[str, Any]:
@@ -210,11 +201,11 @@ def memory(resident: list[int]) -> dict[str, Any]:
 
 def _held(running: Running) -> dict[str, Any]:
     """Memory of a full buffer over the bytes of the groups in it."""
+    board, pid = running.board, running.pid("replay")
     full = (running.case.lag + 1) * running.options.load.groups_per_step
-    running.wait(f"{full} groups", lambda: running.board["groups"] == full)
+    running.wait(f"{full} groups", lambda: board["groups"] == full)
     time.sleep(SETTLE_S)
-    pid = running.pid("replay")
-    resting, held, queued = running.board["resting_bytes"], resident_bytes(pid), running.board["group_bytes"]
+    resting, held, queued = board["resting_bytes"], resident_bytes(pid), board["group_bytes"]
     before, began = cost_of(pid), time.monotonic()
     time.sleep(IDLE_S)
     idle = cost_of(pid).since(before).total / (time.monotonic() - began)
@@ -240,19 +231,14 @@ def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
     held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
+    packages = {name: version(name) for name in ("pyzmq", "numpy", "msgpack")}
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
         "profiled": profiled,
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "versions": {
-            "python": platform.python_version(),
-            "pyzmq": zmq.__version__,
-            "libzmq": zmq.zmq_version(),
-            "numpy": np.__version__,
-            "msgpack": ".".join(map(str, msgpack.version)),
-        },
+        "versions": {"python": platform.python_version(), "libzmq": zmq.zmq_version(), **packages},
         "results": results,
     }
 
@@ -303,12 +289,12 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     try:
         return named(case, run_case(options, case))
     except (CaseFailed, ConfigError) as error:
-        say(f"{error}\n{getattr(error, 'logs', '')}")
+        say(str(error))
         return {"case": str(case), "error": str(error).splitlines()[0]}
 
 
 def command(argv: Sequence[str]) -> int:
-    """Command line; 1 when a case has no result."""
+    """1 when a case has no result."""
     options, cases = parse(argv)
     write_files(options)
     results: list[dict[str, Any]] = []
@@ -320,5 +306,4 @@ def command(argv: Sequence[str]) -> int:
         stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(PROFILE_LINES)
     sys.stdout.write(table(results, "case") + "\n\n")
-    good = not any("error" in result for result in results)
-    return conclude(report(results, options.profile), (), in_order=good)
+    return conclude(report(results, options.profile), (), in_order=not any("error" in result for result in results))
