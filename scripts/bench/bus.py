@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -43,8 +42,8 @@ from weight_bus.transports import set_nccl_defaults
 RUN = "bench-bus"
 JOIN_S = 300.0
 STEPS_BEFORE = 40
-LOOK_S = 0.001
 AROUND_S = 0.1
+"""After an update the next token of every request has come."""
 PROMPT = [3, 4, 5, 6]
 SIZES = {
     "shape": ("0.6B", "10M", "of the model"),
@@ -63,12 +62,9 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "backend": "nccl" if cuda and args.transport == "collective" else "gloo",
         "folder": str(folder / "weights") if args.transport == "disk" else None,
         "bucket_bytes": int(args.bucket_mib * 2**20),
-        "delta": True,
-        "full_every": 2,
         "compression": args.compression,
-        "deadline_s": 120.0,
-        "collective_timeout_s": 30.0,
     }
+    bus |= {"delta": True, "full_every": 2, "deadline_s": 120.0, "collective_timeout_s": 30.0}
     engine = {"engine": "sglang" if cuda else "torch", "dtype": "bfloat16"}
     tree: dict[str, Any] = {
         "run": {"name": RUN, "dir": str(folder)},
@@ -141,8 +137,8 @@ def summary(rows: Sequence[Row], enough: int) -> dict[str, Any]:
 
 
 def engine_side(pauses: Sequence[Row]) -> dict[str, Any]:
-    """What updates cost the engines: gaps between tokens beyond the usual one, and what went on meanwhile."""
-    gaps = [1e3 * max(0.0, row["gap_s"] - row["usual_gap_s"]) for row in pauses]
+    """What updates cost the engines: how long decoding stood still, and what went on meanwhile."""
+    gaps = [row.get("gap_ms", 1e3 * row["paused_s"]) for row in pauses]
     names = ("paused_s", "pausing_s", "apply_wait_s", "apply_load_s", "apply_digest_s")
     return {
         "pause_ms_p50": core.median(gaps),
@@ -258,16 +254,13 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 class Receiver:
-    """An engine that answers without end, stamps its tokens, and writes a line of JSON for each version gone live.
-
-    The pause is the longest gap between tokens around that moment.
-    """
+    """An engine that answers without end, and writes a line of JSON for each version gone live."""
 
     def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
         self.config, self.name, self.out, self.requests = config, name, out, requests
         self.engine = make_engine(config)
-        self.stamps: list[float] = []
         self.first_live = asyncio.Event()
+        self.gaps_seen = 0.0
         self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)
 
     async def run(self, address: str) -> None:
@@ -275,8 +268,6 @@ class Receiver:
         self.follower.follow(address, RUN)
         async with asyncio.TaskGroup() as tasks:
             work = [tasks.create_task(self._answer(number)) for number in range(self.requests)]
-            if work:
-                work.append(tasks.create_task(self._look()))
             await asyncio.to_thread(self.follower._thread.join)  # it ends with the publisher's goodbye
             for task in work:
                 task.cancel()
@@ -288,36 +279,18 @@ class Receiver:
         for again in range(1_000_000):
             await self.engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
 
-    async def _look(self) -> None:
-        """Stamp each growth of the running answers."""
-        before: dict[str, int] = {}
-        while True:
-            now = dict(self.engine.running_tokens())
-            if any(count > before.get(name, 0) for name, count in now.items()):
-                self.stamps.append(time.monotonic())
-            before = now
-            await asyncio.sleep(LOOK_S)
-
     async def _live(self, version: int, _: int) -> None:
         self.first_live.set()
-        asyncio.get_running_loop().create_task(self._note(version, time.monotonic()))
+        asyncio.get_running_loop().create_task(self._note(version))
 
-    async def _note(self, version: int, live_at: float) -> None:
-        pause, pausing = self.follower.gauges["pause_s"], self.follower.gauges["pausing_s"]
+    async def _note(self, version: int) -> None:
+        row = {"name": self.name, "version": version, "cpu_s": time.process_time()}
+        row |= {"paused_s": self.follower.gauges["pause_s"], "pausing_s": self.follower.gauges["pausing_s"]}
         await asyncio.sleep(AROUND_S)
         detail = (await self.engine.health()).detail
-        gaps = [(b - a, a, b) for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        around = [gap for gap, a, b in gaps if b > live_at - pause and a < live_at + AROUND_S]
-        row = {
-            "name": self.name,
-            "version": version,
-            "paused_s": pause,
-            "pausing_s": pausing,
-            "cpu_s": time.process_time(),
-            **{name: seconds for name, seconds in detail.items() if name.startswith("apply_")},
-            "gap_s": max(around, default=0.0),
-            "usual_gap_s": statistics.median(gap for gap, _, _ in gaps) if gaps else 0.0,
-        }
+        row |= {name: seconds for name, seconds in detail.items() if name.startswith("apply_")}
+        if detail.get("pause_samples", 0.0) > self.gaps_seen:  # the probe had a token on either side of the update
+            self.gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
         with self.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 

@@ -22,25 +22,21 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     idle, full = durations(run, "idle"), durations(run, "full")
     counted = [rows[step] for step in run.measured("full")]
     alone = run.learner["trained"].get("seconds")
-    trained = alone or [row["timing_s/update_actor"] for row in counted]
+    seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
-    roll, train, step = map(statistics.mean, (idle, trained, full))
+    roll, train, step = map(statistics.mean, seconds.values())
     tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
         "config": case,
         "eta": max(roll, train) / step,
         "eta_same_length": max(scaled, train) / step,
-        "t_rollout": roll,
-        "t_rollout_p90": p90(idle),
-        "t_train": train,
-        "t_train_p90": p90(trained),
+        **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
+        **{f"t_{name}_p90": p90(found) for name, found in seconds.items()},
         "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
         "cut_short": run.cut_short,
-        "t_step": step,
-        "t_step_p90": p90(full),
         "roll_over_train": roll / train,
-        "seconds": {"rollout": idle, "train": trained, "step": full},
+        "seconds": seconds,
         "steps": len(full),
         **tokens,
         **idleness(run, counted, full),
@@ -102,18 +98,19 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
     `sync_s` is from the start of the gather to the last engine's proof; `update_to_verified_s` adds the digests of the
     learner's shards before it, and what of the optimizer step the device still had to do.
     """
-    prefix = "weight_sync/"
     synced = [row for row in counted if "weight_sync/seconds" in row]
-    names = sorted({name for row in synced for name in row if name.startswith(prefix) and name.endswith("_s")})
-    phases = {name.removeprefix(prefix): median(row[name] for row in synced if name in row) for name in names}
+    names = {name for row in synced for name in row if name.startswith("weight_sync/") and name.endswith("_s")}
+    phases = {
+        name.removeprefix("weight_sync/"): median(row[name] for row in synced if name in row) for name in sorted(names)
+    }
     alone = {f"{name}_alone_s": median(seconds) for name, seconds in run.learner.get("alone", {}).items()}
     equal = [bool(row["weight_sync/digests_equal"]) for row in rows if "weight_sync/digests_equal" in row]
-    whole = median(row["weight_sync/seconds"] for row in synced)
-    commit = median(row["timing_s/commit"] for row in counted)
+    seconds = [row["weight_sync/seconds"] for row in synced]
+    commit = statistics.median(row["timing_s/commit"] for row in counted)
     return {
-        "sync_s": whole,
-        "update_to_verified_s": whole + commit if whole is not None and commit is not None else None,
-        "sync_max_s": max((row["weight_sync/seconds"] for row in synced), default=None),
+        "sync_s": median(seconds),
+        "update_to_verified_s": statistics.median(seconds) + commit if seconds else None,
+        "sync_max_s": max(seconds, default=None),
         "bus_phases": phases | alone,
         "bus_bytes": synced[-1]["weight_sync/bytes"] if synced else None,
         "digests_equal": bool(equal) and all(equal),

@@ -128,36 +128,21 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
     cuda = options.device == "cuda"
     dtype = "bfloat16" if cuda else "float32"
+    engine = {"engine": "sglang" if cuda else "torch", "dtype": dtype}
+    engine |= {"max_new_tokens": options.cap, "max_running": options.max_running}
+    learner = {"total_steps": plan_of(options, stream).total_steps, "compute_dtype": dtype}
+    learner |= {"max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap)}
+    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(options.bucket_mib * 2**20)}
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(options.work / "runs"), "seed": options.seed},
         "model": {"path": str(options.work / "models" / case.shape)},
         "data": {"train": str(prompts_of(options, case)), "max_prompt_tokens": options.prompt, "shuffle": False},
         "reward": {"function": f"{core.__file__}:spread"},
-        "rollout": {
-            "engine": "sglang" if cuda else "torch",
-            "group_size": options.group_size,
-            "groups_per_step": options.groups,
-            "max_new_tokens": options.cap,
-            "max_running": options.max_running,
-            "dtype": dtype,
-            "restarts": 0,
-        },
+        "rollout": engine | {"group_size": options.group_size, "groups_per_step": options.groups, "restarts": 0},
         "replay": {"async_lag": STREAM_LAG if stream else options.lag},
-        "learner": {
-            "total_steps": plan_of(options, stream).total_steps,
-            "lr": 1e-6,
-            "warmup_steps": 0,
-            "max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap),
-            "compute_dtype": dtype,
-            "batch_deadline_s": options.limit_s,
-        },
+        "learner": learner | {"batch_deadline_s": options.limit_s, "lr": 1e-6, "warmup_steps": 0},
         "evaluation": {"every_steps": 0},
-        "weight_bus": {
-            "backend": "nccl" if cuda else "gloo",
-            "bucket_bytes": int(options.bucket_mib * 2**20),
-            "deadline_s": 60.0,
-            "collective_timeout_s": 30.0,
-        },
+        "weight_bus": bus | {"deadline_s": 60.0, "collective_timeout_s": 30.0},
         "network": {"silent_after_s": 60.0, "heartbeat_s": 0.5},
         "placement": {"device": options.device, "split": f"{case.rollout}:{case.learner}"},
         "tracking": {"live": "off", "plot": False},
@@ -221,10 +206,9 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     name = f"{case.shape}-{case.rollout}-{case.learner}{suffix}-{time.time_ns() // 1_000_000}-{os.getpid()}"
     config = config_of(options, case, name=name, stream=stream)
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
-    modules: dict[str, Any] = {"learner_module": "scripts.bench.train", "server_command": servers}
-    watcher = Watcher(options.limit_s)
+    watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
     try:
-        launcher = Launcher(config, False, watcher, **modules)  # type: ignore[arg-type]  # it asks no more of a view
+        launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
     except PlacementError as error:
         raise CaseFailed(str(error)) from error
     run_dir = Path(config.run_dir)
