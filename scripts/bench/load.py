@@ -1,80 +1,53 @@
-"""What the replay benchmark puts around the real replay process: `python -m scripts.bench.load ROLE FOLDER JOB`.
+"""What the replay benchmark puts around the real replay process.
 
-Producers are many simulated rollout servers in one process: each has a DEALER and an identity of its own, and keeps to
+Producers are many simulated rollout servers in one thread: each has a DEALER and an identity of its own, and keeps to
 the protocol (Hello, LeaseRequest, a Group for every Lease, Heartbeats). Their groups are made before the measurement:
-random, all different, of lognormal lengths. The learner has the real one's end of the channel: it takes, commits and
-publishes; it trains nothing, and checks that no group comes twice and no token is too old.
+random, all different, of lognormal lengths. The learner, in another thread, has the real one's end of the channel: it
+takes, commits and publishes; it trains nothing, and checks that no group comes twice and no token is too old.
 """
 
-import json
 import os
 import socket
-import sys
+import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 
-from configs.loading import load as load_config
 from configs.schema import Config
 from learner.batches import BatchReader
 from replay import messages as m
 from replay.channel import Limits, Message, configure, decode, encode, load_keys
 from replay.fingerprint import run_fingerprint
-from replay.lifeline import die_with_parent
-from scripts.bench.cases import Load, Prepared, prepare
+from scripts.bench.cases import Prepared
 
 RUN_ID = "bench"
-FIELDS = (
-    "version",  # learner: newest version that was published
-    "steps",  # learner: committed
-    "tokens",  # learner: answer tokens of committed steps
-    "batch_bytes",  # learner: frames of the batches that came
-    "joined",  # producers: that are welcome
-    "groups",  # producers: accepted
-    "group_tokens",  # producers: answer tokens of them
-    "group_bytes",  # producers: their frames
-    "refused",  # producers: acks other than `accepted`, cancels and refusals
-    "stop",  # the command: LEARNER_STOPS, then ALL_STOP
-    "hold",  # the command: the learner joins and takes nothing
-    "resting_bytes",  # the command: resident memory of replay before any group came
-)
-LEARNER_STOPS, ALL_STOP = 1, 2
-POLL_S = 0.1
 POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
 
 
-class Board:
-    """Counters shared by the processes of a case: a file in memory, one int64 and one writer a field, no lock.
+class Fault(RuntimeError):
+    """Replay did something that no peer could work with; the message says what."""
 
-    The version is what the weight bus would deliver to rollout servers; everything else is for the measurement.
-    """
 
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.zeros(len(FIELDS), dtype=np.int64).tofile(path)
-        self._values = np.memmap(path, dtype=np.int64, mode="r+", shape=(len(FIELDS),))
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far; each number has one thread that writes it."""
 
-    def __getitem__(self, field: str) -> int:
-        return int(self._values[FIELDS.index(field)])
-
-    def __setitem__(self, field: str, value: int) -> None:
-        self._values[FIELDS.index(field)] = value
-
-    def add(self, field: str, value: int) -> None:
-        """For the one process that writes this field."""
-        self._values[FIELDS.index(field)] += value
-
-    def read(self, fields: Sequence[str]) -> dict[str, int]:
-        """Several fields, one after the other."""
-        return {field: self[field] for field in fields}
+    version: int = 0
+    """Newest version that the learner published; in a run the weight bus would deliver it to rollout servers."""
+    steps: int = 0
+    """Committed steps, their answer tokens, and the arrays of their batches."""
+    tokens: int = 0
+    batch_bytes: int = 0
+    joined: int = 0
+    """Producers that are welcome."""
+    groups: int = 0
+    """Accepted groups, their answer tokens and their frames."""
+    group_tokens: int = 0
+    group_bytes: int = 0
 
 
 # ---- producers ------------------------------------------------------------------------------------------
@@ -101,10 +74,10 @@ class Producer:
 
 
 class Producers:
-    """All producers of this process."""
+    """All producers."""
 
-    def __init__(self, config: Config, address: str, board: Board, pool: list[Prepared], count: int) -> None:
-        self.config, self.board, self.pool = config, board, pool
+    def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
+        self.config, self.counts, self.pool = config, counts, pool
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(tokens, bytes) of what was not acked yet, by lease."""
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
@@ -123,10 +96,10 @@ class Producers:
             self.poller.register(dealer, zmq.POLLIN)
             self.by_socket[dealer] = Producer(f"rollout-{i}", dealer)
 
-    def run(self) -> None:
-        """Until the board says stop."""
+    def run(self, over: threading.Event) -> None:
+        """Until it is over. Raises Fault when replay refuses something."""
         next_beat = 0.0
-        while self.board["stop"] < ALL_STOP:
+        while not over.is_set():
             if time.monotonic() >= next_beat:
                 for producer in self.by_socket.values():
                     # a connection that was given up during its handshake has lost its Hello
@@ -134,7 +107,7 @@ class Producers:
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
-            self.follow(self.board["version"])
+            self.follow(self.counts.version)
         self.context.destroy(linger=0)
 
     def hello(self, name: str) -> m.Hello:
@@ -164,43 +137,38 @@ class Producers:
                     self.sent[lease.pass_, lease.index, lease.attempt] = (prepared.young.size, size)
                 case m.Ack(status="accepted") as ack:
                     tokens, size = self.sent.pop((ack.pass_, ack.index, ack.attempt))
-                    self.board.add("groups", 1)
-                    self.board.add("group_tokens", tokens)
-                    self.board.add("group_bytes", size)
+                    self.counts.groups += 1
+                    self.counts.group_tokens += tokens
+                    self.counts.group_bytes += size
                 case m.Welcome() as welcome:
-                    self.board.add("joined", int(not producer.joined))
+                    self.counts.joined += not producer.joined
                     producer.joined, producer.incarnation = True, welcome.incarnation
-                case m.Ack() | m.Refused() | m.Cancel() as message:  # a fault of the benchmark or of replay
-                    self.board.add("refused", 1)
-                    print(f"{producer.name}: {message}", file=sys.stderr, flush=True)
+                case m.Ack() | m.Refused() | m.Cancel() as message:
+                    raise Fault(f"replay refused what {producer.name} sent: {message}")
 
 
 # ---- the learner ----------------------------------------------------------------------------------------
 
 
-class Fault(RuntimeError):
-    """Replay did something that no learner could work with; the message says what."""
-
-
 class Learner:
     """Rank 0 of one."""
 
-    def __init__(self, config: Config, address: str, board: Board, checkpoint_every: int) -> None:
-        self.config, self.board, self.checkpoint_every = config, board, checkpoint_every
+    def __init__(self, config: Config, address: str, counts: Counts, checkpoint_every: int) -> None:
+        self.config, self.counts, self.checkpoint_every = config, counts, checkpoint_every
         self.trained: set[tuple[int, int]] = set()
         self.batches = BatchReader(config, address, rank=0, fingerprint=run_fingerprint(config))
 
-    def run(self) -> None:
-        """Join, then step after step until the board says stop; its Goodbye ends the run. Raises Fault."""
+    def run(self, over: threading.Event, hold: bool) -> None:
+        """Join, then step after step until it is over; its Goodbye ends the run. With `hold` it takes nothing.
+
+        Raises:
+            Fault: see `check`.
+        """
         self.batches.connect()
         self.batches.join(version=0, digest="", bus_address=None, cursor=None)
-        step = 0
-        while not self.board["stop"]:
-            if self.board["hold"]:
-                time.sleep(POLL_S)
-                continue
-            step += 1
-            self.step(step)
+        while not over.wait(0 if not hold else 0.1):
+            if not hold:
+                self.step(self.counts.steps + 1)
         self.batches.close("the benchmark is over", failed=False)
 
     def step(self, step: int) -> None:
@@ -212,10 +180,10 @@ class Learner:
             self.batches.cursor(step)
             self.batches.checkpointed(step, [step])
         self.batches.published(step, f"simulated-{step}")
-        self.board["version"] = step
-        self.board.add("tokens", tokens)
-        self.board.add("batch_bytes", sum(getattr(batch, name).nbytes for name in batch.ARRAYS))
-        self.board["steps"] = step
+        self.counts.version = step
+        self.counts.tokens += tokens
+        self.counts.batch_bytes += sum(getattr(batch, name).nbytes for name in batch.ARRAYS)
+        self.counts.steps = step
 
     def check(self, batch: m.Batch, step: int) -> int:
         """Answer tokens of a batch. Raises Fault when it is not the batch of a step, or has a group a second time."""
@@ -230,18 +198,3 @@ class Learner:
         if int(batch.versions.min()) < step - 1 - self.config.replay.async_lag:
             raise Fault(f"batch {step} has a token of version {int(batch.versions.min())}")
         return tokens
-
-
-def main() -> None:
-    """Entry point of either."""
-    role, folder, job = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    die_with_parent(job["parent"])
-    config, board = load_config(folder / "config.yaml"), Board(folder / "board")
-    if role == "producers":
-        Producers(config, job["address"], board, prepare(Load(**job["load"])), job["count"]).run()
-    else:
-        Learner(config, job["address"], board, job["checkpoint_every"]).run()
-
-
-if __name__ == "__main__":
-    main()

@@ -15,14 +15,15 @@ Standard output gets a table and, as its last line, one object of JSON with the 
 """
 
 import argparse
-import json
 import os
 import platform
 import pstats
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -32,19 +33,11 @@ from typing import Any
 import zmq
 
 from configs.loading import ConfigError, dump
-from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, write_files
-from scripts.bench.core import (
-    CaseFailed,
-    Cost,
-    Processes,
-    cost_of,
-    resident_bytes,
-    say,
-    table,
-    write_json,
-    written_bytes,
-)
-from scripts.bench.load import ALL_STOP, LEARNER_STOPS, RUN_ID, Board
+from configs.schema import Config
+from scripts.bench import core
+from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, prepare, write_files
+from scripts.bench.core import CaseFailed, Cost, Processes, cost_of, resident_bytes, written_bytes
+from scripts.bench.load import RUN_ID, Counts, Learner, Producers
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
@@ -60,38 +53,47 @@ PROFILE_LINES = 40
 
 
 class Running(Processes):
-    """The processes of a case, and the counters that they share."""
+    """The replay process of a case, the threads around it, and what they have counted."""
 
     def __init__(self, options: argparse.Namespace, case: Case) -> None:
         super().__init__(options.work / "case")
         self.options, self.case = options, case
-        self.board = Board(self.folder / "board", create=True)
-        self.board["hold"] = int(case.hold)
+        self.counts = Counts()
+        self.over = {"learner": threading.Event(), "producers": threading.Event()}
+        self.threads = ThreadPoolExecutor(len(self.over))
+        self.ends: list[Future[None]] = []
+        self.resting_bytes = 0
+        """Resident memory of replay before any group came."""
+
+    def __exit__(self, *error: object) -> None:
+        for event in self.over.values():
+            event.set()
+        super().__exit__(*error)
+        self.threads.shutdown()  # a learner that waits for a batch notices that replay is silent
 
     def check(self, *, may_end: bool = False) -> None:
-        """Raises CaseFailed when a process has ended or a group was not accepted."""
+        """Raises CaseFailed when replay has ended, or a thread has failed."""
         super().check(may_end=may_end)
-        if self.board["refused"]:
-            raise self.fail("replay refused what producers sent")
+        for end in self.ends:
+            if end.done() and end.exception() is not None:
+                raise self.fail(str(end.exception()))
 
-    def start_all(self) -> None:
-        """Replay, producers that are all welcome, a learner that has joined."""
-        options, folder, python = self.options, self.folder, sys.executable
+    def start_all(self, config: Config) -> None:
+        """Replay, producers that are all welcome, a learner that joins."""
+        options, folder, count = self.options, self.folder, self.case.producers
         family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
         profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
-        self.start("replay", [python, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
+        self.start("replay", [sys.executable, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
         self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
         address = self.log("replay").read_text().partition(READY)[2].split()[0]
-        count = self.case.producers
-        job = {"parent": os.getpid(), "address": address, "count": count, "load": asdict(options.load)}
-        job["checkpoint_every"] = options.checkpoint_every
-        load = [python, "-m", "scripts.bench.load"]
-        self.start("producers", [*load, "producers", str(folder), json.dumps(job)])
-        self.wait(f"{count} producers to join", lambda: self.board["joined"] == count)
+        producers = Producers(config, address, self.counts, prepare(options.load), count)
+        self.ends.append(self.threads.submit(producers.run, self.over["producers"]))
+        self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
-            self.board["resting_bytes"] = resident_bytes(self.pid("replay"))
-        self.start("learner", [*load, "learner", str(folder), json.dumps(job)])
+            self.resting_bytes = resident_bytes(self.pid("replay"))
+        learner = Learner(config, address, self.counts, options.checkpoint_every)
+        self.ends.append(self.threads.submit(learner.run, self.over["learner"], self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         """See `wait_until`; within --limit-s."""
@@ -99,21 +101,22 @@ class Running(Processes):
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
-        for stage, names in ((LEARNER_STOPS, ("learner", "replay")), (ALL_STOP, ("producers",))):
-            self.board["stop"] = stage
-            self.wait_until(f"{names} to end", lambda: self.ended(*names), END_S, may_end=True)  # noqa: B023
+        self.over["learner"].set()
+        self.wait_until("replay to end", self.ended, END_S, may_end=True)
+        self.over["producers"].set()
+        self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S, may_end=True)
 
 
 def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """All numbers of one case; every process ends with it. Raises CaseFailed and ConfigError."""
-    folder = options.work / "case"
+    folder, config = options.work / "case", config_of(options, case)
     for old in (folder, options.work / "runs"):
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(config_of(options, case)), encoding="utf-8")
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     try:
         with Running(options, case) as running:
-            running.start_all()
+            running.start_all(config)
             found = _held(running) if case.hold else _flow(running)
             running.end_all()
             return found
@@ -141,17 +144,17 @@ class Reading:
     @classmethod
     def at_next_commit(cls, running: Running) -> "Reading":
         """Read when a step has just been committed, so that a window holds whole steps."""
-        step = running.board["steps"]
-        running.wait("a commit", lambda: running.board["steps"] > step)
+        step = running.counts.steps
+        running.wait("a commit", lambda: running.counts.steps > step)
         pid = running.pid("replay")
-        return cls(time.monotonic(), cost_of(pid), written_bytes(pid), running.board.read(COUNTED))
+        return cls(time.monotonic(), cost_of(pid), written_bytes(pid), asdict(running.counts))
 
 
 def _flow(running: Running) -> dict[str, Any]:
     """Full load for `seconds`."""
     options = running.options
     warm = options.warmup_steps
-    running.wait(f"step {warm}", lambda: running.board["steps"] >= warm)
+    running.wait(f"step {warm}", lambda: running.counts.steps >= warm)
     before = Reading.at_next_commit(running)
     resident: list[int] = []
     while time.monotonic() < before.at + options.seconds:
@@ -201,15 +204,15 @@ def memory(resident: list[int]) -> dict[str, Any]:
 
 def _held(running: Running) -> dict[str, Any]:
     """Memory of a full buffer over the bytes of the groups in it."""
-    board, pid = running.board, running.pid("replay")
+    counts, pid = running.counts, running.pid("replay")
     full = (running.case.lag + 1) * running.options.load.groups_per_step
-    running.wait(f"{full} groups", lambda: board["groups"] == full)
+    running.wait(f"{full} groups", lambda: counts.groups == full)
     time.sleep(SETTLE_S)
-    resting, held, queued = board["resting_bytes"], resident_bytes(pid), board["group_bytes"]
+    held, queued = resident_bytes(pid), counts.group_bytes
     before, began = cost_of(pid), time.monotonic()
     time.sleep(IDLE_S)
     idle = cost_of(pid).since(before).total / (time.monotonic() - began)
-    return held_of(full, queued, resting, held, idle)
+    return held_of(full, queued, running.resting_bytes, held, idle)
 
 
 def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> dict[str, Any]:
@@ -285,11 +288,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """The result of a case; one that failed has an `error`."""
-    say(str(case))
+    core.say(str(case))
     try:
         return named(case, run_case(options, case))
     except (CaseFailed, ConfigError) as error:
-        say(str(error))
+        core.say(str(error))
         return {"case": str(case), "error": str(error).splitlines()[0]}
 
 
@@ -301,9 +304,9 @@ def command(argv: Sequence[str]) -> int:
     for case in cases:
         results.append(measure(options, case))
         if options.out is not None:
-            write_json(options.out, report(results, options.profile))
+            core.write_json(options.out, report(results, options.profile))
     if options.profile and "error" not in results[0]:
         stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(PROFILE_LINES)
-    sys.stdout.write(table(results, "case") + "\n\n")
+    sys.stdout.write(core.table(results, "case") + "\n\n")
     return conclude(report(results, options.profile), (), in_order=not any("error" in result for result in results))

@@ -28,7 +28,7 @@ from scripts.bench import replay as bench_replay
 from scripts.bench.cases import VOCAB_SIZE, Case, Load, Prepared, config_of, prepare
 from scripts.bench.cases import write_files as prepare_files
 from scripts.bench.core import cost_of, resident_bytes, table, written_bytes
-from scripts.bench.load import FIELDS, Board, Fault, Learner
+from scripts.bench.load import Fault, Learner
 from scripts.bench.replay import MIB, memory, run_case
 from scripts.chaos import processes
 
@@ -100,16 +100,6 @@ def test_replay_can_read_what_is_prepared(tmp_path: Path) -> None:
         assert (load_keys(config.network.keys) is not None) == case.curve
     rows = load_rows(config.data.train)
     assert len({row["prompt"] for row in rows}) == LOAD.rows
-
-
-def test_the_board_is_shared(tmp_path: Path) -> None:
-    mine = Board(tmp_path / "board", create=True)
-    theirs = Board(tmp_path / "board")
-    mine["steps"] = 7
-    theirs.add("tokens", 2**40)
-    theirs.add("tokens", 1)
-    assert theirs["steps"] == 7 and mine.read(["tokens", "steps"]) == {"tokens": 2**40 + 1, "steps": 7}
-    assert sum(mine[field] for field in FIELDS) == 2**40 + 8, "the other fields are untouched"
 
 
 # ---- the learner's checks -------------------------------------------------------------------------------
