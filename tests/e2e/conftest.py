@@ -9,7 +9,7 @@ from tests.support.runs import Runs, trained_input, untrained_input
 @pytest.fixture(scope="session")
 def sort6(tmp_path_factory):
     """The quick start's input."""
-    return trained_input(tmp_path_factory.mktemp("sort6") / "data")
+    return trained_input(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Whole runs for tests: their input, the launcher, what it wrote, and the processes that belong to it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.forking import Started, Zygote
 
@@ -41,11 +44,16 @@ class Input:
         ]
 
 
-def trained_input(folder: Path) -> Input:
-    """The quick start's input: half a minute."""
-    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", "0"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    return Input(folder)
+def trained_input(temporary: pytest.TempPathFactory) -> Input:
+    """The quick start's input. It takes half a minute, so one is made for all lanes of tests."""
+    shared = temporary.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(shared / "sort6"), "--seed", "0"]
+    with (shared / "sort6.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return Input(shared / "sort6")
 
 
 def untrained_input(folder: Path) -> Input:
