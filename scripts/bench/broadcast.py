@@ -8,7 +8,6 @@ end of its last bucket with the device synchronised. Each rank is `torchrun -m s
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -22,7 +21,7 @@ from configs.schema import Config
 from learner.launch.machine import visible_devices
 from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
-from scripts.bench.core import CaseFailed, tail
+from scripts.bench.core import output_of
 from scripts.chaos.report import conclude
 
 WARM_UP, REPEAT = 3, 12
@@ -41,14 +40,8 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
     command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
     command += [str(num_bytes), str(config.weight_bus.bucket_bytes), config.weight_bus.backend, config.network.host]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"the raw broadcast did not end within {LIMIT_S:g} s") from expired
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise CaseFailed(f"the raw broadcast failed with exit code {done.returncode}\n{tail(done.stderr)}")
-    return dict(json.loads(lines[-1]))
+    said = output_of("the raw broadcast", command, LIMIT_S, environment)
+    return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
 
 
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:

@@ -315,7 +315,6 @@ def main() -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the command."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench bus", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     core.add_sizes(parser, SIZES)

@@ -93,7 +93,6 @@ def fill_sizes(args: argparse.Namespace, sizes: Mapping[str, tuple[Any, Any, str
 
 
 def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
     found = list(values)
     return statistics.median(found) if found else None
 
@@ -125,6 +124,17 @@ def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> boo
         return False
 
 
+def output_of(what: str, command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command that ends well within `limit_s`. Raises CaseFailed."""
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseFailed(f"{what}: not done within {limit_s:g} s") from expired
+    if done.returncode:
+        raise CaseFailed(f"{what}: failed with exit code {done.returncode}\n{tail(done.stderr)}")
+    return done.stdout
+
+
 class Processes:
     """The processes of a case, each with a log; a context manager that leaves none behind."""
 
@@ -153,7 +163,6 @@ class Processes:
             )
 
     def pid(self, name: str) -> int:
-        """Process id."""
         return self.by_name[name].pid
 
     def log(self, name: str) -> Path:

@@ -150,11 +150,7 @@ def main() -> int:
     return conclude(result, (), in_order=result["in_order"])
 
 
-# ---- the command ----------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the command."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench link", description=__doc__)
     parser.add_argument("--link-mb-s", type=float, default=100.0, help="10^6 bytes a second (default: %(default)s)")
     parser.add_argument("--versions", type=int, default=14, help="to publish (default: %(default)s)")

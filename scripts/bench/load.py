@@ -50,9 +50,6 @@ class Counts:
     group_bytes: int = 0
 
 
-# ---- producers ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Producer:
     """One simulated rollout server."""
@@ -145,9 +142,6 @@ class Producers:
                     producer.joined, producer.incarnation = True, welcome.incarnation
                 case m.Ack() | m.Refused() | m.Cancel() as message:
                     raise Fault(f"replay refused what {producer.name} sent: {message}")
-
-
-# ---- the learner ----------------------------------------------------------------------------------------
 
 
 class Learner:

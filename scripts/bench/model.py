@@ -104,9 +104,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     return True
 
 
-# ---- versions of it -------------------------------------------------------------------------------------
-
-
 def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model folder."""
     for path in sorted(folder.glob("*.safetensors")):

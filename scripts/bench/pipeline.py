@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -165,34 +164,21 @@ def make_model(options: argparse.Namespace, case: Case) -> None:
     if (folder / "config.json").is_file():
         return
     command = [sys.executable, "-m", "scripts.bench.model", "--shape", case.shape, "--out", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MODEL_LIMIT_S)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"the model of shape {case.shape} was not written within {MODEL_LIMIT_S:g} s") from expired
-    if done.returncode:
-        raise CaseFailed(f"the model of shape {case.shape} cannot be written\n{core.tail(done.stderr)}")
-
-
-def num_prompts(options: argparse.Namespace) -> int:
-    """Prompts for all steps and what is in flight at the end, none of them twice."""
-    lag = max(options.lag, STREAM_LAG if options.stream else 0)
-    return int(options.groups * (plan_of(options).total_steps + 2 + lag))
+    core.output_of(f"writing the model of shape {case.shape}", command, MODEL_LIMIT_S)
 
 
 def prompts_of(options: argparse.Namespace, case: Case) -> Path:
     """Where the prompts of a case are."""
-    return Path(options.work / f"prompts-{case.shape}-{options.prompt}-{num_prompts(options)}.jsonl")
+    return Path(options.work / f"prompts-{case.shape}.jsonl")
 
 
 def make_data(options: argparse.Namespace, case: Case) -> None:
-    """The prompts, made on first use."""
-    path = prompts_of(options, case)
-    if not path.is_file():
-        beside = path.with_suffix(f".{os.getpid()}.new")
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        sizes = {"vocab": SHAPES[case.shape]["vocab_size"], "num_tokens": options.prompt}
-        write_prompts(beside, **sizes, count=num_prompts(options), seed=options.seed)
-        beside.replace(path)
+    """Prompts for all steps and what is in flight at the end, none of them twice."""
+    lag = max(options.lag, STREAM_LAG if options.stream else 0)
+    count = options.groups * (plan_of(options).total_steps + 2 + lag)
+    options.work.mkdir(parents=True, exist_ok=True)
+    vocab = SHAPES[case.shape]["vocab_size"]
+    write_prompts(prompts_of(options, case), vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
 
 
 # ---- a run ----------------------------------------------------------------------------------------------

@@ -124,9 +124,6 @@ def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
         shutil.rmtree(options.work / "runs", ignore_errors=True)
 
 
-# ---- numbers --------------------------------------------------------------------------------------------
-
-
 def named(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """The result of a case with what the case is."""
     return {"case": str(case), **asdict(case), **found}
@@ -227,9 +224,6 @@ def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> d
     }
 
 
-# ---- the report -----------------------------------------------------------------------------------------
-
-
 def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
@@ -252,9 +246,6 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-# ---- the command ----------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
