@@ -1,11 +1,7 @@
-"""The replay benchmark: honest load, exact books of CPU seconds, and a short run of the real processes."""
+"""The replay benchmark: honest load, and exact books of CPU seconds."""
 
-import argparse
-import json
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -13,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,19 +18,13 @@ from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from scripts.bench import core
 from scripts.bench import replay as bench_replay
-from scripts.bench.cases import VOCAB_SIZE, Case, Load, config_of, prepare, write_files
-from scripts.bench.core import cost_of, resident_bytes, table, written_bytes
+from scripts.bench.cases import VOCAB_SIZE, Case, Load, config_of, prepare
+from scripts.bench.core import cost_of, resident_bytes, written_bytes
 from scripts.bench.load import Fault, Learner
-from scripts.bench.replay import MIB, memory, run_case
-from scripts.chaos import processes
+from scripts.bench.replay import MIB, memory
 
 ROOT = Path(__file__).parents[2]
 LOAD = Load(pool=12, rows=8)
-
-
-def options(tmp_path: Path) -> argparse.Namespace:
-    settings = {"seconds": 1, "warmup_steps": 1, "checkpoint_every": 2, "limit_s": 20, "profile": False}
-    return argparse.Namespace(load=LOAD, work=tmp_path, **settings)
 
 
 # ---- the load -------------------------------------------------------------------------------------------
@@ -62,7 +51,7 @@ def test_groups_are_random_different_and_of_lognormal_lengths() -> None:
 
 
 def test_groups_pass_replays_checks_and_have_versions_a_token(tmp_path: Path) -> None:
-    config = config_of(options(tmp_path), Case(curve=False))
+    config = config_of(bench_replay.parse(["--work", str(tmp_path)])[0], Case(curve=False))
     for index, prepared in enumerate(prepare(LOAD)):
         for min_version, version in ((0, 0), (3, 3), (3, 4)):
             ids = {"pass_": 0, "index": index, "attempt": 1}
@@ -105,18 +94,16 @@ def burn(seconds: float) -> None:
         sum(range(1000))
 
 
-def test_cpu_seconds_of_all_threads_are_counted_and_told_apart(tmp_path: Path) -> None:
+def test_cpu_seconds_of_all_threads_are_counted_and_told_apart() -> None:
     before = cost_of(os.getpid())
-    burn(0.3)
+    burn(0.2)
     with_main = cost_of(os.getpid()).since(before)
-    assert 0.25 < with_main.main <= with_main.total + 0.02
-    thread = threading.Thread(target=burn, args=(0.3,))
-    thread.start()
-    thread.join()
+    assert 0.15 < with_main.main <= with_main.total + 0.02
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(burn, 0.2).result()
     both = cost_of(os.getpid()).since(before)
-    assert both.total > with_main.total + 0.25, "a thread that has ended counts"
-    assert both.main < with_main.main + 0.15, "but not as the main thread"
-    assert before.zmq_io == both.zmq_io or both.zmq_io < 0.1
+    assert both.total > with_main.total + 0.15, "a thread that has ended counts"
+    assert both.main < with_main.main + 0.1, "but not as the main thread"
 
 
 def test_a_thread_that_ends_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,70 +138,3 @@ def test_growth_is_seen() -> None:
     grows = memory([i * MIB for i in range(1, 401)])
     assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0 and len(grows["rss_mib_curve"]) < 70
     assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
-
-
-def test_the_table_and_the_report_have_every_case() -> None:
-    flow = {"case": "64 producers", "tokens_per_cpu_second": 5_500_000, "bytes_per_token_in": 17.125}
-    held = {"case": "held", "memory_over_queued": 1.15, "rss_mib_by_quarter": [1.0, 2.0]}
-    failed = {"case": "1000 producers", "error": "replay ended with code 1"}
-    lines = table([flow, failed, held], "case").splitlines()
-    assert lines[0] == "| case | 64 producers | held |"
-    assert "| tokens_per_cpu_second | 5500000 | - |" in lines and "| bytes_per_token_in | 17.12 | - |" in lines
-    assert "| rss_mib_by_quarter | - | 1, 2 |" in lines
-    assert lines[-1] == "1000 producers: no result: replay ended with code 1"
-    document = bench_replay.report([flow, held], False)
-    assert document["tokens_per_cpu_second"] == 5_500_000 and document["memory_over_queued"] == 1.15
-    assert bench_replay.report([failed], False)["error"] == failed["error"]
-
-
-# ---- the command ----------------------------------------------------------------------------------------
-
-
-def bench(work: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code and last line; no process of it is left."""
-    words = [sys.executable, "-m", "scripts.bench", "replay", "--quick", "--work", str(work), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert [command for _, _, _, command in processes.table() if str(work) in command] == []
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_short_run_of_the_real_processes(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    code, document = bench(tmp_path / "work", "--seconds", "1", "--producers", "3", "--out", str(out))
-    assert code == 0 and json.loads(out.read_text()) == document
-    (result,) = document["results"]
-    assert document["tokens_per_cpu_second"] == result["tokens_per_cpu_second"] > 100_000
-    assert result["curve"] is True and result["fsync"] == "interval" and result["producers"] == 3
-    assert result["steps"] >= 1 and result["tokens"] > 0.8 * 64 * 8 * LOAD.median * result["steps"]
-    assert result["cpu_seconds"] == pytest.approx(result["tokens"] / result["tokens_per_cpu_second"], rel=0.05)
-    # 4 bytes each for id, logprob, version and text, 1 for the mask, and the prompts and the headers
-    assert 17 < result["bytes_per_token_in"] < 17.5 and 13 < result["bytes_per_token_out"] < 14
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_full_buffer_is_held_against_what_came(tmp_path: Path) -> None:
-    write_files(options(tmp_path))
-    result = run_case(options(tmp_path), Case(producers=3, curve=False, hold=True))
-    assert result["groups"] == 128
-    assert result["queued_mib"] == pytest.approx(128 * 8 * 2555 * 17.1 / MIB, rel=0.3), "lognormal mean 2,555"
-    # less than the bytes would mean that the groups are not in memory
-    assert 0.9 < result["memory_over_queued"] < 2 and result["idle_cpu_ms_per_second"] < 500
-
-
-@pytest.mark.slow
-@pytest.mark.e2e
-def test_a_case_that_fails_is_named(tmp_path: Path) -> None:
-    code, document = bench(tmp_path / "work", "--limit-s", "0.05", "--producers", "2")
-    assert code == 1 and document["error"] == "waited 0.05 s for replay to be ready"
-
-
-def test_what_cannot_be_used_is_refused_at_once() -> None:
-    for arguments in (["--seconds", "-1"], ["--checkpoint-every", "0"], ["--producers", "-3"], ["--fsync", "often"]):
-        with pytest.raises(SystemExit):
-            bench_replay.parse(arguments)
-    assert bench_replay.parse(["--minutes", "10"])[0].seconds == 600
-    assert bench_replay.parse(["--producers", "7", "--no-curve"])[1] == [Case(producers=7, curve=False)]

@@ -86,8 +86,7 @@ def test_sglang_on_a_cpu_is_refused_beside_a_cuda_torch_before_anything_is_insta
     machine.give("torch", CUDA_TORCH, "2.11.0+cu130")
     done = machine.install("dev,sglang-cpu")
     assert done.returncode == 2
-    assert "needs a CPU build of torch, and torch 2.11.0+cu130" in done.stderr
-    assert "is built for 13.0; on a machine with GPUs take the extra sglang" in done.stderr
+    assert "torch 2.11.0+cu130" in done.stderr and "take the extra sglang" in done.stderr
     assert machine.told() == []
 
 
