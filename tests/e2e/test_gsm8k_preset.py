@@ -48,13 +48,11 @@ def save_model(folder):
 
 
 def save_rows(path, first, count):
-    rows = [
-        {
-            "question": f"Ana has {n} apples and buys {n + 2} more. How many apples does she have?",
-            "answer": f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2} apples.\n#### {2 * n + 2}",
-        }
-        for n in range(first, first + count)
-    ]
+    rows = []
+    for n in range(first, first + count):
+        question = f"Ana has {n} apples and buys {n + 2} more. How many apples does she have?"
+        answer = f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2} apples.\n#### {2 * n + 2}"
+        rows.append({"question": question, "answer": answer})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 

@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+from tests.support.runs import free_port
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 SETTINGS = ("checkpoint.every_steps=3", "replay.journal_keep=all", "evaluation.every_steps=9")
@@ -27,7 +29,8 @@ def play(launch, run, *arguments):
 
 
 def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch):
-    run = launch(*SETTINGS, steps=STEPS, split="1:2")
+    # a fixed port of the weight bus, as in every preset for several nodes: the next learner takes the same one
+    run = launch(*SETTINGS, f"weight_bus.port={free_port()}", steps=STEPS, split="1:2")
     run.wait_for_step(4)
     run.kill("learner.train")
     run.wait_until(lambda: len(run.ledger()) > 4 and max(made(run)) >= 6, "the learner to go on", 120)
@@ -39,6 +42,7 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     )
     assert re.search(r"replay \(pid \d+\) died: killed by SIGKILL.*; restart 1 of 3 in place, from its journal", text)
     assert "rollout-0 (pid" not in text, "the rollout server stays up through both"
+    assert "incarnation 2 starts at version" in run.log("replay")
     steps = made(run)
     assert sorted(steps) == list(range(1, STEPS + 1))
     assert any(len(each) > 1 for each in steps.values()), "steps after the checkpoint are made again"
