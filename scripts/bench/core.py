@@ -216,6 +216,11 @@ class Cost:
         """All threads, those that have ended included."""
         return self.user + self.system
 
+    @property
+    def other(self) -> float:
+        """Threads beside the main one and ZeroMQ's."""
+        return self.total - self.main - self.zmq_io
+
     def since(self, before: "Cost") -> "Cost":
         """CPU seconds between two readings."""
         return Cost(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})

@@ -1,10 +1,8 @@
 """`python -m scripts.bench replay`: what the data plane costs, in tokens per CPU-second of the replay process.
 
-Starts the real replay process (`python -m replay.main`), simulated rollout servers that answer every lease with a
-prepared group (lognormal lengths, median 2k, groups of 8, a version a token), and a learner rank that takes and commits
-every batch. Counted are the CPU seconds of the replay process alone, all its threads, from /proc; producers and learner
-are other processes. A token is counted once, when its step is committed: it was then received, decoded, checked,
-journalled, put into a batch and sent out.
+Starts the real replay process (`python -m replay.main`) between simulated rollout servers that answer every lease with
+a prepared group and a learner rank that takes and commits every batch (scripts/bench/load.py). Counted are the CPU
+seconds of the replay process alone, all its threads, from /proc. A token is counted once, when its step is committed.
 
     python -m scripts.bench replay                    all cases: CURVE, fsync, 1 to 1,000 producers, memory
     python -m scripts.bench replay --quick            the same cases, short ones: under a minute
@@ -59,15 +57,15 @@ class Running(Processes):
         super().__init__(options.work / "case")
         self.options, self.case = options, case
         self.counts = Counts()
-        self.over = {"learner": threading.Event(), "producers": threading.Event()}
-        self.threads = ThreadPoolExecutor(len(self.over))
+        self.learner_over, self.producers_over = threading.Event(), threading.Event()
+        self.threads = ThreadPoolExecutor(2)
         self.ends: list[Future[None]] = []
         self.resting_bytes = 0
         """Resident memory of replay before any group came."""
 
     def __exit__(self, *error: object) -> None:
-        for event in self.over.values():
-            event.set()
+        self.learner_over.set()
+        self.producers_over.set()
         super().__exit__(*error)
         self.threads.shutdown()  # a learner that waits for a batch notices that replay is silent
 
@@ -87,13 +85,13 @@ class Running(Processes):
         self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
         address = self.log("replay").read_text().partition(READY)[2].split()[0]
         producers = Producers(config, address, self.counts, prepare(options.load), count)
-        self.ends.append(self.threads.submit(producers.run, self.over["producers"]))
+        self.ends.append(self.threads.submit(producers.run, self.producers_over))
         self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
             self.resting_bytes = resident_bytes(self.pid("replay"))
         learner = Learner(config, address, self.counts, options.checkpoint_every)
-        self.ends.append(self.threads.submit(learner.run, self.over["learner"], self.case.hold))
+        self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
         """See `wait_until`; within --limit-s."""
@@ -101,9 +99,9 @@ class Running(Processes):
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
-        self.over["learner"].set()
+        self.learner_over.set()
         self.wait_until("replay to end", self.ended, END_S, may_end=True)
-        self.over["producers"].set()
+        self.producers_over.set()
         self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S, may_end=True)
 
 
@@ -174,10 +172,7 @@ def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) ->
         "groups_per_cpu_second": round(counts["steps"] * load.groups_per_step / cost.total, 1),
         "tokens_per_second": round(tokens / seconds),
         "cpu_seconds": round(cost.total, 2),
-        "cpu_seconds_main": round(cost.main, 2),
-        "cpu_seconds_zmq_io": round(cost.zmq_io, 2),
-        "cpu_seconds_other": round(cost.total - cost.main - cost.zmq_io, 2),
-        "cpu_seconds_system": round(cost.system, 2),
+        **{f"cpu_seconds_{part}": round(getattr(cost, part), 2) for part in ("main", "zmq_io", "other", "system")},
         "bytes_per_token_in": round(counts["group_bytes"] / counts["group_tokens"], 2),
         "bytes_per_token_out": round(counts["batch_bytes"] / tokens, 2),
         "bytes_per_token_written": round((after.written - before.written) / tokens, 2),
