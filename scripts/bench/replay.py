@@ -32,10 +32,9 @@ import zmq
 
 from configs.loading import ConfigError, dump
 from configs.schema import Config
-from scripts.bench import core
-from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, prepare, write_files
+from scripts.bench import core, load
 from scripts.bench.core import CaseFailed, Cost, Processes, cost_of, resident_bytes, written_bytes
-from scripts.bench.load import RUN_ID, Counts, Learner, Producers
+from scripts.bench.load import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
@@ -56,7 +55,7 @@ class Running(Processes):
     def __init__(self, options: argparse.Namespace, case: Case) -> None:
         super().__init__(options.work / "case")
         self.options, self.case = options, case
-        self.counts = Counts()
+        self.counts = load.Counts()
         self.learner_over, self.producers_over = threading.Event(), threading.Event()
         self.threads = ThreadPoolExecutor(2)
         self.ends: list[Future[None]] = []
@@ -81,16 +80,16 @@ class Running(Processes):
         options, folder, count = self.options, self.folder, self.case.producers
         family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
         profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
-        self.start("replay", [sys.executable, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
+        self.start("replay", [sys.executable, *profiler, "-m", "replay.main", *family, "--run-id", load.RUN_ID])
         self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
         address = self.log("replay").read_text().partition(READY)[2].split()[0]
-        producers = Producers(config, address, self.counts, prepare(options.load), count)
+        producers = load.Producers(config, address, self.counts, load.prepare(options.load), count)
         self.ends.append(self.threads.submit(producers.run, self.producers_over))
         self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
             self.resting_bytes = resident_bytes(self.pid("replay"))
-        learner = Learner(config, address, self.counts, options.checkpoint_every)
+        learner = load.Learner(config, address, self.counts, options.checkpoint_every)
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
@@ -107,7 +106,7 @@ class Running(Processes):
 
 def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """All numbers of one case; every process ends with it. Raises CaseFailed and ConfigError."""
-    folder, config = options.work / "case", config_of(options, case)
+    folder, config = options.work / "case", load.config_of(options, case)
     for old in (folder, options.work / "runs"):
         shutil.rmtree(old, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -159,7 +158,7 @@ def _flow(running: Running) -> dict[str, Any]:
     return flow_of(before, Reading.at_next_commit(running), resident, options.load)
 
 
-def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) -> dict[str, Any]:
+def flow_of(before: Reading, after: Reading, resident: list[int], sent: Load) -> dict[str, Any]:
     """What lies between two readings."""
     cost, seconds = after.cost.since(before.cost), after.at - before.at
     counts = {field: after.counts[field] - before.counts[field] for field in COUNTED}
@@ -169,7 +168,7 @@ def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) ->
         "steps": counts["steps"],
         "tokens": tokens,
         "tokens_per_cpu_second": round(tokens / cost.total),
-        "groups_per_cpu_second": round(counts["steps"] * load.groups_per_step / cost.total, 1),
+        "groups_per_cpu_second": round(counts["steps"] * sent.groups_per_step / cost.total, 1),
         "tokens_per_second": round(tokens / seconds),
         "cpu_seconds": round(cost.total, 2),
         **{f"cpu_seconds_{part}": round(getattr(cost, part), 2) for part in ("main", "zmq_io", "other", "system")},
@@ -285,7 +284,7 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
 def command(argv: Sequence[str]) -> int:
     """1 when a case has no result."""
     options, cases = parse(argv)
-    write_files(options)
+    load.write_files(options)
     results: list[dict[str, Any]] = []
     for case in cases:
         results.append(measure(options, case))

@@ -14,8 +14,8 @@ import torch
 from test_bench_lines import ROOT, check
 
 from scripts.bench import replay
-from scripts.bench.cases import Case, Load, write_files
 from scripts.bench.link import NoLink, cable
+from scripts.bench.load import Case, Load, write_files
 from scripts.chaos import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]

@@ -14,8 +14,8 @@ from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
 from scripts.bench import link, model, pipeline, replay
-from scripts.bench.cases import Case
 from scripts.bench.core import CaseFailed, p90, spread, table
+from scripts.bench.load import Case
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
 

@@ -18,9 +18,8 @@ from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from scripts.bench import core
 from scripts.bench import replay as bench_replay
-from scripts.bench.cases import VOCAB_SIZE, Case, Load, config_of, prepare
 from scripts.bench.core import cost_of, resident_bytes, written_bytes
-from scripts.bench.load import Fault, Learner
+from scripts.bench.load import VOCAB_SIZE, Case, Fault, Learner, Load, config_of, prepare
 from scripts.bench.replay import MIB, memory
 
 ROOT = Path(__file__).parents[2]
