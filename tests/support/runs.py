@@ -154,7 +154,6 @@ class Runs:
         steps: int = 4,
         split: str = "1:1",
         arguments: Sequence[str] = (),
-        real: bool = False,
     ) -> Run:
         """Start the launcher.
 
@@ -164,7 +163,6 @@ class Runs:
             steps: learner.total_steps.
             split: placement.split.
             arguments: further ones of the command.
-            real: start every process for real instead of forking it from one that has imported torch.
         """
         small = [
             *self.input.settings,
@@ -179,14 +177,14 @@ class Runs:
             "tracking.plot=false",
         ]
         words = [word for setting in (*small, *settings) for word in ("--set", setting)]
-        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name, real=real)
+        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name)
 
-    def start(self, words: Sequence[str], folder: Path, *, real: bool = False, cwd: Path = ROOT) -> Run:
+    def start(self, words: Sequence[str], folder: Path, *, cwd: Path = ROOT) -> Run:
         """`python -m` these words; `folder` is the run's."""
         output = self.folder / f"{folder.name}-{len(self.started)}.out"
         command = [sys.executable, "-m", *words]
         process: subprocess.Popen[bytes] | Started
-        if real or self.zygote is None:
+        if self.zygote is None:
             with output.open("wb") as file:
                 process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment())
         else:
