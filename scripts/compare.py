@@ -45,11 +45,7 @@ class CompareError(RuntimeError):
 
 
 def train(name: str, args: argparse.Namespace, data: Path, settings: dict[str, Any], *server: str) -> Path:
-    """One run of the quick start's task to its end; its folder.
-
-    Raises:
-        CompareError: the run failed.
-    """
+    """One run of the quick start's task to its end; its folder. Raises CompareError."""
     given = {
         "run.name": f"{name}-lag{args.lag}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}",
         "run.dir": args.out.resolve(),

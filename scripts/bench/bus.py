@@ -112,8 +112,7 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
 def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     """Versions sent whole and as changes, without the first of each, which connects and allocates.
 
-    Raises:
-        CaseFailed: fewer than `enough` of a kind.
+    Raises CaseFailed when there are fewer than `enough` of a kind.
     """
     full = max(row["bytes"] for row in rows)
     whole, changes = [r for r in rows if r["bytes"] == full][1:], [r for r in rows if r["bytes"] < full][1:]
@@ -197,17 +196,9 @@ class Updates:
 def updates(
     args: argparse.Namespace, folder: Path, host: str = "127.0.0.1", enter: Sequence[str] = (), threads: int = 1
 ) -> Updates:
-    """Publish all versions to receivers that are processes of their own.
+    """Publish all versions from `host` to receivers, whose commands follow the words `enter`.
 
-    Args:
-        args: see `parse`.
-        folder: for files of the job.
-        host: address of the publisher.
-        enter: words before the command of a receiver.
-        threads: of a receiver.
-
-    Raises:
-        CaseFailed, ConfigError: there is no result.
+    Raises CaseFailed and ConfigError.
     """
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
     model.make(args.shape, path, args.seed)

@@ -41,14 +41,9 @@ class NoLink(RuntimeError):
 
 @contextmanager
 def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """For each end, the words that run a command there.
+    """For each end, the words that run a command there; `mb_s` are 10^6 bytes a second in each direction.
 
-    Args:
-        mb_s: 10^6 bytes a second in each direction.
-        folder: for a file of host names.
-
-    Raises:
-        NoLink: this machine cannot make it.
+    Raises NoLink. A file of host names goes into the folder.
     """
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
@@ -84,27 +79,17 @@ def _do(*command: str) -> None:
 
 def measure(job: argparse.Namespace) -> dict[str, Any]:
     """All passes, from this end of the link to the other; every second version travels whole. Raises CaseFailed."""
-    words = [
-        "--device",
-        "cpu",
-        "--shape",
-        job.model,
-        "--seed",
-        str(job.seed),
-        "--lr",
-        str(job.lr),
-        "--work",
-        job.folder,
-    ]
-    words += ["--versions", str(job.versions), "--receivers", "1", "--requests", "0", "--bucket-mib", "8"]
+    options = {"device": "cpu", "shape": job.model, "seed": job.seed, "lr": job.lr, "work": job.folder}
+    options |= {"versions": job.versions, "receivers": 1, "requests": 0, "bucket-mib": 8}
     # both namespaces are this job's own, so nothing is encrypted
-    words += ["--set", f"network.host={ADDRESSES[1]}", "--set", "network.insecure=true"]
+    words = [f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
+    words += [f"--{name}={value}" for name, value in options.items()]
     passes: dict[str, list[dict[str, Any]]] = {}
     cpu_s: dict[str, float] = {}
     for compression in ("none", "zstd") if job.zstd else ("none",):
         folder = Path(job.folder) / compression
         folder.mkdir()
-        args = bus.parse([*words, "--compression", compression])
+        args = bus.parse([*words, f"--compression={compression}"])
         found = bus.updates(args, folder, ADDRESSES[0], job.far_end, job.threads)
         passes[compression] = found.rows
         cpu_s[compression] = found.pauses[-1]["cpu_s"] - found.pauses[0]["cpu_s"]

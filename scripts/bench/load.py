@@ -308,11 +308,7 @@ class Learner:
         self.batches = BatchReader(config, address, rank=0, fingerprint=run_fingerprint(config))
 
     def run(self, over: threading.Event, hold: bool) -> None:
-        """Join, then step after step until it is over; its Goodbye ends the run. With `hold` it takes nothing.
-
-        Raises:
-            Fault: see `check`.
-        """
+        """Join, then step after step until it is over; its Goodbye ends the run. With `hold` it takes nothing."""
         self.batches.connect()
         self.batches.join(version=0, digest="", bus_address=None, cursor=None)
         while not over.wait(0 if not hold else 0.1):

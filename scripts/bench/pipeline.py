@@ -96,11 +96,7 @@ class Watcher:
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called by the launcher ten times a second.
-
-        Raises:
-            RunFailed: a rollout server has died, or the time is up.
-        """
+        """Called by the launcher ten times a second. Raises RunFailed: a server has died, or the time is up."""
         self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
         if status is not None and status is not self._status:
             self._status = status
