@@ -1,11 +1,9 @@
 """Logprobs of given tokens in float32, without ever holding float32 logits whole.
 
 The logits of a microbatch are its largest tensor: tokens × vocabulary. A float32 copy, its log-softmax and the
-softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens.
-
-    token_logprobs  from logits: they are kept, and the only new tensor of their size is their gradient
-    head_logprobs   from the hidden states in front of the output head: the gradient of the logits is never whole, and
-                    above KEEP_LOGITS_BYTES the logits are not either; the backward computes them a second time
+softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens, from the
+hidden states in front of the output head: the gradient of the logits is never whole, and above KEEP_LOGITS_BYTES the
+logits are not either; the backward computes them a second time.
 """
 
 from typing import Any
@@ -23,18 +21,14 @@ of keeping any."""
 
 
 class _Logprobs(torch.autograd.Function):
-    """Logits are `hidden` @ `weight`.T a chunk at a time, or `hidden` itself where there is no weight."""
-
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor | None, targets: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        keep = weight is not None and len(targets) * len(weight) * hidden.element_size() <= KEEP_LOGITS_BYTES
+        keep = len(targets) * len(weight) * hidden.element_size() <= KEEP_LOGITS_BYTES
         kept = []
         for part in _chunks(targets):
-            logits = _logits(hidden[part], weight)
+            logits = hidden[part] @ weight.T
             log_p = _log_softmax(logits, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             entropy[part] = -(log_p.exp() * log_p).sum(1)
@@ -46,26 +40,21 @@ class _Logprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
-        hidden_grad, weight_grad = torch.empty_like(hidden), None
-        if weight is not None:  # sums over chunks in float32: in 16 bit each addition would round
-            weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        hidden_grad = torch.empty_like(hidden)
+        # Sums over chunks in float32: in 16 bit each addition would round.
+        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for number, part in enumerate(_chunks(targets)):
-            logits = kept[number] if kept else _logits(hidden[part], weight)
+            logits = kept[number] if kept else hidden[part] @ weight.T
             grad = _logits_gradient(logits, targets[part], ctx.temperature, grads[0][part])
-            hidden_grad[part] = grad if weight is None else grad @ weight
-            if weight_grad is not None:
-                weight_grad += grad.T @ hidden[part]
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+            hidden_grad[part] = grad @ weight
+            weight_grad += grad.T @ hidden[part]
+        return hidden_grad, weight_grad.to(weight.dtype), None, None
 
 
 def _chunks(targets: Tensor) -> list[slice]:
     return [slice(start, start + CHUNK_TOKENS) for start in range(0, len(targets), CHUNK_TOKENS)]
-
-
-def _logits(hidden: Tensor, weight: Tensor | None) -> Tensor:
-    return hidden if weight is None else hidden @ weight.T
 
 
 def _logits_gradient(logits: Tensor, targets: Tensor, temperature: float, upstream: Tensor) -> Tensor:
@@ -83,25 +72,17 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(scaled if temperature == 1.0 else scaled / temperature, dim=-1)
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Logprob of each target [B, T] int64 at the sampling temperature, and the entropy of its distribution.
-
-    From logits [B, T, V] of any floating dtype to two [B, T] float32 tensors; the logprobs carry a gradient (in the
-    dtype of the logits), the entropy none.
-    """
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _Logprobs.apply(flat, None, targets.reshape(-1), temperature)  # type: ignore[no-untyped-call]
-    return logprobs.view(targets.shape), entropy.view(targets.shape)
-
-
 def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """As token_logprobs of hidden @ weight.T, with less memory and a gradient to both.
+    """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
     Args:
         hidden: [n, H], what the output head is given.
         weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
+
+    Returns:
+        Logprobs [n] float32, with a gradient to `hidden` and `weight`; entropy [n] float32, without.
     """
     logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from configs import Config
 from learner import attention
-from learner.logprobs import head_logprobs, token_logprobs
+from learner.logprobs import head_logprobs
 from learner.packing import Microbatch
 from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
@@ -51,40 +51,27 @@ class Policy:
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
         self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
-        model.row_logprobs = functools.partial(_row_logprobs, model)
-        register_fsdp_forward_method(model, "row_logprobs")
-
-    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Logits [B, T, V] in the compute dtype, for right-padded input_ids [B, T] int64. A collective.
-
-        `keywords` go to the forward of the transformers model.
-        """
-        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, **keywords).logits
-        return logits
+        model.kept_logprobs = functools.partial(_kept_logprobs, model)
+        register_fsdp_forward_method(model, "kept_logprobs")
 
     def token_logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob (with gradient) and entropy (without) of each target. A collective.
+        """Logprob (with gradient) and entropy (without) of each target in the loss, 0 elsewhere. A collective.
 
         Returns:
             Two float32 tensors of the shape of the mask.
         """
-        row = microbatch.row
+        row, in_loss = microbatch.row, microbatch.mask > 0
         if (row is not None) != self.unpadded:
             raise ValueError(f"microbatches must be packed with unpadded={self.unpadded} for this policy's attention")
         if row is None:
-            # The last column predicts nothing; a filler target there spares a copy of all logits without it.
-            targets = torch.nn.functional.pad(microbatch.targets, (0, 1))
-            logprobs, entropy = token_logprobs(self.forward(microbatch.input_ids), targets, temperature)
-            return logprobs[:, :-1], entropy[:, :-1]
-        logprobs, entropy = self.model.row_logprobs(
-            microbatch.input_ids,
-            row.kept,
-            microbatch.targets[0],
-            temperature,
-            position_ids=row.position_ids,
-            **attention.arguments(row.starts, row.longest),
-        )
-        return logprobs[None], entropy[None]
+            kept, keywords = torch.nn.functional.pad(in_loss, (0, 1)).flatten().nonzero()[:, 0], {}
+        else:
+            kept, keywords = row.kept, attention.arguments(row.starts, row.longest) | {"position_ids": row.position_ids}
+        targets = microbatch.targets[in_loss]
+        found = self.model.kept_logprobs(microbatch.input_ids, kept, targets, temperature, **keywords)
+        nothing = torch.zeros_like(microbatch.mask)
+        logprobs, entropy = (nothing.masked_scatter(in_loss, values) for values in found)
+        return logprobs, entropy
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by HF name, in the order used everywhere; tied ones once."""
@@ -193,13 +180,13 @@ def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _row_logprobs(
+def _kept_logprobs(
     model: Any, input_ids: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor, temperature: float, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy [n] at the positions `kept` [n] of a row [1, total].
+    """Logprobs and entropy [n] at the positions `kept` [n] of the flattened input_ids.
 
     A forward of the root unit, whose weights it uses directly: the output head sees these positions and no other.
     FSDP casts floating-point arguments of a forward to the compute dtype; there are none.
     """
     hidden = model.model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
-    return head_logprobs(hidden[0, kept], model.lm_head.weight, targets, temperature)
+    return head_logprobs(hidden.flatten(0, 1)[kept], model.lm_head.weight, targets, temperature)
