@@ -17,6 +17,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
 from configs.learner import LearnerSettings
@@ -41,7 +42,8 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     """
     if config.attention == "sdpa":
         return PADDED
-    reason = reason_against_varlen(device, config.compute_dtype, head_dim_of(model))
+    head_dim = int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
+    reason = reason_against_varlen(device, config.compute_dtype, head_dim)
     if not reason:
         return VARLEN
     if config.attention == "auto":
@@ -65,33 +67,23 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
     return ""
 
 
-def head_dim_of(model: PretrainedConfig) -> int:
-    """Size of an attention head."""
-    return int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-
-
-def arguments(starts: torch.Tensor, longest: int) -> dict[str, Any]:
-    """What the forward of a transformers model must be given for a row.
-
-    Args:
-        starts: [n+1] int32, first position of each trajectory, then the number of tokens.
-        longest: tokens of the longest trajectory.
-    """
+def arguments(starts: Tensor, longest: int) -> dict[str, Any]:
+    """What the forward of a transformers model must be given for a row, see learner.packing.Row."""
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
 def _varlen(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     max_length_q: int,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention over a packed row: [1, heads, total, D] to [1, total, heads, D]."""
     attend, keywords, knows_groups = _kernel()
     if not math.isclose(scaling, query.shape[-1] ** -0.5):
@@ -114,28 +106,27 @@ def _kernel() -> tuple[Any, dict[str, Any], bool]:
 
     known = inspect.signature(varlen_attn).parameters
     keywords: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    knows_groups = "enable_gqa" in known
-    if knows_groups:
+    if "enable_gqa" in known:
         keywords["enable_gqa"] = True
-    return varlen_attn, keywords, knows_groups
+    return varlen_attn, keywords, "enable_gqa" in known
 
 
 def _loop(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """As _varlen, in plain torch."""
+    attend = torch.nn.functional.scaled_dot_product_attention
     parts = []
     for begin, end in itertools.pairwise(cu_seq_lens_q.tolist()):
         q, k, v = (tensor[:, :, begin:end] for tensor in (query, key, value))
-        attend = torch.nn.functional.scaled_dot_product_attention
         parts.append(attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 

@@ -21,7 +21,7 @@ Answer = TypeVar("Answer", bound=Message)
 
 POLL_S = 0.2
 ASK_AGAIN_S = 2.0
-"""Messages are lost when replay is killed; whatever is asked for is asked for again this often."""
+"""Messages are lost when replay is killed: a question, and the last commit, are sent again this often."""
 
 
 class RunEnded(RuntimeError):
@@ -46,7 +46,7 @@ class BatchReader:
         self.inbox = Inbox([], {})
         self._fingerprint = dict(fingerprint)
         self._hello: m.Hello | None = None
-        self._said: dict[str, Message] = {}
+        self._said: dict[tuple[type[Message], int], Message] = {}
         """Messages to repeat to a restarted replay; each of them may arrive twice."""
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
@@ -59,17 +59,13 @@ class BatchReader:
         Raises:
             ChannelError: replay is silent for network.silent_after_s.
         """
-        status = self._ask(m.StatusRequest(), m.Status, "an answer")
+        status = self._ask(m.StatusRequest(), m.Status, "its status")
         return self._dealer.run_id, int(status.state["incarnation"])
 
     def join(self, *, version: int, digest: str, bus_address: str | None, cursor: dict[str, Any] | None) -> m.Welcome:
-        """Say Hello and wait for Welcome.
+        """Say Hello with the version and digest of this rank's weights, and wait for Welcome.
 
-        Args:
-            version: of the weights that this rank holds.
-            digest: of those weights.
-            bus_address: control address of the weight bus (rank 0).
-            cursor: replay's state from the checkpoint (rank 0 of a resumed learner).
+        Rank 0 gives the control address of the weight bus and, of a resumed learner, replay's state.
 
         Raises:
             ChannelError: replay is silent for network.silent_after_s, or refuses this rank.
@@ -103,50 +99,21 @@ class BatchReader:
             ChannelError: nothing within learner.batch_deadline_s, or replay is silent.
             RunEnded: replay gave the run up.
         """
-        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
-        deadline = self._waiting_since + self.config.learner.batch_deadline_s
-        batch: m.Batch | None = None
-        asked = -ASK_AGAIN_S
-        while True:
-            now = time.monotonic()
-            if now > deadline:
-                raise ChannelError(
-                    f"learner rank {self.rank} waited {self.config.learner.batch_deadline_s:g} s for batch {step}"
-                    f" ({'other ranks have no part yet' if batch else 'replay could not form it'})",
-                    "slow",
-                )
-            if now - asked > ASK_AGAIN_S:  # idempotent, so a lost message costs a repetition and nothing else
-                if asked >= 0 and "committed" in self._said:
-                    self._dealer.send(self._said["committed"])
-                self._dealer.send(m.Take(step=step, rank=self.rank, have=batch is not None))
-                asked = now
-            message = self._next(f"batch {step}")
-            if isinstance(message, m.Batch) and message.step == step and batch is None:
-                check(message)
-                batch = message
-                self._dealer.send(m.Take(step=step, rank=self.rank, have=True))
-            elif isinstance(message, m.Proceed) and message.step == step and batch is not None:
-                return batch
+        since = time.monotonic()
+        take = m.Take(step=step, rank=self.rank, have=False)
+        batch = self._ask(take, m.Batch, f"batch {step} (replay could not form it)", since=since)
+        check(batch)
+        self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
+        return batch
 
-    def commit(self, step: int, digest: str) -> None:
-        """Step `step` is in the weights (rank 0)."""
-        self._say("committed", m.Committed(step=step, digest=digest))
-
-    def evaluate(self, version: int) -> None:
-        """Have a version evaluated; sent before it goes out (rank 0)."""
-        self._say(f"evaluate {version}", m.Evaluate(version=version))
-
-    def published(self, version: int, digest: str) -> None:
-        """Announce a version before it goes out (rank 0)."""
-        self._say("published", m.Published(version=version, digest=digest))
+    def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed) -> None:
+        """Send, and repeat to a restarted replay: the last of each kind, evaluations until they are closed (rank 0)."""
+        self._said[type(message), message.version if isinstance(message, m.Evaluate) else -1] = message
+        self._dealer.send(message)
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Replay's state for a checkpoint (rank 0). Raises ChannelError when replay is silent."""
         return self._ask(m.CursorRequest(step=step), m.Cursor, f"the cursor of step {step}").state
-
-    def checkpointed(self, step: int, kept: list[int]) -> None:
-        """The checkpoint of `step` is complete, and these are on the disk (rank 0)."""
-        self._say("checkpointed", m.Checkpointed(step=step, kept=kept))
 
     def drain(self) -> None:
         """Read what has arrived, without waiting."""
@@ -210,16 +177,12 @@ class BatchReader:
                 self.inbox.results.append(message)
             case m.EvaluationClosed():
                 self.inbox.closed[message.version] = message.reason
-                self._said.pop(f"evaluate {message.version}", None)
+                self._said.pop((m.Evaluate, message.version), None)
             case m.Heartbeat():
                 pass
             case _:
                 return message
         return None
-
-    def _say(self, what: str, message: Message) -> None:
-        self._said[what] = message
-        self._dealer.send(message)
 
     def _come_back(self, hello: m.Hello) -> None:
         """Replay was restarted, or took this rank for dead: the same learner goes on."""
@@ -228,25 +191,29 @@ class BatchReader:
         for message in self._said.values():
             self._dealer.send(message)
 
-    def _ask(self, question: Message, kind: type[Answer], what: str) -> Answer:
-        """The answer to a question that may be asked twice.
+    def _ask(self, question: Message, kind: type[Answer], what: str, *, since: float | None = None) -> Answer:
+        """The answer to a question that may be asked twice; to Take, that of its step.
 
         A replay that has been started again reads its journal first, or waits for the journal's disk: it says that it
         lives and answers later.
 
         Raises:
-            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s.
+            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s
+                after `since`, which is now if it is not given.
         """
-        self._waiting_since = time.monotonic()
+        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
         deadline_s = self.config.learner.batch_deadline_s
-        asked = -ASK_AGAIN_S
-        while (now := time.monotonic()) < self._waiting_since + deadline_s:
-            if now - asked > ASK_AGAIN_S:
+        step = question.step if isinstance(question, m.Take) else None
+        ask_at = 0.0
+        while (now := time.monotonic()) < (since or self._waiting_since) + deadline_s:
+            if now > ask_at:
+                if ask_at and (m.Committed, -1) in self._said:
+                    self._dealer.send(self._said[m.Committed, -1])
                 self._dealer.send(question)
-                asked = now
+                ask_at = now + ASK_AGAIN_S
             message = self._next(what)
-            if isinstance(message, kind):
+            if isinstance(message, kind) and step in (None, getattr(message, "step", None)):
                 return message
         raise ChannelError(
-            f"learner rank {self.rank} waited {deadline_s:g} s for {what} of replay at {self._dealer.address}", "slow"
+            f"replay at {self._dealer.address}: learner rank {self.rank} waited {deadline_s:g} s for {what}", "slow"
         )

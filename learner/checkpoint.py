@@ -12,11 +12,12 @@ sampling and data order are seeded per lease), so no generator state is kept.
 
 import io
 import json
+import logging
 import shutil
-import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,16 +30,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
-from learner.checkpoint_folders import find_latest, incomplete, numbered, step_of
+from learner.checkpoint_folders import incomplete, latest_complete, numbered, step_of
 from learner.export import sync_file, write_hf_folder, write_json
 from learner.model import Policy
-from learner.optimizer import Optimizer
-from learner.sharding import Shard, digests
+from learner.optimizer import MOMENTS, Optimizer
+from learner.sharding import digests
 from weight_bus.digest import combined
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
-RESERVED = ("format", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout", "packages")
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
@@ -46,66 +48,85 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpointer:
-    """The checkpoints of one run: runs/<name>/checkpoints/step_N. Methods are collectives."""
+    """The checkpoints of one run: runs/<name>/checkpoints/step_N. Methods but `kept` are collectives."""
 
     def __init__(self, config: Config, policy: Policy, optimizer: Optimizer) -> None:
         self._config, self._policy, self._optimizer = config, policy, optimizer
+        self._run_dir = Path(config.run_dir)
+        self._parent = self._run_dir / "checkpoints"
 
     def save(self, step: int, *, replay: dict[str, Any]) -> Path:
-        """Write the checkpoint of `step`; `replay` is replay's cursor on rank 0. Returns its folder."""
-        folder = Path(self._config.run_dir) / "checkpoints" / f"step_{step}"
-        state = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
-        save(folder, self._policy, self._optimizer, state, keep=self._config.checkpoint.keep)
+        """Write the checkpoint of `step` with replay's cursor (rank 0), then delete all but the newest checkpoint.keep.
+
+        Raises:
+            CheckpointError: writing failed on some rank; raised on all of them.
+        """
+        folder, policy = self._parent / f"step_{step}", self._policy
+        with _together(policy, folder, "cleared"):
+            if policy.rank == 0 and folder.exists():  # a save that a crash cut short
+                (folder / "COMPLETE").unlink(missing_ok=True)
+                shutil.rmtree(folder)
+        own = _describe(policy, self._optimizer)
+        with _together(policy, folder, "written"):
+            dcp_save(_tensors(policy, self._optimizer), checkpoint_id=folder / "dcp")
+        with _together(policy, folder, "written"):
+            write_hf_folder(policy, policy.source, folder / "hf", "float32")
+        with _together(policy, folder, "completed"):
+            if policy.rank == 0:
+                _check_shards(folder)
+                state = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
+                write_json(folder / "state.json", {**state, **own})
+                _complete(folder)
+                _prune(folder.parent, self._config.checkpoint.keep)
         return folder
 
     def kept(self) -> list[int]:
         """Steps of the complete checkpoints, the newest first."""
-        folders = numbered(Path(self._config.run_dir) / "checkpoints")
-        return [step_of(folder) for folder in folders if not incomplete(folder)]
+        return [step_of(folder) for folder in numbered(self._parent) if not incomplete(folder)]
 
     def resume(self) -> dict[str, Any] | None:
-        """Load the newest complete checkpoint and return its state (step, version, seed, replay), or none."""
-        found = find_latest(Path(self._config.run_dir)) if self._policy.rank == 0 else None
+        """`load` the newest complete checkpoint, or return None; logs the incomplete ones."""
+        found: Path | None = None
+        if self._policy.rank == 0:
+            found, passed_over = latest_complete(self._run_dir)
+            for line in passed_over:
+                log.warning("%s", line)
         step = torch.tensor(step_of(found) if found else -1, device=self._policy.device)
-        if self._policy.group is not None:
-            dist.broadcast(step, group=self._policy.group, group_src=0)
-        if int(step) < 0:
-            return None
-        return load(Path(self._config.run_dir) / "checkpoints" / f"step_{int(step)}", self._policy, self._optimizer)
+        dist.broadcast(step, group=self._policy.group, group_src=0)
+        return self.load(self._parent / f"step_{int(step)}") if int(step) >= 0 else None
 
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Load weights and optimizer in place; returns step, version, seed and replay's cursor.
 
-def save(folder: Path, policy: Policy, optimizer: Optimizer, state: dict[str, Any], *, keep: int) -> None:
-    """Write a checkpoint, then delete all but the newest `keep`. A collective.
-
-    Args:
-        folder: .../checkpoints/step_N; an incomplete folder of that name is replaced.
-        policy: the weights.
-        optimizer: the moments.
-        state: JSON-able, from rank 0 (step, version, seed, replay's cursor); comes back from `load`.
-        keep: complete checkpoints to leave.
-
-    Raises:
-        CheckpointError: writing failed on some rank; raised on all of them.
-        ValueError: `state` uses a reserved key.
-    """
-    taken = sorted(set(RESERVED) & set(state))
-    if taken:
-        raise ValueError(f"checkpoint state: the key {taken[0]!r} is written by save itself")
-    with _together(policy, folder, "cleared"):
-        if policy.rank == 0 and folder.exists():
-            (folder / "COMPLETE").unlink(missing_ok=True)
-            shutil.rmtree(folder)
-    own = _describe(policy, optimizer)
-    with _together(policy, folder, "written"), _quiet():
-        dcp_save(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
-    with _together(policy, folder, "written"):
-        write_hf_folder(policy, policy.source, folder / "hf", "float32")
-    with _together(policy, folder, "completed"):
-        if policy.rank == 0:
-            _check_shards(folder)
-            write_json(folder / "state.json", {**state, **own})
-            _complete(folder)
-            _prune(folder.parent, keep)
+        Raises:
+            CheckpointError: the folder is incomplete, of another format or architecture, or what was loaded does not
+                have the digests that were saved.
+        """
+        policy, optimizer = self._policy, self._optimizer
+        with _together(policy, folder, "loaded"):
+            reason = incomplete(folder)
+            if reason:
+                raise CheckpointError(f"checkpoint {folder} is incomplete: {reason}")
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            if state.get("format") != FORMAT:
+                found = state.get("format")
+                raise CheckpointError(f"checkpoint {folder} has format {found}, this version reads {FORMAT}")
+            _check_layout(folder, state["layout"], policy)
+        with _together(policy, folder, "loaded"):
+            try:
+                dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp")
+            except CheckpointException as error:
+                why = f"{_unreadable(folder, error)}; {_remedy(folder)}"
+                raise CheckpointError(f"checkpoint {folder}: {why}") from error
+        optimizer.set_steps(state["optimizer_steps"])
+        found = _describe(policy, optimizer)
+        for key in ("parameter_digest", "optimizer_digest"):
+            if found[key] != state[key]:
+                raise CheckpointError(
+                    f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved;"
+                    f" {_damaged(folder) or 'its files are readable'}; {_remedy(folder)}"
+                )
+        return {key: value for key, value in state.items() if key not in found}
 
 
 def _check_shards(folder: Path) -> None:
@@ -114,37 +135,6 @@ def _check_shards(folder: Path) -> None:
     away = sorted({f.relative_path for f in stored.values() if not (folder / "dcp" / f.relative_path).is_file()})
     if away:
         raise CheckpointError(f"{folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes")
-
-
-def load(folder: Path, policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
-    """Load weights and optimizer in place; returns the state given to `save`. A collective.
-
-    Raises:
-        CheckpointError: the folder is incomplete, of another format or architecture, or what was loaded does not
-            have the digests that were saved.
-    """
-    with _together(policy, folder, "loaded"):
-        reason = incomplete(folder)
-        if reason:
-            raise CheckpointError(f"checkpoint {folder} is incomplete: {reason}")
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if state.get("format") != FORMAT:
-            raise CheckpointError(f"checkpoint {folder} has format {state.get('format')}, this version reads {FORMAT}")
-        _check_layout(folder, state["layout"], policy)
-    with _together(policy, folder, "loaded"), _quiet():
-        try:
-            dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", no_dist=policy.group is None)
-        except CheckpointException as error:
-            raise CheckpointError(f"checkpoint {folder}: {_unreadable(folder, error)}; {_remedy(folder)}") from error
-    optimizer.set_steps(state["optimizer_steps"])
-    found = _describe(policy, optimizer)
-    for key in ("parameter_digest", "optimizer_digest"):
-        if found[key] != state[key]:
-            raise CheckpointError(
-                f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved;"
-                f" {_damaged(folder) or 'its files are readable'}; {_remedy(folder)}"
-            )
-    return {key: value for key, value in state.items() if key not in RESERVED}
 
 
 def _unreadable(folder: Path, error: CheckpointException) -> str:
@@ -178,26 +168,22 @@ def _remedy(folder: Path) -> str:
     return f"restore it from a copy, or move {folder.name} away: then --resume goes on from {there}"
 
 
-def _shards(policy: Policy, optimizer: Optimizer) -> Iterator[tuple[str, Shard]]:
-    for shard in policy.shards():
-        yield f"model.{shard.name}", shard
-    for kind in ("exp_avg", "exp_avg_sq"):
-        for shard in optimizer.moments(kind):
-            yield f"optimizer.{kind}.{shard.name}", shard
-
-
 def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """Tensors for DCP; they share memory with the parameters and moments."""
-    return {name: policy.as_global(shard) for name, shard in _shards(policy, optimizer)}
+    tensors = {f"model.{shard.name}": policy.as_global(shard) for shard in policy.shards()}
+    for kind in MOMENTS:
+        tensors |= {f"optimizer.{kind}.{shard.name}": policy.as_global(shard) for shard in optimizer.moments(kind)}
+    return tensors
 
 
 def _describe(policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
-    moments = [shard for kind in ("exp_avg", "exp_avg_sq") for shard in optimizer.moments(kind)]
-    named = [Shard(f"{i}.{s.name}", s.shape, s.local, s.first_row) for i, s in enumerate(moments)]
+    """What state.json says of the weights and moments (a collective)."""
+    moments = [shard for kind in MOMENTS for shard in optimizer.moments(kind)]
+    moments = [replace(shard, name=f"{i}.{shard.name}") for i, shard in enumerate(moments)]
     return {
         "format": FORMAT,
         "parameter_digest": policy.parameter_digest(),
-        "optimizer_digest": combined(digests(named, torch.float32, policy.group)),
+        "optimizer_digest": combined(digests(moments, torch.float32, policy.group)),
         "optimizer_steps": optimizer.num_steps,
         "layout": [[name, list(shape)] for name, _, shape in policy.layout("float32")],
         "packages": {name: version(name) for name in PACKAGES},
@@ -216,14 +202,6 @@ def _check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """DCP warns that no process group is there; that is on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield
-
-
-@contextmanager
 def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
     """Raise a failure of one rank on all ranks, instead of leaving the others waiting."""
     cause: BaseException | None = None
@@ -232,8 +210,7 @@ def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, CheckpointError, CheckpointException) as error:
         cause = error
     failed = torch.tensor([cause is not None], dtype=torch.int32, device=policy.device)
-    if policy.group is not None:
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=policy.group)
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=policy.group)
     if isinstance(cause, CheckpointError):
         raise cause
     if cause is not None:
@@ -243,13 +220,11 @@ def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
 
 
 def _complete(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
+    inside = sorted(folder.rglob("*"))
+    for path in (*inside, folder):
         sync_file(path)
-    for inner in [path for path in folder.rglob("*") if path.is_dir()]:
-        sync_file(inner)
-    sync_file(folder)
-    write_json(folder / "COMPLETE", {"files": {str(p.relative_to(folder)): p.stat().st_size for p in files}})
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
+    write_json(folder / "COMPLETE", {"files": sizes})
     sync_file(folder)
     sync_file(folder.parent)
 

@@ -1,19 +1,8 @@
 """The folders checkpoints/step_N of a run: which are complete, and which one a run goes on from. Imports no torch."""
 
 import json
-import logging
 import re
 from pathlib import Path
-
-logger = logging.getLogger(__name__)
-
-
-def find_latest(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or none; logs the incomplete ones."""
-    found, passed_over = latest_complete(run_dir)
-    for line in passed_over:
-        logger.warning("%s", line)
-    return found
 
 
 def latest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:

@@ -41,25 +41,59 @@ def write_hf_folder(policy: Policy, source_folder: Path, target: Path, dtype: st
         OSError: rank 0 could not write. It goes on gathering before it raises, so no other rank is left alone.
     """
     files = plan_files(policy.layout(dtype))
-    writer = _Writer(source_folder, target, dtype, files) if policy.rank == 0 else None
+    file_of = {name: target / file for file, names in files.items() for name in names}
+    pending: dict[str, torch.Tensor] = {}
+    total, error = 0, None
     for name, tensor in policy.named_full_tensors(dtype):
-        if writer is not None:
-            writer.add(name, tensor)
-    if writer is not None:
-        writer.finish()
+        if policy.rank != 0 or error is not None:
+            continue
+        pending[name] = tensor.cpu().contiguous()
+        total += tensor.numel() * tensor.element_size()
+        if len(pending) == len(files[file_of[name].name]):
+            error = _write_tensors(pending, file_of[name])
+            pending = {}
+    if error is not None:
+        raise error
+    if policy.rank != 0:
+        return
+    if len(files) > 1:
+        weight_map = {name: file.name for name, file in file_of.items()}
+        write_json(
+            target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
+        )
+    config = json.loads((source_folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    write_json(target / "config.json", {**config, "dtype": dtype})
+    for name in COPIED:
+        if (source_folder / name).is_file():
+            shutil.copyfile(source_folder / name, target / name)
+            sync_file(target / name)
+    sync_file(target)
 
 
-def plan_files(layout: list[tuple[str, str, tuple[int, ...]]], limit: int | None = None) -> dict[str, list[str]]:
+def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> OSError | None:
+    """Write and flush one file; what went wrong, if anything."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, file, metadata={"format": "pt"})
+        sync_file(file)
+    except OSError as error:
+        return error
+    except SafetensorError as error:
+        return OSError(f"{file}: {error}")
+    return None
+
+
+def plan_files(layout: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, list[str]]:
     """Which tensors go into which file, in order.
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
     """
-    limit = FILE_BYTES if limit is None else limit
     groups: list[list[str]] = []
     size = 0
     for name, dtype, shape in layout:
         num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if not groups or size + num_bytes > limit:
+        if not groups or size + num_bytes > FILE_BYTES:
             groups.append([])
             size = 0
         groups[-1].append(name)
@@ -67,49 +101,6 @@ def plan_files(layout: list[tuple[str, str, tuple[int, ...]]], limit: int | None
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
-
-
-class _Writer:
-    """Buffers the tensors of a planned file and writes it; errors surface in `finish`."""
-
-    def __init__(self, source: Path, target: Path, dtype: str, files: dict[str, list[str]]) -> None:
-        self._source, self._target, self._dtype, self._files = source, target, dtype, files
-        self._file_of = {name: file for file, names in files.items() for name in names}
-        self._pending: dict[str, torch.Tensor] = {}
-        self._total = 0
-        self._error: OSError | None = None
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._error is not None:
-            return
-        self._pending[name] = tensor.cpu().contiguous()
-        self._total += tensor.numel() * tensor.element_size()
-        file = self._file_of[name]
-        if len(self._pending) == len(self._files[file]):
-            try:
-                self._target.mkdir(parents=True, exist_ok=True)
-                save_file(self._pending, self._target / file, metadata={"format": "pt"})
-                sync_file(self._target / file)
-            except OSError as error:
-                self._error = error
-            except SafetensorError as error:
-                self._error = OSError(f"{self._target / file}: {error}")
-            self._pending = {}
-
-    def finish(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if len(self._files) > 1:
-            index = {"metadata": {"total_size": self._total}, "weight_map": self._file_of}
-            write_json(self._target / "model.safetensors.index.json", index)
-        config = json.loads((self._source / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)
-        write_json(self._target / "config.json", {**config, "dtype": self._dtype})
-        for name in COPIED:
-            if (self._source / name).is_file():
-                shutil.copyfile(self._source / name, self._target / name)
-                sync_file(self._target / name)
-        sync_file(self._target)
 
 
 def write_json(path: Path, value: object) -> None:

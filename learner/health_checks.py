@@ -1,6 +1,7 @@
 """Silent wrongness is an error (invariant 8): counts steps that look fine and are not, and stops the run."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from configs.schema import Config
@@ -15,21 +16,20 @@ class HealthChecks:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.consecutive = {"flat_reward_steps": 0, "zero_gradient_steps": 0, "nonfinite_steps": 0}
+        self.consecutive: Counter[str] = Counter()
 
     def check(self, step: int, values: Mapping[str, float], *, applied: bool, has_advantage: bool) -> None:
-        """Look at one step.
+        """Look at the metrics of a step, reduced over all ranks.
 
         Args:
             step: the step that was just made.
-            values: its metrics, reduced over all ranks.
+            values: its metrics.
             applied: whether the update was applied (not skipped for a value that is not finite).
             has_advantage: whether any advantage of the batch is not zero.
 
         Raises:
             SilentlyWrong: a limit of the `limits` section is reached.
         """
-        limits = self.config.limits
         norm = values.get("actor/grad_norm", 0.0)
         nothing = (
             "every group's rewards are equal, so there is nothing to learn; look at the reward function"
@@ -37,17 +37,16 @@ class HealthChecks:
         )
         zero = "the gradient is exactly zero although advantages are not; is every token clipped or masked?"
         broken = f"loss or gradient is not finite (norm {norm}); lower learner.lr or look at the rewards"
-        self._count("flat_reward_steps", not has_advantage, limits.flat_reward_steps, step=step, meaning=nothing)
-        is_zero = applied and has_advantage and norm == 0.0
-        self._count("zero_gradient_steps", is_zero, limits.zero_gradient_steps, step=step, meaning=zero)
-        is_broken = has_advantage and not applied
-        self._count("nonfinite_steps", is_broken, limits.nonfinite_steps, step=step, meaning=broken)
+        for name, hit, meaning in (
+            ("flat_reward_steps", not has_advantage, nothing),
+            ("zero_gradient_steps", applied and has_advantage and norm == 0.0, zero),
+            ("nonfinite_steps", has_advantage and not applied, broken),
+        ):
+            self.consecutive[name] = self.consecutive[name] + 1 if hit else 0
+            limit = getattr(self.config.limits, name)
+            if limit and self.consecutive[name] >= limit:
+                raise SilentlyWrong(f"step {step}: for {limit} steps in a row (limits.{name}) {meaning}")
         self._check_on_policy(step, values)
-
-    def _count(self, name: str, hit: bool, limit: int, *, step: int, meaning: str) -> None:
-        self.consecutive[name] = self.consecutive[name] + 1 if hit else 0
-        if limit and self.consecutive[name] >= limit:
-            raise SilentlyWrong(f"step {step}: for {limit} steps in a row (limits.{name}) {meaning}")
 
     def _check_on_policy(self, step: int, values: Mapping[str, float]) -> None:
         """At lag 0 in float32 the behaviour policy is the trainer's policy, to rounding."""

@@ -15,17 +15,19 @@ from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
 from learner.losses import build_loss
 from learner.model import build_policy
-from learner.optimizer import build_optimizer, lr_at
+from learner.optimizer import Optimizer, lr_at
 from learner.packing import active_trajectories, pack
 from learner.packing import check as check_batch
 from learner.ranks import Ranks
 from learner.report import evaluation
-from learner.report.metrics import build_metrics
+from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.step import accumulate_gradients, apply_update
-from learner.weights import WeightPublisher, digest_of
+from learner.weights import WeightPublisher
+from replay import messages as m
 from replay.messages import Batch
 from weight_bus import PublishReport
+from weight_bus.digest import combined
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Learner:
         self.ranks = ranks
         self.batches = batches
         self.policy = build_policy(config, ranks.mesh, ranks.device)
-        self.optimizer = build_optimizer(config.learner, self.policy)
+        self.optimizer = Optimizer(config.learner, self.policy)
         self.loss = build_loss(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.health_checks = HealthChecks(config)
@@ -55,6 +57,7 @@ class Learner:
         self.digests: dict[str, int] = {}
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
+        self._spans = Spans()
         self._step_started = time.monotonic()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
@@ -64,16 +67,18 @@ class Learner:
         Without a checkpoint a resumed run goes on from version 0, if its journal has every step since.
         """
         state = self.checkpoints.resume() if resume else None
-        if resume and state is None and self.ranks.is_first and not has_journal(self.config):
+        run_dir = Path(self.config.run_dir)
+        if resume and state is None and self.ranks.is_first and not any((run_dir / "journal").glob("*.seg")):
             raise CheckpointError(
-                f"--resume: {self.config.run_dir} has neither a complete checkpoint nor a journal; leave --resume out"
-                " to start anew"
+                f"--resume: {run_dir} has neither a complete checkpoint nor a journal; leave --resume out to start anew"
             )
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
-        self.metrics = build_metrics(self.config, first=self.ranks.is_first, resume_step=version if resume else None)
         if self.ranks.is_first:
-            self.ledger = Ledger(self.config.run_dir, resume_version=version if resume else None)
+            resume_version = version if resume else None
+            given = self.config.model_dump(mode="json")
+            self.metrics = Metrics(run_dir, self.config.tracking, given, resume_step=resume_version)
+            self.ledger = Ledger(run_dir, resume_version=resume_version)
         run_id, last = self.batches.connect()
         if cursor is not None:
             last = max(last, int(cursor["incarnation"]))
@@ -91,21 +96,21 @@ class Learner:
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Time a phase as `timing_s/<name>`."""
-        return self.metrics.span(name)
+        return self._spans(name)
 
     def policy_digest(self) -> str:
         """Digest of the float32 master weights (a collective)."""
-        return digest_of(self.digests) if self.config.rollout.dtype == "float32" else self.policy.parameter_digest()
+        return combined(self.digests) if self.config.rollout.dtype == "float32" else self.policy.parameter_digest()
 
     def publish(self, version: int) -> None:
         """Hand the weights to the bus; they travel while the next batch is awaited."""
         evaluate = self.config.is_evaluated(version)
         if evaluate and self.ranks.is_first:
-            self.batches.evaluate(version)
+            self.batches.announce(m.Evaluate(version=version))
         if self._withheld:
             return
         if self.ranks.is_first:
-            self.batches.published(version, digest_of(self.digests))
+            self.batches.announce(m.Published(version=version, digest=combined(self.digests)))
         self.bus.start(version, self.digests, evaluate=evaluate)
 
     def wait_for_broadcast(self) -> PublishReport | None:
@@ -118,27 +123,24 @@ class Learner:
 
     def update(self, batch: Batch) -> Update:
         """Advantages, forward, backward, clip, AdamW."""
-        algorithm = self.config.algorithm
+        algorithm, learner = self.config.algorithm, self.config.learner
         advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=algorithm.normalize_by_std)
         active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
         self.rollouts.write_if_due(batch, advantages)
-        lag = self.config.replay.async_lag
-        unpadded = self.policy.unpadded
-        packed = pack(batch, advantages, active, async_lag=lag, device=self.ranks.device, unpadded=unpadded)
-        sums = accumulate_gradients(
-            self.policy,
-            packed.microbatches,
-            self.loss,
-            temperature=self.config.rollout.temperature,
-            global_tokens=packed.global_tokens,
-        )
-        lr = lr_at(batch.step, self.config.learner)
-        max_norm = self.config.learner.max_grad_norm
-        result = apply_update(self.policy, self.optimizer, sums, max_grad_norm=max_norm, lr=lr)
-        if not result.applied:
-            log.warning("step %d was not applied: %s", batch.step, result.reason)
-        values = sums.metrics() | result.metrics() | _advantage_metrics(advantages)
-        return Update(values, result.applied, packed.global_tokens > 0)
+        packed = pack(batch, advantages, active, unpadded=self.policy.unpadded)
+        sums = accumulate_gradients(self.policy, packed, self.loss, temperature=self.config.rollout.temperature)
+        lr = lr_at(batch.step, learner)
+        reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
+        if reason:
+            log.warning("step %d was not applied: %s", batch.step, reason)
+        values = sums.metrics() | {
+            "actor/grad_norm": sums.grad_norm,
+            "actor/lr": lr,
+            "critic/advantages/mean": float(advantages.mean()),
+            "critic/advantages/max": float(advantages.max()),
+            "critic/advantages/min": float(advantages.min()),
+        }
+        return Update(values, not reason, packed.global_tokens > 0)
 
     def commit(self, batch: Batch) -> str:
         """Digest the new weights (a collective) and commit the step at replay.
@@ -152,31 +154,30 @@ class Learner:
             log.error("step %d: weights %s, the journal has %s", batch.step, digest, batch.expected_digest)
         self._withheld = not batch.publish and digest == batch.expected_digest
         if self.ranks.is_first:
-            self.batches.commit(batch.step, digest)
+            self.batches.announce(m.Committed(step=batch.step, digest=digest))
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
         """Metrics, ledger and evaluations of a step; health checks look at it on every rank."""
-        values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report)}
-        now = time.monotonic()
-        step_s, self._step_started = now - self._step_started, now
-        spans = self.metrics.take_spans()
-        values |= {
-            **spans,
-            "training/global_step": step,
-            "training/lag_histogram": batch.lag_histogram,
-            "training/update_applied": update.applied,
-            "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
-            "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
-        }
         if self.ranks.is_first:
-            values["training/groups_trained_twice"] = self.ledger.append(
+            now = time.monotonic()
+            step_s, self._step_started = now - self._step_started, now
+            spans = self._spans.take()
+            twice = self.ledger.append(
                 step,
                 batch.group_ids,
                 incarnation=self.batches.incarnation,
                 digest=digest,
                 expected=batch.expected_digest,
             )
+            values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
+            values |= {
+                "training/lag_histogram": batch.lag_histogram,
+                "training/update_applied": update.applied,
+                "training/groups_trained_twice": twice,
+                "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
+                "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+            }
             self.metrics.log(step, values)
             self.batches.drain()
             self._record_evaluations()
@@ -191,19 +192,19 @@ class Learner:
             cursor = self.batches.cursor(step) if self.ranks.is_first else {}
             self.checkpoints.save(step, replay=cursor)
         if self.ranks.is_first:
-            self.batches.checkpointed(step, self.checkpoints.kept())
+            self.batches.announce(m.Checkpointed(step=step, kept=self.checkpoints.kept()))
 
     def finish(self, version: int) -> None:
         """Wait for the last broadcast and the last evaluation, and leave."""
         report = self.wait_for_broadcast()
         if self.ranks.is_first:
-            self.metrics.log_final(version, self.bus.metrics(report))
+            self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report)})
             if self.config.is_evaluated(version):
                 parts = int(self.config.evaluation.greedy) + int(self.config.evaluation.sampled)
                 self.batches.wait_for_evaluation(version, parts, self.config.evaluation.deadline_s)
             self._record_evaluations()
+            self.metrics.close()
         self.bus.close()
-        self.metrics.close()
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox
@@ -211,16 +212,3 @@ class Learner:
             result = inbox.results.pop(0)
             evaluation.write_rows(self.config.run_dir, result, self._evaluated)
             self.metrics.log_evaluation(result.version, evaluation.values(result, self._evaluated))
-
-
-def has_journal(config: Config) -> bool:
-    """Whether the run folder holds a journal."""
-    return any((Path(config.run_dir) / "journal").glob("*.seg"))
-
-
-def _advantage_metrics(advantages: Any) -> dict[str, float]:
-    return {
-        "critic/advantages/mean": float(advantages.mean()),
-        "critic/advantages/max": float(advantages.max()),
-        "critic/advantages/min": float(advantages.min()),
-    }

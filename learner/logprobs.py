@@ -1,16 +1,15 @@
 """Logprobs of given tokens in float32, without ever holding float32 logits whole.
 
 The logits of a microbatch are its largest tensor: tokens × vocabulary. A float32 copy, its log-softmax and the
-softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens.
-
-    token_logprobs  from logits: they are kept, and the only new tensor of their size is their gradient
-    head_logprobs   from the hidden states in front of the output head: the gradient of the logits is never whole, and
-                    above KEEP_LOGITS_BYTES the logits are not either; the backward computes them a second time
+softmax of the backward would each be as large again. Here forward and backward walk over chunks of tokens, from the
+hidden states in front of the output head: the gradient of the logits is never whole, and above KEEP_LOGITS_BYTES the
+logits are not either; the backward computes them a second time.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 CHUNK_TOKENS = 1024
 """Tokens per chunk: 1024 × 152k vocabulary × 4 bytes = 0.6 GB, a few times over while it is worked on."""
@@ -21,50 +20,14 @@ whole with their gradient would be 10 GB; computing them twice is 2 products of 
 of keeping any."""
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
-        entropy = torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            log_p = _log_softmax(logits[part], temperature)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropy[part] = -(log_p.exp() * log_p).sum(1)
-        ctx.save_for_backward(logits, targets)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None, None]:
-        logits, targets = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            grad[part] = _logits_gradient(logits[part], targets[part], ctx.temperature, grads[0][part])
-        return grad, None, None, None
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        chunk: int,
-        keep_bytes: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy = torch.empty_like(logprobs)
-        keep = len(targets) * len(weight) * hidden.element_size() <= keep_bytes
+        keep = len(targets) * len(weight) * hidden.element_size() <= KEEP_LOGITS_BYTES
         kept = []
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
+        for part in _chunks(targets):
             logits = hidden[part] @ weight.T
             log_p = _log_softmax(logits, temperature)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
@@ -72,28 +35,29 @@ class _HeadLogprobs(torch.autograd.Function):
             if keep:
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, targets, *kept)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # Sums over chunks in float32: in 16 bit each addition would round.
         weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        for number, start in enumerate(range(0, len(targets), ctx.chunk)):
-            part = slice(start, start + ctx.chunk)
+        for number, part in enumerate(_chunks(targets)):
             logits = kept[number] if kept else hidden[part] @ weight.T
             grad = _logits_gradient(logits, targets[part], ctx.temperature, grads[0][part])
             hidden_grad[part] = grad @ weight
             weight_grad += grad.T @ hidden[part]
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None, None
+        return hidden_grad, weight_grad.to(weight.dtype), None, None
 
 
-def _logits_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, upstream: torch.Tensor
-) -> torch.Tensor:
+def _chunks(targets: Tensor) -> list[slice]:
+    return [slice(start, start + CHUNK_TOKENS) for start in range(0, len(targets), CHUNK_TOKENS)]
+
+
+def _logits_gradient(logits: Tensor, targets: Tensor, temperature: float, upstream: Tensor) -> Tensor:
     # torch's own backward, not the formula written out: at probabilities near 1 the gradient is a difference
     # of nearly equal numbers, and AdamW makes such rounding visible in elements of almost no gradient.
     with torch.enable_grad():
@@ -103,55 +67,22 @@ def _logits_gradient(
     return grad
 
 
-def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     scaled = logits.float()
     return torch.log_softmax(scaled if temperature == 1.0 else scaled / temperature, dim=-1)
 
 
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, *, chunk: int = CHUNK_TOKENS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each target token at the sampling temperature, and the entropy of its distribution.
-
-    Args:
-        logits: [B, T, V] of any floating dtype.
-        targets: [B, T] int64.
-        temperature: the one the tokens were sampled at.
-        chunk: tokens whose float32 logits are held at once.
-
-    Returns:
-        Two [B, T] float32 tensors; the logprobs carry a gradient (in the dtype of the logits), the entropy none.
-    """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}")
-    flat = logits.reshape(-1, logits.shape[-1])
-    logprobs, entropy = _TokenLogprobs.apply(flat, targets.reshape(-1), temperature, chunk)  # type: ignore[no-untyped-call]
-    return logprobs.view(targets.shape), entropy.view(targets.shape)
-
-
-def head_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    temperature: float,
-    *,
-    chunk: int = CHUNK_TOKENS,
-    keep_bytes: int = KEEP_LOGITS_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As token_logprobs of hidden @ weight.T, with less memory.
+def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
     Args:
         hidden: [n, H], what the output head is given.
         weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
-        chunk: tokens whose float32 logits are held at once.
-        keep_bytes: up to this size the logits (in the dtype of `hidden`) are kept for the backward.
 
     Returns:
         Logprobs [n] float32, with a gradient to `hidden` and `weight`; entropy [n] float32, without.
     """
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(f"hidden states {tuple(hidden.shape)} do not fit targets {tuple(targets.shape)}")
-    logprobs, entropy = _HeadLogprobs.apply(hidden, weight, targets, temperature, chunk, keep_bytes)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return logprobs, entropy

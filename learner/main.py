@@ -43,12 +43,8 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
-    parser.add_argument(
-        "--resume", metavar="RUN_DIR", help="go on with this run, from its newest checkpoint and journal"
-    )
-    parser.add_argument(
-        "--replay", metavar="RUN_DIR", help="train again what this run's journal holds, without any engine"
-    )
+    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with it from its newest checkpoint and journal")
+    parser.add_argument("--replay", metavar="RUN_DIR", help="train again what its journal holds, without any engine")
     args = parser.parse_args()
     if args.parent is not None:
         die_with_parent(args.parent)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -20,13 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from configs import Config
 from learner import attention
-from learner.logprobs import head_logprobs, token_logprobs
+from learner.logprobs import head_logprobs
 from learner.packing import Microbatch
-from learner.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
+from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
-
-__all__ = ["Policy", "PolicyError", "build_policy"]
 
 KEEP_GATHERED_BYTES = 256 * 1024 * 1024
 """Models below this size stay gathered between forward and backward: memory is no concern, round trips are."""
@@ -40,63 +37,41 @@ parameters would be 33 GB on every GPU."""
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(
-        self,
-        model: Any,
-        source: Path,
-        mesh: DeviceMesh | None,
-        device: torch.device,
-        *,
-        whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
-    ) -> None:
+    def __init__(self, model: Any, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
         self.model = model
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh = mesh
-        self.group: dist.ProcessGroup | None = None if mesh is None else mesh.get_group()
-        self.rank = 0 if mesh is None else mesh.get_local_rank()
-        self.world_size = 1 if mesh is None else mesh.size()
+        self.group = mesh.get_group()
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.unpadded = model.config._attn_implementation in attention.PACKED
         """Which layout of microbatches `token_logprobs` takes, see learner.packing."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
-        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > whole_gradient_bytes
-        model.row_logprobs = functools.partial(_row_logprobs, model)
-        register_fsdp_forward_method(model, "row_logprobs")
-
-    def forward(self, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-        """Logits [B, T, V] in the compute dtype, for right-padded input_ids [B, T] int64. A collective.
-
-        `keywords` go to the forward of the transformers model.
-        """
-        logits: torch.Tensor = self.model(input_ids=input_ids, use_cache=False, **keywords).logits
-        return logits
+        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
+        model.kept_logprobs = functools.partial(_kept_logprobs, model)
+        register_fsdp_forward_method(model, "kept_logprobs")
 
     def token_logprobs(self, microbatch: Microbatch, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprob (with gradient) and entropy (without) of each target. A collective.
+        """Logprob (with gradient) and entropy (without) of each target in the loss, 0 elsewhere. A collective.
 
         Returns:
             Two float32 tensors of the shape of the mask.
         """
-        row = microbatch.row
+        row, in_loss = microbatch.row, microbatch.mask > 0
         if (row is not None) != self.unpadded:
             raise ValueError(f"microbatches must be packed with unpadded={self.unpadded} for this policy's attention")
         if row is None:
-            # The last column predicts nothing; a filler target there spares a copy of all logits without it.
-            targets = torch.nn.functional.pad(microbatch.targets, (0, 1))
-            logprobs, entropy = token_logprobs(self.forward(microbatch.input_ids), targets, temperature)
-            return logprobs[:, :-1], entropy[:, :-1]
-        logprobs, entropy = self.model.row_logprobs(
-            microbatch.input_ids,
-            row.kept,
-            microbatch.targets[0],
-            temperature,
-            position_ids=row.position_ids,
-            **attention.arguments(row.starts, row.longest),
-        )
-        return logprobs[None], entropy[None]
+            kept, keywords = torch.nn.functional.pad(in_loss, (0, 1)).flatten().nonzero()[:, 0], {}
+        else:
+            kept, keywords = row.kept, attention.arguments(row.starts, row.longest) | {"position_ids": row.position_ids}
+        targets = microbatch.targets[in_loss]
+        found = self.model.kept_logprobs(microbatch.input_ids, kept, targets, temperature, **keywords)
+        nothing = torch.zeros_like(microbatch.mask)
+        logprobs, entropy = (nothing.masked_scatter(in_loss, values) for values in found)
+        return logprobs, entropy
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by HF name, in the order used everywhere; tied ones once."""
@@ -111,16 +86,13 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        if self.mesh is None:
-            return shard.local
         stride = torch.empty(shard.shape, device="meta").stride()
         return DTensor.from_local(
             shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
     def sync_gradients(self, *, last: bool) -> None:
-        """Prepare the backward of a microbatch: the `last` one sums gradients over ranks. Others do so only for
-        models whose whole gradients would be too large to keep, otherwise they accumulate here."""
+        """Let the next backward sum gradients over ranks if it is the step's last, or see WHOLE_GRADIENT_BYTES."""
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._shards_gradients, recurse=False)
 
@@ -130,12 +102,10 @@ class Policy:
         Raises:
             RuntimeError: a parameter has none; the forward did not use it, or there was no backward.
         """
-        grads = []
-        for name, parameter in self.named_parameters():
-            if parameter.grad is None:
-                raise RuntimeError(f"{name} has no gradient")
-            grads.append(local_of(parameter.grad))
-        return grads
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
+        if missing := [name for name, gradient in gradients.items() if gradient is None]:
+            raise RuntimeError(f"{missing[0]} has no gradient")
+        return [local_of(gradient) for gradient in gradients.values() if gradient is not None]
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -164,44 +134,25 @@ class Policy:
         return digests(shards, DTYPES[dtype], self.group, known[1])
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights, equal at every world size. A collective.
-
-        The same as `combined(policy.shard_digests("float32"))` of weight_bus.digest; a caller that has those uses that.
-        """
+        """One digest of the float32 master weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 
-def build_policy(
-    config: Config,
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    *,
-    whole_gradient_bytes: int = WHOLE_GRADIENT_BYTES,
-) -> Policy:
-    """Load model.path and shard it over the mesh. A collective.
-
-    Args:
-        config: model.path and learner.{compute_dtype, attention, recompute} are used.
-        mesh: one-dimensional; none leaves the model whole in this process, for tools without a process group.
-        device: where the parameters live.
-        whole_gradient_bytes: above this, gradients are summed over ranks after every microbatch.
+def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Policy:
+    """Load model.path onto the device and shard it over the one-dimensional mesh. A collective.
 
     Raises:
         PolicyError: the folder, its weights or its model family cannot be trained.
     """
     folder = Path(config.model.path)
-    compute_dtype = DTYPES[config.learner.compute_dtype]
-    if mesh is None and compute_dtype != torch.float32:
-        raise PolicyError("learner.compute_dtype: 'bfloat16' needs a process group; take 'float32' without one")
     model_config = read_config(folder)
     files = weight_files(folder)
     model = build_empty(model_config, attention.choose(config.learner, model_config, device))
     if config.learner.recompute:
         _recompute(model)
-    if mesh is not None:
-        _shard(model, mesh, compute_dtype)
+    _shard(model, mesh, DTYPES[config.learner.compute_dtype])
     allocate(model, model_config, device)
-    policy = Policy(model, folder, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
+    policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy
 
@@ -229,13 +180,13 @@ def _shard(model: Any, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-def _row_logprobs(
+def _kept_logprobs(
     model: Any, input_ids: torch.Tensor, kept: torch.Tensor, targets: torch.Tensor, temperature: float, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy [n] at the positions `kept` [n] of a row [1, total].
+    """Logprobs and entropy [n] at the positions `kept` [n] of the flattened input_ids.
 
     A forward of the root unit, whose weights it uses directly: the output head sees these positions and no other.
     FSDP casts floating-point arguments of a forward to the compute dtype; there are none.
     """
     hidden = model.model(input_ids=input_ids, use_cache=False, **keywords).last_hidden_state
-    return head_logprobs(hidden[0, kept], model.lm_head.weight, targets, temperature)
+    return head_logprobs(hidden.flatten(0, 1)[kept], model.lm_head.weight, targets, temperature)

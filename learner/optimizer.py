@@ -1,7 +1,6 @@
 """AdamW over the sharded float32 parameters, and the learning rate of each step."""
 
 import math
-from typing import Literal
 
 import torch
 
@@ -9,6 +8,7 @@ from configs.learner import LearnerSettings
 from learner.model import Policy
 from learner.sharding import Shard
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
 
@@ -21,8 +21,6 @@ def lr_at(step: int, config: LearnerSettings) -> float:
 
         Example: lr 1.0, warmup_steps 4: steps 1, 2, 3, 4, 5 have 0.25, 0.5, 0.75, 1.0, 1.0 (constant).
     """
-    if step < 1:
-        raise ValueError(f"step {step}: the first step is 1")
     if step < config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -34,7 +32,7 @@ def lr_at(step: int, config: LearnerSettings) -> float:
 
 
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter.
+    """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter, with fresh moments.
 
     It is elementwise, so it runs on the local rows as plain tensors: the same numbers as on DTensors, without
     their dispatch. The moments exist from the start, so that a checkpoint of any step has the same layout.
@@ -53,11 +51,8 @@ class Optimizer:
             fused=True,
         )
         for master in self.masters:
-            self.adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+            moments = {kind: torch.zeros_like(master) for kind in MOMENTS}
+            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
 
     @property
     def num_steps(self) -> int:
@@ -69,8 +64,8 @@ class Optimizer:
         for master in self.masters:
             self.adamw.state[master]["step"].fill_(num_steps)
 
-    def moments(self, kind: Literal["exp_avg", "exp_avg_sq"]) -> list[Shard]:
-        """This rank's rows of a moment of each parameter, sharing memory."""
+    def moments(self, kind: str) -> list[Shard]:
+        """This rank's rows of a moment of each parameter (one of MOMENTS), sharing memory."""
         return [
             Shard(shard.name, shard.shape, self.adamw.state[master][kind], shard.first_row)
             for shard, master in zip(self._policy.shards(), self.masters, strict=True)
@@ -80,14 +75,7 @@ class Optimizer:
         """Apply the gradients that the policy holds, at this learning rate."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        gradients = self._policy.local_gradients()
-        for master, gradient in zip(self.masters, gradients, strict=True):
+        for master, gradient in zip(self.masters, self._policy.local_gradients(), strict=True):
             master.grad = gradient
         self.adamw.step()
-        for master in self.masters:
-            master.grad = None
-
-
-def build_optimizer(config: LearnerSettings, policy: Policy) -> Optimizer:
-    """The optimizer of this configuration, with fresh moments."""
-    return Optimizer(config, policy)
+        self.adamw.zero_grad()

@@ -11,7 +11,9 @@ lays tokens out, in one of two ways:
 Either way position ids are 0, 1, 2, ... in every trajectory, as in the engine that sampled.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,12 @@ from replay.messages import Batch
 
 PAD_ID = 0
 """Any id of the vocabulary: what stands in the padding is never looked at."""
+
+COLUMNS = ("mask", "behaviour_logprobs", "advantages", "lags")
+"""Arrays of a microbatch that have one number for each predicted token."""
+
+Piece = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""A trajectory: its token ids [T], and COLUMNS of its answer's tokens [4, length]."""
 
 
 class PackingError(ValueError):
@@ -75,22 +83,8 @@ class Microbatch:
 
     def to(self, device: torch.device) -> "Microbatch":
         """The same microbatch on a device."""
-        if self.input_ids.device == device:
-            return self
-        row = self.row and replace(
-            self.row,
-            position_ids=self.row.position_ids.to(device, non_blocking=True),
-            starts=self.row.starts.to(device, non_blocking=True),
-            kept=self.row.kept.to(device, non_blocking=True),
-        )
-        return Microbatch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            mask=self.mask.to(device, non_blocking=True),
-            behaviour_logprobs=self.behaviour_logprobs.to(device, non_blocking=True),
-            advantages=self.advantages.to(device, non_blocking=True),
-            lags=self.lags.to(device, non_blocking=True),
-            row=row,
-        )
+        moved: Microbatch = _moved(self, device)
+        return moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,66 +101,78 @@ def active_trajectories(advantages: NDArray[np.float32], *, drop_zero_advantage:
     return advantages != 0 if drop_zero_advantage else np.ones(advantages.shape, np.bool_)
 
 
-def global_tokens(batch: Batch, active: NDArray[np.bool_]) -> int:
-    """Tokens in the loss over the whole batch and its active trajectories: the same number on every rank."""
-    return int(batch.all_loss_tokens[active].sum(dtype=np.int64))
+def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
+    """[n+1] where each of n consecutive pieces begins, then the total."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
-def pack(
-    batch: Batch,
-    advantages: NDArray[np.float32],
-    active: NDArray[np.bool_],
-    *,
-    async_lag: int,
-    device: torch.device | None = None,
-    unpadded: bool = False,
-) -> Packed:
-    """Exactly `batch.num_microbatches` microbatches of this rank, in order.
+def pack(batch: Batch, advantages: NDArray[np.float32], active: NDArray[np.bool_], *, unpadded: bool = False) -> Packed:
+    """Exactly `batch.num_microbatches` microbatches of this rank, in order and in host memory.
 
-    A microbatch that holds no active trajectory becomes a dummy of weight zero, so that this rank takes part
-    in every collective of the others (invariant 9).
+    A microbatch that holds no active trajectory becomes a dummy of two tokens and none in the loss, so that this
+    rank takes part in every collective of the others (invariant 9).
 
     Args:
-        batch: this rank's part.
+        batch: this rank's part, which `check` has let pass.
         advantages: [N] float32, of the whole batch.
         active: [N] bool, of the whole batch; the other trajectories are left out, and so are those without a
             token in the loss.
-        async_lag: largest lag a token in the loss may have (invariant 1, the learner's own look at it).
-        device: where the tensors go; none leaves them in host memory.
         unpadded: the layout, see above.
-
-    Raises:
-        PackingError: arrays disagree in length, an index is out of range, a trajectory has no prompt, a token in
-            the loss is over-age or from the future, or its behaviour logprob is not finite.
     """
-    check(batch, async_lag=async_lag)
-    if advantages.shape != batch.all_rewards.shape or active.shape != batch.all_rewards.shape:
-        raise PackingError(
-            f"batch {batch.step}: {len(batch.all_rewards)} trajectories, but {len(advantages)} advantages"
-            f" and {len(active)} active marks"
-        )
-    token_starts = np.concatenate([[0], np.cumsum(batch.prompt_lengths + batch.lengths)])
-    answer_starts = np.concatenate([[0], np.cumsum(batch.lengths)])
-    lags = _lags(batch)
-    rows_of: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
+    advantage = np.repeat(advantages[batch.trajectory], batch.lengths)
+    values = np.stack([batch.loss_mask != 0, batch.logprobs, advantage, _lags(batch)]).astype(np.float32)
+    tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
+    answers = np.split(values, offsets(batch.lengths)[1:-1], axis=1)
+    contents: list[list[Piece]] = [[] for _ in range(batch.num_microbatches)]
     trained = active & (batch.all_loss_tokens > 0)
     for row in np.flatnonzero(trained[batch.trajectory]):
-        rows_of[batch.microbatch[row]].append(int(row))
+        contents[batch.microbatch[row]].append((tokens[row], answers[row]))
     lay_out = _unpadded if unpadded else _padded
-    made = [lay_out(batch, advantages, lags, rows, (token_starts, answer_starts)) for rows in rows_of]
-    return Packed([m.to(device) if device is not None else m for m in made], global_tokens(batch, active))
+    return Packed([lay_out(pieces) for pieces in contents], int(batch.all_loss_tokens[active].sum(dtype=np.int64)))
 
 
-def check(batch: Batch, *, async_lag: int, vocab_size: int | None = None) -> None:
-    """Refuse a batch that contradicts itself, the lag bound or the model.
+def _padded(pieces: Sequence[Piece]) -> Microbatch:
+    width = max((len(tokens) for tokens, _ in pieces), default=2)
+    input_ids = np.full((max(1, len(pieces)), width), PAD_ID, np.int64)
+    columns = np.zeros((len(COLUMNS), len(input_ids), width - 1), np.float32)
+    for slot, (tokens, answer) in enumerate(pieces):
+        input_ids[slot, : len(tokens)] = tokens
+        columns[:, slot, len(tokens) - 1 - answer.shape[1] : len(tokens) - 1] = answer
+    return _microbatch(input_ids, columns, None)
 
-    Raises:
-        PackingError: see `pack`; or a token id is not below `vocab_size`.
-    """
-    _check_shapes(batch)
-    _check_answers(batch, _lags(batch), np.concatenate([[0], np.cumsum(batch.lengths)]), async_lag)
-    if vocab_size is not None:
-        _check_range(batch, "token_ids", vocab_size)
+
+def _unpadded(pieces: Sequence[Piece]) -> Microbatch:
+    every = [tokens for tokens, _ in pieces] or [np.full(2, PAD_ID)]
+    firsts = offsets([len(tokens) for tokens in every])
+    kept, columns = [np.zeros(0, np.int64)], [np.zeros((len(COLUMNS), 0), np.float32)]
+    for first, (tokens, answer) in zip(firsts, pieces, strict=False):
+        in_loss = np.flatnonzero(answer[0])
+        kept.append(first + len(tokens) - 1 - answer.shape[1] + in_loss)
+        columns.append(answer[:, in_loss])
+    row = Row(
+        position_ids=torch.cat([torch.arange(len(tokens)) for tokens in every])[None],
+        starts=torch.from_numpy(firsts.astype(np.int32)),
+        longest=max(map(len, every)),
+        kept=torch.from_numpy(np.concatenate(kept)),
+    )
+    return _microbatch(np.concatenate(every).astype(np.int64)[None], np.concatenate(columns, axis=1)[:, None], row)
+
+
+def _microbatch(input_ids: NDArray[np.int64], columns: NDArray[np.float32], row: Row | None) -> Microbatch:
+    named = dict(zip(COLUMNS, torch.from_numpy(columns), strict=True))
+    return Microbatch(input_ids=torch.from_numpy(input_ids), **named, row=row)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A dataclass with all its tensors on a device."""
+    moved: dict[str, Any] = {}
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if isinstance(item, torch.Tensor):
+            moved[field.name] = item.to(device, non_blocking=True)
+        elif is_dataclass(item):
+            moved[field.name] = _moved(item, device)
+    return replace(value, **moved)
 
 
 def _lags(batch: Batch) -> NDArray[np.int32]:
@@ -174,143 +180,58 @@ def _lags(batch: Batch) -> NDArray[np.int32]:
     return np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
 
 
-def _padded(
-    batch: Batch,
-    advantages: NDArray[np.float32],
-    lags: NDArray[np.int32],
-    rows: list[int],
-    starts: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> Microbatch:
-    token_starts, answer_starts = starts
-    width = max((int(token_starts[row + 1] - token_starts[row]) for row in rows), default=2)
-    input_ids = np.full((max(1, len(rows)), width), PAD_ID, np.int64)
-    mask, behaviour, advantage, lag = np.zeros((4, max(1, len(rows)), width - 1), np.float32)
-    for slot, row in enumerate(rows):
-        input_ids[slot, : token_starts[row + 1] - token_starts[row]] = batch.token_ids[
-            token_starts[row] : token_starts[row + 1]
-        ]
-        answer = slice(answer_starts[row], answer_starts[row + 1])
-        first = batch.prompt_lengths[row] - 1
-        columns = slice(first, first + batch.lengths[row])
-        mask[slot, columns] = batch.loss_mask[answer] != 0
-        behaviour[slot, columns] = batch.logprobs[answer]
-        advantage[slot, columns] = advantages[batch.trajectory[row]]
-        lag[slot, columns] = lags[answer]
-    return Microbatch(
-        input_ids=torch.from_numpy(input_ids),
-        mask=torch.from_numpy(mask),
-        behaviour_logprobs=torch.from_numpy(behaviour),
-        advantages=torch.from_numpy(advantage),
-        lags=torch.from_numpy(lag),
-    )
+def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
+    """Refuse a batch that contradicts itself, the lag bound (invariant 1, the learner's own look) or the model.
 
-
-def _unpadded(
-    batch: Batch,
-    advantages: NDArray[np.float32],
-    lags: NDArray[np.int32],
-    rows: list[int],
-    starts: tuple[NDArray[np.int64], NDArray[np.int64]],
-) -> Microbatch:
-    if not rows:
-        return _dummy_row()
-    token_starts, answer_starts = starts
-    lengths = [int(token_starts[row + 1] - token_starts[row]) for row in rows]
-    firsts = np.concatenate([[0], np.cumsum(lengths)])
-    columns, answers, advantage = [], [], []
-    for first, row in zip(firsts[:-1], rows, strict=True):
-        in_loss = np.flatnonzero(batch.loss_mask[answer_starts[row] : answer_starts[row + 1]])
-        columns.append(first + batch.prompt_lengths[row] - 1 + in_loss)
-        answers.append(answer_starts[row] + in_loss)
-        advantage.append(np.full(len(in_loss), advantages[batch.trajectory[row]], np.float32))
-    tokens = np.concatenate([batch.token_ids[token_starts[row] : token_starts[row + 1]] for row in rows])
-    chosen = np.concatenate(answers)
-    return Microbatch(
-        input_ids=torch.from_numpy(tokens.astype(np.int64))[None],
-        mask=torch.ones(1, len(chosen)),
-        behaviour_logprobs=torch.from_numpy(batch.logprobs[chosen].astype(np.float32))[None],
-        advantages=torch.from_numpy(np.concatenate(advantage))[None],
-        lags=torch.from_numpy(lags[chosen].astype(np.float32))[None],
-        row=Row(
-            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-            starts=torch.from_numpy(firsts.astype(np.int32)),
-            longest=max(lengths),
-            kept=torch.from_numpy(np.concatenate(columns).astype(np.int64)),
-        ),
-    )
-
-
-def _dummy_row() -> Microbatch:
-    nothing = torch.zeros(1, 1)
-    return Microbatch(
-        input_ids=torch.full((1, 2), PAD_ID, dtype=torch.int64),
-        mask=nothing,
-        behaviour_logprobs=nothing,
-        advantages=nothing,
-        lags=nothing,
-        row=Row(
-            position_ids=torch.arange(2)[None],
-            starts=torch.tensor([0, 2], dtype=torch.int32),
-            longest=2,
-            kept=torch.zeros(1, dtype=torch.int64),
-        ),
-    )
-
-
-def _check_shapes(batch: Batch) -> None:
-    n, total, answers = len(batch.trajectory), int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
-    expected = {
-        "microbatch": n,
-        "prompt_lengths": n,
-        "lengths": n,
-        "token_ids": total + answers,
-        "loss_mask": answers,
-        "logprobs": answers,
-        "versions": answers,
-        "all_groups": len(batch.all_rewards),
-        "all_loss_tokens": len(batch.all_rewards),
-    }
-    for name, length in expected.items():
-        if len(getattr(batch, name)) != length:
-            raise PackingError(
-                f"batch {batch.step}, rank {batch.rank}: {name} has {len(getattr(batch, name))} entries, not {length}"
-            )
-    _check_range(batch, "trajectory", len(batch.all_rewards))
-    _check_range(batch, "microbatch", batch.num_microbatches)
-
-
-def _check_range(batch: Batch, name: str, limit: int) -> None:
-    values = getattr(batch, name)
-    wrong = np.flatnonzero((values < 0) | (values >= limit))
-    if wrong.size:
-        raise PackingError(
-            f"batch {batch.step}, rank {batch.rank}: {name}[{wrong[0]}] is {values[wrong[0]]}, not below {limit}"
-        )
-
-
-def _check_answers(batch: Batch, lags: NDArray[np.int32], starts: NDArray[np.int64], async_lag: int) -> None:
+    Raises:
+        PackingError: arrays disagree in length, an index or a token id is out of range, a trajectory has no prompt, a
+            token in the loss is over-age or from the future, or its behaviour logprob or a reward is not finite.
+    """
     where = f"batch {batch.step}, rank {batch.rank}"
-    short = np.flatnonzero((batch.prompt_lengths < 1) | (batch.lengths < 0))
-    if short.size:
+    _check_shapes(batch, where, vocab_size)
+    in_loss, lags = batch.loss_mask != 0, _lags(batch)
+    if (i := _first((batch.prompt_lengths < 1) | (batch.lengths < 0))) is not None:
         raise PackingError(
-            f"{where}: trajectory {batch.trajectory[short[0]]} has a prompt of {batch.prompt_lengths[short[0]]} tokens"
-            f" and an answer of {batch.lengths[short[0]]}"
+            f"{where}: trajectory {batch.trajectory[i]} has a prompt of {batch.prompt_lengths[i]} tokens"
+            f" and an answer of {batch.lengths[i]}"
         )
-    in_loss = batch.loss_mask != 0
-    wrong = np.flatnonzero((lags < 0) | (lags > async_lag))
-    if wrong.size:
+    if (i := _first((lags < 0) | (lags > async_lag))) is not None:
         raise PackingError(
-            f"{where}: a token sampled by version {batch.versions[wrong[0]]} has lag {lags[wrong[0]]},"
-            f" allowed are 0 to {async_lag}"
+            f"{where}: a token sampled by version {batch.versions[i]} has lag {lags[i]}, allowed are 0 to {async_lag}"
         )
-    wrong = np.flatnonzero(in_loss & ~np.isfinite(batch.logprobs))
-    if wrong.size:
-        raise PackingError(f"{where}: answer token {wrong[0]} has behaviour logprob {batch.logprobs[wrong[0]]}")
-    counts = np.diff(np.concatenate([[0], np.cumsum(in_loss)])[starts])
-    wrong = np.flatnonzero(counts != batch.all_loss_tokens[batch.trajectory])
-    if wrong.size:
-        trajectory = batch.trajectory[wrong[0]]
+    if (i := _first(~np.isfinite(batch.all_rewards))) is not None:
+        raise PackingError(f"{where}: reward of trajectory {i} is {batch.all_rewards[i]}")
+    if (i := _first(in_loss & ~np.isfinite(batch.logprobs))) is not None:
+        raise PackingError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
+    counts = np.diff(offsets(in_loss)[offsets(batch.lengths)])
+    stated = batch.all_loss_tokens[batch.trajectory]
+    if (i := _first(counts != stated)) is not None:
         raise PackingError(
-            f"{where}: trajectory {trajectory} has {counts[wrong[0]]} tokens in the loss,"
-            f" all_loss_tokens says {batch.all_loss_tokens[trajectory]}"
+            f"{where}: trajectory {batch.trajectory[i]} has {counts[i]} tokens in the loss,"
+            f" all_loss_tokens says {stated[i]}"
         )
+
+
+def _check_shapes(batch: Batch, where: str, vocab_size: int) -> None:
+    n, total, answers = len(batch.trajectory), int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
+    lengths = {"microbatch": n, "prompt_lengths": n, "lengths": n, "token_ids": total + answers}
+    lengths |= dict.fromkeys(("loss_mask", "logprobs", "versions"), answers)
+    lengths |= dict.fromkeys(("all_groups", "all_loss_tokens"), len(batch.all_rewards))
+    for name, length in lengths.items():
+        if len(getattr(batch, name)) != length:
+            raise PackingError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
+    limits = {
+        "trajectory": len(batch.all_rewards),
+        "microbatch": batch.num_microbatches,
+        "token_ids": vocab_size,
+    }
+    for name, limit in limits.items():
+        values = getattr(batch, name)
+        if (i := _first((values < 0) | (values >= limit))) is not None:
+            raise PackingError(f"{where}: {name}[{i}] is {values[i]}, not below {limit}")
+
+
+def _first(wrong: NDArray[np.bool_]) -> int | None:
+    """Index of the first wrong element; None without any."""
+    places = np.flatnonzero(wrong)
+    return int(places[0]) if places.size else None

@@ -1,9 +1,7 @@
 """A Hugging Face folder read so that a rank touches only its own rows of each tensor.
 
 The model is built on the meta device and sharded there; then every rank gets memory for its shards alone and copies
-its rows out of the memory-mapped safetensors. So no rank ever holds the whole model, in host or in device memory, and
-nothing is broadcast. Names in the files are the names of the parameters in the Qwen2, Qwen3 and Llama families;
-nothing else is accepted.
+its rows out of the memory-mapped safetensors. So no rank ever holds the whole model, in host or in device memory.
 """
 
 import json
@@ -43,9 +41,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(f"model.path: {folder}/config.json is not readable: {error}") from error
     if config.model_type not in FAMILIES:
-        raise PolicyError(
-            f"model.path: {folder} is a {config.model_type!r} model; the learner trains {', '.join(FAMILIES)}"
-        )
+        families = ", ".join(FAMILIES)
+        raise PolicyError(f"model.path: {folder} is a {config.model_type!r} model; the learner trains {families}")
     if getattr(config, "quantization_config", None) is not None:
         raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
     if getattr(config, "use_sliding_window", False):
@@ -56,15 +53,8 @@ def read_config(folder: Path) -> PretrainedConfig:
 def build_empty(config: PretrainedConfig, attention: str) -> Any:
     """The transformers model on the meta device: shapes and names without memory.
 
-    torch's own meta device: accelerate's init_empty_weights leads to the same parameters by patching torch.nn.Module
-    for the whole process while it is open, and would be one more package.
-
-    Dropout, where a config has any, stays off (evaluation mode): behaviour and trainer logprobs of
-    the same weights must be equal.
-
-    Args:
-        config: of a supported family.
-        attention: name of an implementation that transformers knows, see learner.attention.
+    Dropout, where a config has any, stays off (evaluation mode): behaviour and trainer logprobs of the same weights
+    must be equal. `attention` names an implementation of learner.attention.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -75,9 +65,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
 
 
 def allocate(model: Any, config: PretrainedConfig, device: torch.device) -> None:
-    """Allocate, without values, what this rank holds of a model from `build_empty`.
-
-    Call it after sharding; before, this would be the whole model.
+    """Allocate, without values, what this rank holds of a model from `build_empty` that has been sharded.
 
     Raises:
         RuntimeError: the model has state that neither the files nor its configuration define.

@@ -39,10 +39,10 @@ class Shard:
         """Elements of the whole tensor."""
         return math.prod(self.shape)
 
-    def num_rows(self, rank: int, world_size: int) -> int:
-        """Rows that `rank` holds."""
+    def held_by(self, rank: int, world_size: int) -> int:
+        """Elements that `rank` holds."""
         begin, end = row_range(self.shape[0], rank, world_size)
-        return end - begin
+        return (end - begin) * math.prod(self.shape[1:])
 
 
 def row_range(rows: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -68,26 +68,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in `dtype`, in order, real on every rank. A collective: all ranks must exhaust it.
-
-    A yielded tensor is a copy that the caller may keep; `group` None yields copies of the local tensors.
-    """
+def gather(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors in `dtype`, in order, real on every rank; the caller may keep them. A collective: exhaust it."""
     for name, pieces in gather_pieces(shards, dtype, group):
         yield name, pieces.whole()
 
 
 def gather_pieces(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Pieces]]:
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 
-    Nothing is put together: who needs the tensor copies the parts to where it belongs, the others ignore them. The
-    parts are views of memory that nothing else is written to.
+    Nothing is put together: a rank that needs the tensor copies the parts. Nothing else is written to their memory.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1:
         for shard in shards:
             yield shard.name, Pieces(shard.shape, dtype, [shard.local.reshape(-1)])
         return
@@ -113,7 +107,7 @@ def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
 def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, Pieces]]:
     world_size = dist.get_world_size(group)
     # Chunking gives rank 0 at least as many rows of every tensor as any other rank, so its part is the widest.
-    width = sum(math.prod(s.shape[1:]) * s.num_rows(0, world_size) for s in span)
+    width = sum(shard.held_by(0, world_size) for shard in span)
     send = torch.empty(width, dtype=dtype, device=span[0].local.device)
     mine = [s.local.reshape(-1) for s in span if s.local.numel()]
     if mine:
@@ -123,10 +117,9 @@ def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup
     dist.all_gather_into_tensor(received, send, group=group)
     cursors = [rank * width for rank in range(world_size)]
     for shard in span:
-        row_size = math.prod(shard.shape[1:])
         parts = []
         for rank in range(world_size):
-            size = shard.num_rows(rank, world_size) * row_size
+            size = shard.held_by(rank, world_size)
             parts.append(received[cursors[rank] : cursors[rank] + size])
             cursors[rank] += size
         yield shard.name, Pieces(shard.shape, dtype, parts)
@@ -138,20 +131,19 @@ def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:
 
 
 def digests(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup | None, made: Digester | None = None
+    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup, made: Digester | None = None
 ) -> dict[str, int]:
     """slice_digest of each whole tensor in `dtype`, from the local rows and one all_reduce. A collective.
 
     `made` is `digester(shards, dtype)` of an earlier call.
 
-    The sum is modulo 2^64, and a collective's overflow is nobody's promise: the two halves travel as int64
+    The sum is modulo 2^64, and a collective promises nothing about overflow: the two halves travel as int64
     of 32 bits each, which cannot overflow below 2^31 ranks.
     """
     sums = (made or digester(shards, dtype)).launch().sums()
-    if group is not None and shards:
-        halves = torch.tensor([part for d in sums for part in (d >> 32, d & 0xFFFFFFFF)], dtype=torch.int64)
-        halves = halves.to(shards[0].local.device)
-        dist.all_reduce(halves, group=group)
-        flat = halves.tolist()
-        sums = [((high << 32) + low) & ((1 << 64) - 1) for high, low in zip(flat[::2], flat[1::2], strict=True)]
-    return {shard.name: value for shard, value in zip(shards, sums, strict=True)}
+    halves = torch.tensor([[d >> 32, d & 0xFFFFFFFF] for d in sums], dtype=torch.int64).to(shards[0].local.device)
+    dist.all_reduce(halves, group=group)
+    return {
+        shard.name: ((high << 32) + low) & ((1 << 64) - 1)
+        for shard, (high, low) in zip(shards, halves.tolist(), strict=True)
+    }

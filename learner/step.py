@@ -5,19 +5,30 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from learner.losses import SUMS, Loss, LossInputs
+from learner.losses import Loss, LossInputs
 from learner.model import Policy
 from learner.optimizer import Optimizer
-from learner.packing import Microbatch
+from learner.packing import COLUMNS, Packed
 
-_SUMS = (*SUMS, "loss", "entropy", "prob_diff", "logprob_diff", "fresh_diff", "fresh", "tokens", "squared_gradient")
 _MAXIMA = ("prob_diff_max", "logprob_diff_max", "peak_bytes")
+_MEANS = {
+    "actor/pg_loss": "loss",
+    "actor/entropy": "entropy",
+    "actor/ppo_kl": "k1",
+    "actor/ppo_kl_k3": "k3",
+    "actor/pg_clipfrac": "clipped",
+    "actor/ratio_mean": "weight",
+    "training/rollout_probs_diff_mean": "prob_diff",
+    "training/rollout_logprobs_diff_mean": "logprob_diff",
+}
+"""Metrics that are the mean of a sum over the tokens in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +36,7 @@ class StepSums:
     """Measurements of one step over all ranks and microbatches: sums over the tokens in the loss, and maxima."""
 
     values: Mapping[str, float]
+    """By name; a Counter, which has 0 for every name, of a step without tokens."""
     global_tokens: int
 
     @property
@@ -49,17 +61,9 @@ class StepSums:
         v, n = self.values, self.global_tokens
         if n == 0:
             return {"training/loss_tokens": 0.0}
-        result = {
-            "actor/pg_loss": self.loss,
-            "actor/entropy": v["entropy"] / n,
-            "actor/ppo_kl": v["k1"] / n,
-            "actor/ppo_kl_k3": v["k3"] / n,
-            "actor/pg_clipfrac": v["clipped"] / n,
-            "actor/ratio_mean": v["weight"] / n,
+        result = {metric: v[name] / n for metric, name in _MEANS.items()} | {
             "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
-            "training/rollout_probs_diff_mean": v["prob_diff"] / n,
             "training/rollout_probs_diff_max": v["prob_diff_max"],
-            "training/rollout_logprobs_diff_mean": v["logprob_diff"] / n,
             "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
             "training/loss_tokens": float(n),
         }
@@ -70,52 +74,35 @@ class StepSums:
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What became of the update. `reason` is empty when it was applied."""
-
-    grad_norm: float
-    """Before clipping."""
-    lr: float
-    applied: bool
-    reason: str = ""
-    """`no_tokens`, `nonfinite_loss` or `nonfinite_gradient`; the same on all ranks."""
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for metrics.jsonl, under verl's names."""
-        return {"actor/grad_norm": self.grad_norm, "actor/lr": self.lr}
-
-
-def accumulate_gradients(
-    policy: Policy, microbatches: Sequence[Microbatch], loss_fn: Loss, *, temperature: float, global_tokens: int
-) -> StepSums:
+def accumulate_gradients(policy: Policy, packed: Packed, loss_fn: Loss, *, temperature: float) -> StepSums:
     """Forward and backward over all microbatches; after the last one gradients are summed over ranks. A collective.
 
-    With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
-
-    Args:
-        policy: its old gradients are forgotten.
-        microbatches: the same number, at least one, on every rank.
-        loss_fn: per-token loss.
-        temperature: sampling temperature.
-        global_tokens: tokens in the loss over all ranks; the loss is their mean.
+    The loss is the mean of `loss_fn` over the tokens of all ranks, each of which has the same number of microbatches,
+    at least one. With no token in the loss of any rank, nothing runs, no collective starts, and all measurements are 0.
 
     Raises:
-        ValueError: the masks of all ranks together do not hold `global_tokens` tokens.
+        ValueError: the masks of all ranks together do not hold `packed.global_tokens` tokens.
     """
+    microbatches, global_tokens = packed.microbatches, packed.global_tokens
     policy.clear_gradients()
     if global_tokens == 0:
-        return StepSums(dict.fromkeys(_SUMS + _MAXIMA, 0.0), 0)
-    sums = torch.zeros(len(_SUMS) - 1, dtype=torch.float64, device=policy.device)
-    maxima = torch.zeros(len(_MAXIMA) - 1, dtype=torch.float64, device=policy.device)
-    for number, microbatch in enumerate(microbatches, start=1):
+        return StepSums(Counter(), 0)
+    found: dict[str, torch.Tensor] = {}
+    for number, host_microbatch in enumerate(microbatches, start=1):
         policy.sync_gradients(last=number == len(microbatches))
-        add, high = _backward(policy, microbatch.to(policy.device), loss_fn, temperature, global_tokens)
-        sums += add
-        maxima = torch.maximum(maxima, high)
-    norm = torch.nn.utils.get_total_norm(policy.local_gradients())
-    peak = torch.tensor([take_peak_bytes(policy.device)], dtype=torch.float64, device=policy.device)
-    values = _over_ranks(policy, torch.cat([sums, norm.double().square().reshape(1), maxima, peak]))
+        microbatch = host_microbatch.to(policy.device)
+        logprobs, entropy = policy.token_logprobs(microbatch, temperature)
+        inputs = LossInputs(logprobs=logprobs, **{name: getattr(microbatch, name) for name in COLUMNS})
+        output = loss_fn(inputs)
+        loss = output.loss.sum()
+        (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
+        own = {"loss": loss.detach(), **output.sums, **_measure(inputs, entropy)}
+        for name, value in own.items():
+            combine = torch.maximum if name in _MAXIMA else torch.add
+            found[name] = combine(found[name], value.double()) if name in found else value.double()
+    found["squared_gradient"] = torch.nn.utils.get_total_norm(policy.local_gradients()).double().square()
+    found["peak_bytes"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
+    values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:
         raise ValueError(
             f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
@@ -123,45 +110,25 @@ def accumulate_gradients(
     return StepSums(values, global_tokens)
 
 
-def _backward(
-    policy: Policy, microbatch: Microbatch, loss_fn: Loss, temperature: float, global_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    logprobs, entropy = policy.token_logprobs(microbatch, temperature)
-    inputs = LossInputs(
-        logprobs=logprobs,
-        behaviour_logprobs=microbatch.behaviour_logprobs,
-        advantages=microbatch.advantages,
-        lags=microbatch.lags,
-        mask=microbatch.mask,
-    )
-    output = loss_fn(inputs)
-    loss = output.loss.sum()
-    (loss / global_tokens).backward()  # type: ignore[no-untyped-call]
-    return _measure(inputs, output.sums, loss.detach(), entropy)
-
-
 @torch.no_grad()
-def _measure(
-    inputs: LossInputs, sums: Mapping[str, torch.Tensor], loss: torch.Tensor, entropy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _measure(inputs: LossInputs, entropy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is measured beside the loss on one microbatch, 0-dim each."""
     in_loss = inputs.mask > 0
     current, behaviour = inputs.logprobs[in_loss], inputs.behaviour_logprobs[in_loss]
     logprob_diff = (current - behaviour).abs()
     prob_diff = (current.exp() - behaviour.exp()).abs()
     fresh = inputs.lags[in_loss] == 0
-    own = {
-        "loss": loss,
+    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
+    return {
         "entropy": entropy[in_loss].sum(),
         "prob_diff": prob_diff.sum(),
+        "prob_diff_max": torch.cat([nothing, prob_diff]).max(),
         "logprob_diff": logprob_diff.sum(),
+        "logprob_diff_max": torch.cat([nothing, logprob_diff]).max(),
         "fresh_diff": logprob_diff[fresh].sum(),
         "fresh": fresh.sum(),
         "tokens": in_loss.sum(),
     }
-    every = {**sums, **own}
-    nothing = prob_diff.new_zeros(1)  # a dummy microbatch has no maximum of its own
-    highs = [torch.cat([nothing, diff]).max() for diff in (prob_diff, logprob_diff)]
-    return torch.stack([every[name].double() for name in _SUMS[:-1]]), torch.stack(highs).double()
 
 
 def take_peak_bytes(device: torch.device) -> int:
@@ -173,43 +140,37 @@ def take_peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _over_ranks(policy: Policy, local: torch.Tensor) -> dict[str, float]:
-    """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
+def _over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums and _MAXIMA over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
     the same bits on every rank, which a reduction inside the backend does not promise."""
-    if policy.group is None:
-        rows = local[None]
-    else:
-        parts = [torch.empty_like(local) for _ in range(policy.world_size)]
-        dist.all_gather(parts, local, group=policy.group)
-        rows = torch.stack(parts)
-    rows = rows.cpu()
-    sums = rows[:, : len(_SUMS)].sum(0).tolist()
-    maxima = rows[:, len(_SUMS) :].amax(0).tolist()
-    return dict(zip(_SUMS + _MAXIMA, sums + maxima, strict=True))
+    mine = torch.stack(list(local.values()))
+    parts = [torch.empty_like(mine) for _ in range(policy.world_size)]
+    dist.all_gather(parts, mine, group=policy.group)
+    columns = dict(zip(local, torch.stack(parts, dim=1).cpu(), strict=True))
+    return {name: float(column.max() if name in _MAXIMA else column.sum()) for name, column in columns.items()}
 
 
-def apply_update(
-    policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float
-) -> UpdateResult:
+def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float) -> str:
     """Clip the gradients that accumulate_gradients left, and step. Decides alike on all ranks, without a collective.
 
-    Without a token in the loss there is nothing to apply. A loss or gradient norm that is not finite is never applied
-    either: the gradients are dropped, the weights and the optimizer's state stay, and the reason says which. Clipping
-    scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+    Clipping scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
+
+    Returns:
+        Why nothing was applied: `no_tokens`, `nonfinite_loss` or `nonfinite_gradient`. The gradients are dropped
+        then, and weights and optimizer stay as they are. Empty for an update that was applied.
     """
-    grad_norm = sums.grad_norm
     reason = ""
     if sums.global_tokens == 0:
         reason = "no_tokens"
     elif not math.isfinite(sums.loss):
         reason = "nonfinite_loss"
-    elif not math.isfinite(grad_norm):
+    elif not math.isfinite(sums.grad_norm):
         reason = "nonfinite_gradient"
-    if not reason:
-        scale = max_grad_norm / (grad_norm + 1e-6)
+    else:
+        scale = max_grad_norm / (sums.grad_norm + 1e-6)
         if scale < 1:
             for gradient in policy.local_gradients():
                 gradient.mul_(scale)
         optimizer.step(lr)
     policy.clear_gradients()
-    return UpdateResult(grad_norm, lr, not reason, reason)
+    return reason

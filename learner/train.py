@@ -22,8 +22,8 @@ from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
-from learner.model import PolicyError
 from learner.packing import PackingError
+from learner.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
 from replay.channel import ChannelError, KeysError

@@ -13,7 +13,6 @@ from learner.ranks import Ranks
 from learner.sharding import DTYPES, gather_pieces
 from replay.channel import load_keys
 from weight_bus import PublishReport
-from weight_bus.digest import combined
 from weight_bus.publisher import Publisher
 
 log = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class WeightPublisher:
         return self._publisher.wait() if self._publisher and was_out else None
 
     def metrics(self, report: PublishReport | None) -> dict[str, Any]:
-        """Numbers of the last broadcast for metrics.jsonl."""
+        """Numbers of the last broadcast for metrics.jsonl; failures are logged."""
         if report is None or self._publisher is None:
             return {}
         for name, reason in report.failed.items():
@@ -92,8 +91,3 @@ class WeightPublisher:
         """Leave the bus."""
         if self._publisher is not None:
             self._publisher.close()
-
-
-def digest_of(digests: dict[str, int]) -> str:
-    """One digest for the policy."""
-    return combined(digests)

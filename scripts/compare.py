@@ -22,8 +22,9 @@ import numpy as np
 from configs.loading import ConfigError, load
 from learner.launch.launcher import Launcher
 from learner.main import run
-from learner.report.lag import ReportError, read_rows, report
+from learner.report.lag import report
 from learner.report.live_view import LiveView
+from learner.report.metrics import MetricsError, read_rows
 from learner.report.summary import evaluations
 from replay.prompts import PromptSource, load_rows, stream_seed
 from scripts.bench.core import table
@@ -159,7 +160,7 @@ def main() -> int:
         make = [sys.executable, "-m", "learner.examples.sort6", "--out", str(data), "--seed", str(args.seed)]
         subprocess.run(make, check=True)
         text, summary = compare(args, data)
-    except (CompareError, ConfigError, ReportError, subprocess.CalledProcessError) as error:
+    except (CompareError, ConfigError, MetricsError, subprocess.CalledProcessError) as error:
         sys.stderr.write(f"compare: {error}\n")
         return 1
     sys.stdout.write(text + "\n" + json.dumps(summary) + "\n")

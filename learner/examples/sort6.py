@@ -12,8 +12,7 @@ unsorted. The sorting skill is therefore mostly in the warm-up; what reinforceme
 choice between the two habits (sampled accuracy rises from about 0.3 to above 0.9).
 
 The folder appears whole or not at all: everything is written beside it and renamed. The same arguments
-give the same weights and prompts, bit by bit, on the same kind of processor. A folder that is complete and
-was made with the same arguments is left alone.
+give the same weights and prompts, bit by bit, on the same kind of processor; a complete folder of theirs stays.
 """
 
 import argparse
@@ -53,7 +52,7 @@ COPY_SHARE = 0.5
 
 
 class MakeError(RuntimeError):
-    """The folder cannot be made; the message names the path and the way out."""
+    """The folder cannot be made; the message names the flag and the way out."""
 
 
 def split_prompts(seed: int, train: int, evaluation: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -62,14 +61,12 @@ def split_prompts(seed: int, train: int, evaluation: int) -> tuple[NDArray[np.in
     Raises:
         MakeError: fewer than one of either, or more than there are.
     """
-    for flag, wanted, most in (
-        ("--train-prompts", train, NUM_PROMPTS - NUM_HELD_OUT),
-        ("--eval-prompts", evaluation, NUM_HELD_OUT),
-    ):
-        if not 1 <= wanted <= most:
-            raise MakeError(f"{flag} {wanted}: give a number from 1 to {most}")
     shuffled = shuffled_numbers(seed)
-    return shuffled[NUM_HELD_OUT:][:train], shuffled[:evaluation]
+    held_out, rest = shuffled[:NUM_HELD_OUT], shuffled[NUM_HELD_OUT:]
+    for flag, wanted, given in (("--train-prompts", train, rest), ("--eval-prompts", evaluation, held_out)):
+        if not 1 <= wanted <= len(given):
+            raise MakeError(f"{flag} {wanted}: give a number from 1 to {len(given)}")
+    return rest[:train], held_out[:evaluation]
 
 
 def shuffled_numbers(seed: int) -> NDArray[np.int64]:
@@ -98,16 +95,13 @@ def demonstrations(seed: int) -> NDArray[np.int64]:
     count = SFT_STEPS * SFT_BATCH
     given = to_digits(rng.choice(shuffled_numbers(seed)[NUM_HELD_OUT:], size=count))
     answer = np.where(rng.random(count)[:, None] < COPY_SHARE, given, np.sort(given, axis=1))
-    tokens = np.empty((count, 2 * NUM_DIGITS + 2), dtype=np.int64)
-    tokens[:, :NUM_DIGITS] = FIRST_DIGIT + given
-    tokens[:, NUM_DIGITS] = EQUALS
-    tokens[:, NUM_DIGITS + 1 : -1] = FIRST_DIGIT + answer
-    tokens[:, -1] = EOS
+    marks = [np.full(count, mark) for mark in (EQUALS, EOS)]
+    tokens = np.column_stack([FIRST_DIGIT + given, marks[0], FIRST_DIGIT + answer, marks[1]])
     return tokens.reshape(SFT_STEPS, SFT_BATCH, -1)
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of one token a character; decoding joins without spaces."""
+    """Write a tokenizer of one token a character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -152,25 +146,22 @@ def build_model(seed: int) -> "PreTrainedModel":
 def warm_up(model: "PreTrainedModel", tokens: NDArray[np.int64]) -> float:
     """Train on demonstrations [steps, batch, 14] and return the loss of the last step.
 
-    AdamW at 3e-3 after a linear warm-up, betas (0.9, 0.95), no weight decay, gradients clipped at norm 1.
-    Logits are taken where an answer token follows, which is all that the loss looks at.
+    AdamW after a linear warm-up, gradients clipped at norm 1; the loss looks at the answer's tokens alone.
     """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    batches = torch.from_numpy(tokens)
-    answer = slice(NUM_DIGITS + 1, None)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / SFT_WARMUP_STEPS))
     loss = torch.zeros(())
     model.train()
-    for step, batch in enumerate(batches, start=1):
-        for group in optimizer.param_groups:
-            group["lr"] = SFT_LR * min(1.0, step / SFT_WARMUP_STEPS)
-        kept = batch.shape[1] - answer.start
-        logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=kept).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, answer].flatten())
+    for batch in torch.from_numpy(tokens):
+        answer = batch[:, NUM_DIGITS + 1 :]
+        logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=answer.shape[1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten())
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        warm.step()
         optimizer.zero_grad(set_to_none=True)
     return float(loss.detach())
 
@@ -184,8 +175,8 @@ def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
     torch.set_num_threads(1)  # two threads would save 2 s on a quiet machine and cost 7 s on a busy one
     transformers_logging.disable_progress_bar()
     seed = arguments["seed"]
-    train, evaluation = split_prompts(seed, arguments["train_prompts"], arguments["eval_prompts"])
-    for name, numbers in (("train.jsonl", train), ("eval.jsonl", evaluation)):
+    split = split_prompts(seed, arguments["train_prompts"], arguments["eval_prompts"])
+    for name, numbers in zip(("train.jsonl", "eval.jsonl"), split, strict=True):
         text = "".join(json.dumps(row) + "\n" for row in rows(numbers))
         (folder / name).write_text(text, encoding="utf-8")
     model = build_model(seed)
@@ -225,8 +216,7 @@ def make(
         MakeError: `out` exists and is not a folder of this script, or the numbers of prompts make no sense.
     """
     arguments = {"format": FORMAT, "seed": seed, "train_prompts": train_prompts, "eval_prompts": eval_prompts}
-    report = complete(out, arguments)
-    if report is not None:
+    if report := complete(out, arguments):
         return report, False
     if out.exists() and not (out.is_dir() and ((out / "made.json").is_file() or not any(out.iterdir()))):
         raise MakeError(f"--out {out}: exists and was not made by this script; remove it or take another folder")
@@ -263,9 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m learner.examples.sort6", description="Make the quick-start input.")
     parser.add_argument("--out", type=Path, default=Path("data/sort6"), help="folder to make (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--train-prompts", type=int, default=20000, help="default: %(default)s")
-    parser.add_argument("--eval-prompts", type=int, default=512, help="default: %(default)s")
+    for flag, default in (("--seed", 0), ("--train-prompts", 20000), ("--eval-prompts", 512)):
+        parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed {args.seed}: must not be negative")

@@ -44,9 +44,9 @@ class LossOutput:
     sums: dict[str, torch.Tensor]
 
 
-SUMS = ("clipped", "weight", "weight_squared", "k1", "k3")
 Loss = Callable[[LossInputs], LossOutput]
-LossFactory = Callable[[Algorithm], Loss]
+NamedLoss = Callable[[LossInputs, Algorithm], LossOutput]
+"""What the file of a loss defines; with the configuration bound it is a Loss."""
 
 
 def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

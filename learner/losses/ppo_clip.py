@@ -3,22 +3,18 @@
 import torch
 
 from configs.algorithm import Algorithm
-from learner.losses.base import Loss, LossInputs, LossOutput, finish, log_ratio
+from learner.losses.base import LossInputs, LossOutput, finish, log_ratio
 
 
-def ppo_clip(algorithm: Algorithm) -> Loss:
+def ppo_clip(inputs: LossInputs, algorithm: Algorithm) -> LossOutput:
     """Loss max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high)) with r = π/μ, per token.
 
     Schulman et al. 2017, equation 7; separate bounds after DAPO (Yu et al. 2025, "clip-higher"). μ is the policy that
     sampled the token, whatever its lag (bypass mode in verl's words), so no second forward is needed.
     """
-
-    def loss(inputs: LossInputs) -> LossOutput:
-        ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs).exp()
-        value, clipped = clipped_surrogate(ratio, inputs.advantages, algorithm)
-        return finish(inputs, value, clipped)
-
-    return loss
+    ratio = log_ratio(inputs.logprobs, inputs.behaviour_logprobs).exp()
+    value, clipped = clipped_surrogate(ratio, inputs.advantages, algorithm)
+    return finish(inputs, value, clipped)
 
 
 def clipped_surrogate(

@@ -12,15 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.loading import ConfigError, load
+from learner.report.metrics import FILE, LAG_HISTOGRAM, MetricsError, read_rows, tokens_by_lag
 
-HISTOGRAM = "training/lag_histogram"
 DIFF_MAX = "training/rollout_logprobs_diff_max"
 DIFF_MEAN = "training/rollout_logprobs_diff_mean"
 WEIGHT = "training/loss_tokens"
-
-
-class ReportError(ValueError):
-    """A folder is not one of a run; the message names the file and says what to do."""
 
 
 def report(run_dir: Path) -> dict[str, Any]:
@@ -30,24 +26,21 @@ def report(run_dir: Path) -> dict[str, Any]:
     logprob differences are |behaviour - trainer| in nats, mean over the tokens in the loss, None above lag 0.
 
     Raises:
-        ReportError: the folder has no readable config.yaml or metrics.jsonl, or no step was trained.
+        MetricsError: the folder has no readable config.yaml or metrics.jsonl, or no step was trained.
     """
     try:
         bound = load(str(run_dir / "config.yaml")).replay.async_lag
     except ConfigError as error:
-        raise ReportError(f"{run_dir}: is this the folder of a run, such as runs/quickstart? {error}") from error
-    steps = [row for row in read_rows(run_dir / "metrics.jsonl") if HISTOGRAM in row]
+        raise MetricsError(f"{run_dir}: is this the folder of a run, such as runs/quickstart? {error}") from error
+    steps = [row for row in read_rows(run_dir / FILE) if LAG_HISTOGRAM in row]
     if not steps:
-        raise ReportError(f"{run_dir}/metrics.jsonl: no step was trained yet; wait for the first, or name another run")
-    histogram: dict[int, int] = {}
-    for row in steps:
-        for lag, tokens in row[HISTOGRAM].items():
-            histogram[int(lag)] = histogram.get(int(lag), 0) + int(tokens)
+        raise MetricsError(f"{run_dir}/{FILE}: no step was trained yet; wait for the first, or name another run")
+    histogram = tokens_by_lag(steps)
     total = sum(histogram.values())
     return {
         "run": str(run_dir),
         "bound": bound,
-        "histogram": {str(lag): histogram[lag] for lag in sorted(histogram)},
+        "histogram": {str(lag): tokens for lag, tokens in histogram.items()},
         "mean_lag": sum(lag * tokens for lag, tokens in histogram.items()) / total if total else None,
         "above_bound": sum(tokens for lag, tokens in histogram.items() if lag > bound),
         **(logprob_difference(steps) if bound == 0 else {"logprob_diff_max": None, "logprob_diff_mean": None}),
@@ -70,52 +63,28 @@ def logprob_difference(steps: list[dict[str, Any]]) -> dict[str, float | int | N
     return {"logprob_diff_max": largest, "logprob_diff_mean": weighted / tokens, "not_finite": 0}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl; a last line that is still being written is left out.
-
-    Raises:
-        ReportError: the file is missing or another line is broken; names the line.
-    """
-    if not path.is_file():
-        raise ReportError(f"{path}: missing; this run has not trained a step, or the folder is not one of a run")
-    rows = []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines) or line.endswith("\n"):
-                raise ReportError(f"{path}, line {number}: not readable as JSON: {error}; remove the line") from error
-    return rows
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """The report for people: a line per run, a column per lag that occurs."""
     lags = sorted({int(lag) for run in runs for lag in run["histogram"]})
-    head = ["run", "bound", "mean lag", "above bound", *(f"lag {lag}" for lag in lags)]
     exact = any(run["logprob_diff_max"] is not None for run in runs)
-    head += ["logprob diff max", "logprob diff mean"] if exact else []
-    lines = [head]
+    lines = [["run", "bound", "mean lag", "above bound", *(f"lag {lag}" for lag in lags)]]
+    lines[0] += ["logprob diff max", "logprob diff mean"] if exact else []
     for run in runs:
         total = sum(run["histogram"].values())
         line = [run["run"], str(run["bound"]), f"{run['mean_lag']:.3f}" if total else "-"]
         line.append(f"{run['above_bound'] / max(1, total):.2%}")
-        line += [_cell(run["histogram"].get(str(lag), 0), total) for lag in lags]
-        line += [_small(run["logprob_diff_max"]), _small(run["logprob_diff_mean"])] if exact else []
+        for lag in lags:
+            tokens = run["histogram"].get(str(lag), 0)
+            line.append(f"{tokens} ({tokens / total:.1%})" if tokens else "0")
+        if exact:
+            numbers = (run["logprob_diff_max"], run["logprob_diff_mean"])
+            line += ["-" if number is None else f"{number:.2e}" for number in numbers]
         lines.append(line)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    padded = [[cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)] for line in lines]
+    name_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *cells]).rstrip() for line, cells in zip(lines, padded, strict=True)
+        "  ".join([name.ljust(name_width), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for name, *cells in lines
     )
-
-
-def _cell(tokens: int, total: int) -> str:
-    return f"{tokens} ({tokens / total:.1%})" if tokens else "0"
-
-
-def _small(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2e}"
 
 
 def main() -> int:
@@ -125,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         runs = [report(run_dir) for run_dir in args.run_dirs]
-    except ReportError as error:
+    except MetricsError as error:
         sys.stderr.write(f"lag: {error}\n")
         return 2
     sys.stdout.write(table(runs) + "\n")

@@ -6,11 +6,15 @@ no terminal, no clock. Any key may be missing: before replay and the learner hav
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from learner.report.metrics import evaluation_scores
+
 Row = Mapping[str, Any]
+Status = Mapping[str, Any]
+"""Replay's Status.state; empty before replay has answered."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOTHING = "–"
@@ -19,7 +23,6 @@ ETA_STEPS = 20
 REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
-EVALUATION = "val-core/"
 GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_used", "partial_tokens_used"}
 
 
@@ -54,24 +57,13 @@ class Progress:
         return self.steps[-1] if self.steps else {}
 
     def eta_s(self) -> float | None:
-        """Remaining seconds at the median speed of the last steps; None before two are known.
-
-        The median leaves out a pause in which a process was started again.
-        """
+        """Remaining seconds at the median speed of the last steps (a restart does not count); None before two."""
         recent = [row for row in self.steps[-ETA_STEPS - 1 :] if "time" in row]
         if len(recent) < 2:
             return None
         pairs = itertools.pairwise(recent)
         step_s = statistics.median((b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairs)
         return max(0.0, float(step_s) * (self.total_steps - self.step))
-
-
-def evaluation_scores(row: Row) -> dict[str, float | None]:
-    """Scores in a row, by mode; by `source/mode` where several data sources were evaluated."""
-    names = [name.removeprefix(EVALUATION) for name in row if name.startswith(EVALUATION)]
-    modes = [name.rsplit("/", 1)[-1] for name in names]
-    labels = modes if len(set(modes)) == len(modes) else names
-    return {label: row[EVALUATION + name] for label, name in zip(labels, names, strict=True)}
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -150,9 +142,7 @@ def last_evaluation(progress: Progress) -> str:
         return NOTHING
     first, newest = min(progress.evaluations), max(progress.evaluations)
     text = f"{scores(progress.evaluations[newest])}  at version {newest}"
-    if newest != first:
-        text += f"  (version {first}: {scores(progress.evaluations[first])})"
-    return text
+    return text if newest == first else f"{text}  (version {first}: {scores(progress.evaluations[first])})"
 
 
 def lag_text(progress: Progress) -> str:
@@ -168,37 +158,33 @@ def speed_text(progress: Progress) -> str:
     return f"{count(row.get('perf/throughput'))} tok/s   idle: {idle}"
 
 
-def groups_text(status: Mapping[str, Any] | None) -> str:
+def groups_text(status: Status) -> str:
     """Where the admitted groups are."""
-    groups = (status or {}).get("groups") or {}
+    groups = status.get("groups") or {}
     if not groups:
         return NOTHING
-    parts = [f"{groups.get(place, 0)} {place}" for place in ("leased", "buffered", "taken")]
-    in_flight = sum(groups.get(place, 0) for place in ("leased", "buffered", "taken"))
-    return f"{' · '.join(parts)} = {in_flight} of {groups.get('max', NOTHING)} in flight"
+    places = {place: groups.get(place, 0) for place in ("leased", "buffered", "taken")}
+    parts = " · ".join(f"{num_groups} {place}" for place, num_groups in places.items())
+    return f"{parts} = {sum(places.values())} of {groups.get('max', NOTHING)} in flight"
 
 
-def waiting_text(status: Mapping[str, Any] | None) -> str:
+def waiting_text(status: Status) -> str:
     """What is waited for and why, in words."""
-    if status is None:
+    if not status:
         return "replay, the learner and the rollout servers are starting"
     if status.get("ended"):
         return f"the run has ended: {status['ended']}"
     waits = [_wait(wait) for wait in status.get("waits") or []]
     if waits:
-        return "; ".join([*waits, *_obstacles(status)])
+        batch = status.get("waiting") or {}  # why the requested batch cannot be formed, beyond taking its time
+        obstacles = [str(batch["why"])] if batch.get("dropped") or batch.get("idle_servers") else []
+        return "; ".join(waits + obstacles)
     missing = status.get("oldest_missing")
     if not missing:
         return "no process waits"
     group = "/".join(str(part) for part in missing.get("group", ()))
     where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
     return f"no process waits; the oldest missing group is {group}, {where}"
-
-
-def _obstacles(status: Mapping[str, Any]) -> list[str]:
-    """Why the requested batch cannot be formed, beyond taking its time."""
-    waiting = status.get("waiting") or {}
-    return [str(waiting["why"])] if waiting.get("dropped") or waiting.get("idle_servers") else []
 
 
 def _wait(wait: Mapping[str, Any]) -> str:
@@ -212,9 +198,9 @@ def _wait(wait: Mapping[str, Any]) -> str:
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")
 
 
-def peer_rows(progress: Progress, status: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+def peer_rows(progress: Progress, status: Status) -> list[tuple[str, ...]]:
     """One row of PEER_COLUMNS per rollout server and learner rank, rollout servers first."""
-    peers = [peer for peer in (status or {}).get("peers") or [] if peer.get("role") != "launcher"]
+    peers = [peer for peer in status.get("peers") or [] if peer.get("role") != "launcher"]
     peers.sort(key=lambda peer: (peer.get("role") != "rollout_server", str(peer.get("name"))))
     return [_peer(progress, peer) for peer in peers]
 
@@ -237,12 +223,10 @@ def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def trouble_text(status: Mapping[str, Any] | None) -> str:
+def trouble_text(status: Status) -> str:
     """Counters that a healthy run leaves at 0, such as dropped groups."""
-    counters = (status or {}).get("counters") or {}
-    return "  ".join(
-        f"{name} {value}" for name, value in sorted(counters.items()) if value and name not in GOOD_COUNTERS
-    )
+    counters = sorted((status.get("counters") or {}).items())
+    return "  ".join(f"{name} {value}" for name, value in counters if value and name not in GOOD_COUNTERS)
 
 
 def closing_line(progress: Progress) -> str:
@@ -250,7 +234,7 @@ def closing_line(progress: Progress) -> str:
     rewards: list[float] = [row[REWARD] for row in progress.steps if row.get(REWARD) is not None]
     if not rewards:
         return ""
-    text = f"reward {number(rewards[0])} → {number(_mean(rewards[-5:]))} after {progress.step} steps"
+    text = f"reward {number(rewards[0])} → {number(statistics.fmean(rewards[-5:]))} after {progress.step} steps"
     if len(progress.evaluations) > 1:
         first, newest = min(progress.evaluations), max(progress.evaluations)
         before, after = progress.evaluations[first], progress.evaluations[newest]
@@ -258,7 +242,3 @@ def closing_line(progress: Progress) -> str:
         parts = [f"{mode} {number(before[mode])} → {number(after[mode])}" for mode in shared]
         text += f"; from version {first} to {newest}: {', '.join(parts)}"
     return text
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

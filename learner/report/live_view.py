@@ -7,7 +7,7 @@ run: when the reader of the output goes away, the view goes silent.
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rich.console import Console, Group
@@ -19,7 +19,8 @@ from rich.text import Text
 
 from configs.schema import Config
 from learner.report import live_text
-from learner.report.live_text import Progress, Row
+from learner.report.live_text import Progress, Row, Status
+from learner.report.metrics import evaluation_scores
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ REDRAW_S = 0.25
 QUIET_S = 15.0
 """Plain mode: after so long without a line, one that names what is waited for."""
 EVENTS_SHOWN = 4
-SPARK_WIDTH = 60
 
 
 class _Console(Console):
@@ -43,40 +43,29 @@ class LiveView:
     """One run in the terminal. Called by the launcher a few times a second."""
 
     def __init__(self, config: Config, mode: Mode, console: Console | None = None) -> None:
-        """Draw nothing yet.
-
-        Args:
-            config: for the run's name, its steps and its lag bound.
-            mode: `auto` takes `rich` on a terminal and `plain` elsewhere.
-            console: where to draw; stdout by default.
-        """
+        """Draw nothing yet; on stdout by default. `auto` is `rich` on a terminal and `plain` elsewhere."""
         self.console = console or _Console()
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
         self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
-        self.status: Mapping[str, Any] | None = None
+        self.status: Status = {}
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self._name = config.run.name
         self._started = self._drawn = self._last_line = time.monotonic()
         self._live: Live | None = None
 
-    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Row]) -> None:
-        """Show what is new.
-
-        Args:
-            status: replay's Status.state, or None before replay has answered.
-            rows: rows of metrics.jsonl since the last call.
-        """
-        self.status = status
+    def update(self, status: Status | None, rows: Sequence[Row]) -> None:
+        """Show replay's status, None before it has answered, and the rows of metrics.jsonl since the last call."""
+        self.status = status or {}
         for row in rows:
             self.progress.add(row)
             if self.mode == "plain" and "step" in row:
                 self._line(live_text.step_line(self.progress))
-            elif self.mode == "plain" and live_text.evaluation_scores(row):
+            elif self.mode == "plain" and evaluation_scores(row):
                 self._line(live_text.evaluation_line(row))
         now = time.monotonic()
         if self.mode == "plain" and now - self._last_line >= QUIET_S:
-            self._line(live_text.waiting_text(status))
+            self._line(live_text.waiting_text(self.status))
         if self.mode == "rich" and (rows or self._live is None or now - self._drawn >= REDRAW_S):
             self._draw("")
 
@@ -113,8 +102,7 @@ class LiveView:
 
     def _draw(self, ending: str) -> None:
         self._drawn = time.monotonic()
-        elapsed = live_text.duration(self._drawn - self._started)
-        drawing = panel(self.progress, self.status, name=self._name, elapsed=elapsed, events=self.events, ending=ending)
+        drawing = self._panel(ending)
         try:
             if self._live is None:
                 self._live = Live(drawing, console=self.console, auto_refresh=False, vertical_overflow="visible")
@@ -126,66 +114,55 @@ class LiveView:
         except BrokenPipeError:
             self._go_silent()
 
+    def _panel(self, ending: str) -> Panel:
+        """Facts, peers, events, and how the run ended."""
+        parts: list[Any] = [self._facts(over=bool(ending))]
+        if peers := live_text.peer_rows(self.progress, self.status):
+            table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+            for column in live_text.PEER_COLUMNS:
+                words = column in ("peer", "doing")
+                table.add_column(column, justify="left" if words else "right", no_wrap=column != "doing")
+            for row in peers:
+                table.add_row(*map(Text, row))
+            parts += [Text(), table]
+        if self.events:
+            parts += [Text(), *(Text(event, style="yellow") for event in self.events)]
+        if ending:
+            parts += [Text(), Text(ending, style="bold")]
+        version = self.status.get("version", self.progress.step)
+        elapsed = live_text.duration(self._drawn - self._started)
+        return Panel(
+            Group(*parts),
+            title=f"[bold]slipstream[/bold] · {self._name} · version {version} · {elapsed}",
+            title_align="left",
+            border_style="cyan",
+            padding=(0, 1),
+        )
 
-def panel(
-    progress: Progress,
-    status: Mapping[str, Any] | None,
-    *,
-    name: str,
-    elapsed: str,
-    events: Sequence[str] = (),
-    ending: str = "",
-) -> Panel:
-    """The panel of rich mode: facts, peers, events."""
-    parts: list[Any] = [_facts(progress, status, over=bool(ending))]
-    if peers := live_text.peer_rows(progress, status):
-        parts += [Text(), _peers(peers)]
-    if events:
-        parts += [Text(), *(Text(event, style="yellow") for event in events)]
-    if ending:
-        parts += [Text(), Text(ending, style="bold")]
-    version = (status or {}).get("version", progress.step)
-    return Panel(
-        Group(*parts),
-        title=f"[bold]slipstream[/bold] · {name} · version {version} · {elapsed}",
-        title_align="left",
-        border_style="cyan",
-        padding=(0, 1),
-    )
-
-
-def _facts(progress: Progress, status: Mapping[str, Any] | None, *, over: bool) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(ratio=1)
-    eta = progress.eta_s()
-    steps = Table.grid(padding=(0, 2))
-    steps.add_row(
-        ProgressBar(total=progress.total_steps, completed=progress.step, width=40),
-        Text(f"{progress.step}/{progress.total_steps}"),
-        Text(f"eta {live_text.duration(eta)}" if progress.step < progress.total_steps else "done"),
-    )
-    rewards = [row.get(live_text.REWARD) for row in progress.steps]
-    reward = Text(live_text.number(rewards[-1] if rewards else None))
-    reward.append(f"  {live_text.sparkline(rewards, SPARK_WIDTH)}", style="green")
-    table.add_row("step", steps)
-    table.add_row("reward", reward)
-    table.add_row("evaluation", Text(live_text.last_evaluation(progress)))
-    table.add_row("lag", Text(live_text.lag_text(progress)))
-    table.add_row("speed", Text(live_text.speed_text(progress)))
-    table.add_row("groups", Text(live_text.groups_text(status)))
-    if not over:
-        table.add_row("waiting", Text(live_text.waiting_text(status), style="magenta"))
-    if trouble := live_text.trouble_text(status):
-        table.add_row("trouble", Text(trouble, style="red"))
-    return table
-
-
-def _peers(rows: Sequence[tuple[str, ...]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in live_text.PEER_COLUMNS:
-        words = column in ("peer", "doing")
-        table.add_column(column, justify="left" if words else "right", no_wrap=column != "doing")
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
+    def _facts(self, *, over: bool) -> Table:
+        progress, status = self.progress, self.status
+        steps = Table.grid(padding=(0, 2))
+        eta = f"eta {live_text.duration(progress.eta_s())}" if progress.step < progress.total_steps else "done"
+        bar = ProgressBar(total=progress.total_steps, completed=progress.step, width=40)
+        steps.add_row(bar, Text(f"{progress.step}/{progress.total_steps}"), Text(eta))
+        rewards = [row.get(live_text.REWARD) for row in progress.steps]
+        reward = Text(live_text.number(rewards[-1] if rewards else None))
+        reward.append(f"  {live_text.sparkline(rewards)}", style="green")
+        facts: dict[str, Table | Text] = {
+            "step": steps,
+            "reward": reward,
+            "evaluation": Text(live_text.last_evaluation(progress)),
+            "lag": Text(live_text.lag_text(progress)),
+            "speed": Text(live_text.speed_text(progress)),
+            "groups": Text(live_text.groups_text(status)),
+        }
+        if not over:
+            facts["waiting"] = Text(live_text.waiting_text(status), style="magenta")
+        if trouble := live_text.trouble_text(status):
+            facts["trouble"] = Text(trouble, style="red")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(ratio=1)
+        for name, fact in facts.items():
+            table.add_row(name, fact)
+        return table

@@ -1,25 +1,23 @@
 """The run's numbers: one JSON line per step in metrics.jsonl, and TensorBoard and Weights & Biases where wanted.
 
-Every name stands in docs/metrics.md. A row is one of
+Every name stands in docs/metrics.md. Rank 0 writes; this module imports no torch. A row is one of
 
     {"step": 12, "time": 1760000000.0, "critic/score/mean": 0.61, "training/lag_histogram": {"0": 90, "1": 3410}, ...}
     {"version": 10, "time": 1760000000.0, "val-core/sort6/greedy": 0.83}         an evaluation of one policy version
     {"version": 80, "time": 1760000000.0, "final": true, ...}                    what was left after the last step
-
-Rank 0 writes; the other ranks hold `NullMetrics`, which has the same methods. This module imports no torch.
 """
 
 import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from configs.data import Tracking
-from configs.schema import Config
 
 Numbers = Mapping[str, float | Mapping[str, float]]
 """Metric name to number (Python, numpy or a tensor of one element), or to a map of numbers."""
@@ -27,28 +25,34 @@ Numbers = Mapping[str, float | Mapping[str, float]]
 FILE = "metrics.jsonl"
 DISCARDED = "metrics.discarded.jsonl"
 WANDB_ID = "wandb_run_id"
+LAG_HISTOGRAM = "training/lag_histogram"
+EVALUATION = "val-core/"
 
 
 class MetricsError(RuntimeError):
     """A configured tracker cannot be used; names the key and the extra to install."""
 
 
-class Recorder(Protocol):
-    """What the learner needs of `Metrics` and `NullMetrics`."""
+class Spans:
+    """Seconds by phase. Called with a name it is a context manager; spans may nest."""
 
-    def span(self, name: str) -> AbstractContextManager[None]: ...
-    def take_spans(self) -> dict[str, float]: ...
-    def log(self, step: int, values: Numbers) -> None: ...
-    def log_evaluation(self, version: int, values: Numbers) -> None: ...
-    def log_final(self, version: int, values: Numbers) -> None: ...
-    def close(self) -> None: ...
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
 
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the seconds inside to `timing_s/<name>`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            key = f"timing_s/{name}"
+            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
 
-def build_metrics(config: Config, *, first: bool, resume_step: int | None) -> Recorder:
-    """`Metrics` for rank 0, `NullMetrics` for the others. Raises MetricsError when an extra is missing."""
-    if not first:
-        return NullMetrics()
-    return Metrics(config.run_dir, config.tracking, config.model_dump(mode="json"), resume_step=resume_step)
+    def take(self) -> dict[str, float]:
+        """Seconds per `timing_s/<name>` since the last call."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
 
 
 class Metrics:
@@ -57,53 +61,36 @@ class Metrics:
     def __init__(
         self, run_dir: str | Path, tracking: Tracking, run_config: dict[str, Any], *, resume_step: int | None
     ) -> None:
-        """Open the file for appending.
+        """Open the file for appending; the run folder is made if it is missing.
 
         Args:
-            run_dir: run folder; made if it is missing.
+            run_dir: run folder.
             tracking: the `tracking` section of the configuration.
             run_config: the resolved configuration, for Weights & Biases.
-            resume_step: step that the run goes on from; later rows are moved to metrics.discarded.jsonl, so that
-                the file keeps one row per step. None starts from nothing and moves every row that is there.
+            resume_step: step that the run goes on from, or None for a new run; see `set_aside`.
 
         Raises:
             MetricsError: a tracker's package is not installed.
         """
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoard | Wandb] = []
         if tracking.tensorboard:
             self._trackers.append(TensorBoard(folder / "tensorboard", resume_step))
         if tracking.wandb != "off":
             self._trackers.append(Wandb(folder, tracking, run_config))
         set_aside(folder, after=-1 if resume_step is None else resume_step)
-        self._spans: dict[str, float] = {}
         self._file = (folder / FILE).open("a", encoding="utf-8")
 
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Add the seconds inside to `timing_s/<name>` of the next row. Spans may nest."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            key = f"timing_s/{name}"
-            self._spans[key] = self._spans.get(key, 0.0) + time.perf_counter() - started
-
-    def take_spans(self) -> dict[str, float]:
-        """Seconds per `timing_s/<name>` since the last row, and start again at zero."""
-        spans, self._spans = self._spans, {}
-        return spans
-
     def log(self, step: int, values: Numbers) -> None:
-        """Write the row of a step; spans that were not taken are part of it.
+        """Write the row of a step.
 
         NaN and infinity become null and are counted in `metrics/nonfinite`.
 
         Raises:
             TypeError: a value is not a number.
         """
-        self._write({"step": step}, {"training/global_step": step, **self.take_spans(), **values})
+        self._write({"step": step}, {"training/global_step": step, **values})
 
     def log_evaluation(self, version: int, values: Numbers) -> None:
         """Write the row of an evaluation of policy version `version`. Raises TypeError as `log` does."""
@@ -111,7 +98,7 @@ class Metrics:
 
     def log_final(self, version: int, values: Numbers) -> None:
         """Write what was measured after the last step's row. Raises TypeError as `log` does."""
-        self._write({"version": version, "final": True}, {**self.take_spans(), **values})
+        self._write({"version": version, "final": True}, values)
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -127,30 +114,6 @@ class Metrics:
         self._file.flush()
         for tracker in self._trackers:
             tracker.log(head.get("step", head.get("version", 0)), "step" not in head, flat(numbers))
-
-
-class NullMetrics:
-    """The twin for ranks that record nothing."""
-
-    def span(self, name: str) -> AbstractContextManager[None]:
-        """Time nothing."""
-        return nullcontext()
-
-    def take_spans(self) -> dict[str, float]:
-        """No spans."""
-        return {}
-
-    def log(self, step: int, values: Numbers) -> None:
-        """Write nothing."""
-
-    def log_evaluation(self, version: int, values: Numbers) -> None:
-        """Write nothing."""
-
-    def log_final(self, version: int, values: Numbers) -> None:
-        """Write nothing."""
-
-    def close(self) -> None:
-        """Hold nothing."""
 
 
 def finite(values: Numbers) -> tuple[dict[str, Any], int]:
@@ -190,17 +153,35 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a metrics.jsonl, oldest first, without an unfinished last line.
 
     Raises:
-        MetricsError: another line is not a JSON object; the message shows its number.
+        MetricsError: the file is missing, or another line is not a JSON object; the message shows its number.
     """
+    if not path.is_file():
+        raise MetricsError(f"{path}: missing; name the folder of a run that has trained, such as runs/quickstart")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
         if row is not None:
             rows.append(row)
-        elif number < len(lines):
+        elif number < len(lines) or line.endswith("\n"):
             raise MetricsError(f"{path}, line {number}: {line[:60]!r} is not a row of metrics; remove the line")
     return rows
+
+
+def tokens_by_lag(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    """Trained tokens of these rows by lag in versions, ascending."""
+    total: Counter[int] = Counter()
+    for row in rows:
+        total.update({int(lag): int(tokens) for lag, tokens in (row.get(LAG_HISTOGRAM) or {}).items()})
+    return dict(sorted(total.items()))
+
+
+def evaluation_scores(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """Scores in a row, by mode; by `source/mode` where several data sources were evaluated."""
+    names = [name.removeprefix(EVALUATION) for name in row if name.startswith(EVALUATION)]
+    modes = [name.rsplit("/", 1)[-1] for name in names]
+    labels = modes if len(set(modes)) == len(modes) else names
+    return {label: row[EVALUATION + name] for label, name in zip(labels, names, strict=True)}
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -212,7 +193,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def set_aside(folder: Path, *, after: int) -> None:
-    """Move rows above step or version `after`, and broken lines, to metrics.discarded.jsonl."""
+    """Move rows above step or version `after`, and broken lines, to metrics.discarded.jsonl: a row a step stays."""
     path = folder / FILE
     if not path.exists():
         return
@@ -234,16 +215,6 @@ def set_aside(folder: Path, *, after: int) -> None:
     beside.replace(path)
 
 
-class Tracker(Protocol):
-    """Somewhere else that rows go."""
-
-    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Log one row; `position` is its step, or the version of an evaluation."""
-
-    def close(self) -> None:
-        """Flush and close."""
-
-
 class TensorBoard:
     """Event files in the run folder (extra `tensorboard`)."""
 
@@ -258,7 +229,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
 
     def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Add every number at its step or version."""
+        """Add every number at its step, or at the version of an evaluation."""
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, global_step=position)
 

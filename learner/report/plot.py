@@ -1,12 +1,11 @@
 """One picture of a run, plots/summary.png: did it learn, how stale was it, and which side waited.
 
-`python -m learner.report.plot runs/quickstart` draws it anew from metrics.jsonl at any time,
-also while the run goes on.
+`python -m learner.report.plot runs/quickstart` draws it anew from metrics.jsonl, also while the run goes on.
 """
 
 import argparse
+import statistics
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from learner.report.live_text import REWARD, duration, evaluation_scores
-from learner.report.metrics import FILE, MetricsError, read_rows
-
-Row = Mapping[str, Any]
+from learner.report.live_text import REWARD, Row, duration
+from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 
 REWARD_COLOUR = "#8a8f98"
 COLOURS = ("#1f6feb", "#d1580b", "#1a7f37", "#8250df", "#bf3989", "#6e7781")
@@ -33,14 +30,11 @@ def plot_run(run_dir: str | Path) -> Path:
         MetricsError: metrics.jsonl is missing, broken, or has no row of a step or of an evaluation yet.
     """
     folder = Path(run_dir)
-    source = folder / FILE
-    if not source.is_file():
-        raise MetricsError(f"{source}: missing; name the folder of a run, such as runs/quickstart")
-    rows = read_rows(source)
+    rows = read_rows(folder / FILE)
     steps = [row for row in rows if "step" in row]
     evaluations = [row for row in rows if evaluation_scores(row)]
     if not steps and not evaluations:
-        raise MetricsError(f"{source}: no step and no evaluation yet; run it again later")
+        raise MetricsError(f"{folder / FILE}: no step and no evaluation yet; run it again later")
     path = folder / "plots" / "summary.png"
     path.parent.mkdir(exist_ok=True)
     beside = path.with_suffix(".new.png")
@@ -51,14 +45,13 @@ def plot_run(run_dir: str | Path) -> Path:
 
 def series(steps: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of a metric, rows that have no finite value of it left out."""
-    pairs = [(int(row["step"]), float(row[name])) for row in steps if isinstance(row.get(name), int | float)]
-    return [step for step, _ in pairs], [value for _, value in pairs]
+    rows = [row for row in steps if row.get(name) is not None]
+    return [row["step"] for row in rows], [row[name] for row in rows]
 
 
 def smoothed(values: Sequence[float], width: int = SMOOTHED_STEPS) -> list[float]:
     """Mean of each value and up to `width` − 1 before it."""
-    windows = [values[max(0, i + 1 - width) : i + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]
+    return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]]]:
@@ -69,14 +62,6 @@ def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]
             if score is not None:
                 points.setdefault(mode, {})[int(row["version"])] = score
     return {mode: (sorted(scores), [scores[v] for v in sorted(scores)]) for mode, scores in sorted(points.items())}
-
-
-def tokens_by_lag(steps: Sequence[Row]) -> dict[int, int]:
-    """Trained tokens of the run by lag, gaps filled with 0."""
-    total: Counter[int] = Counter()
-    for row in steps:
-        total.update({int(lag): int(tokens) for lag, tokens in (row.get("training/lag_histogram") or {}).items()})
-    return {lag: total[lag] for lag in range(min(total, default=0), max(total, default=-1) + 1)}
 
 
 def _draw(name: str, steps: Sequence[Row], evaluations: Sequence[Row], path: Path) -> None:
@@ -118,17 +103,16 @@ def _line(axis: Any, where: Sequence[int], values: Sequence[float], *, colour: s
 
 def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:
     where, values = series(steps, REWARD)
-    highest = max([1.0, *values])
-    lowest = min([0.0, *values])
+    shown = [0.0, 1.0, *values]
     if values:
         _line(axis, where, values, colour=REWARD_COLOUR, label=f"reward, mean of {SMOOTHED_STEPS} steps")
     for (mode, (versions, scores)), colour in zip(curves(evaluations).items(), COLOURS * 9, strict=False):
         label = f"evaluation, {mode} ({scores[0]:.2f} → {scores[-1]:.2f})"
         axis.plot(versions, scores, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
-        highest, lowest = max([highest, *scores]), min([lowest, *scores])
-    margin = 0.03 * (highest - lowest)
+        shown += scores
+    margin = 0.03 * (max(shown) - min(shown))
     axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
-    axis.set_ylim(lowest - margin, highest + margin)
+    axis.set_ylim(min(shown) - margin, max(shown) + margin)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="lower right", frameon=False)
 
@@ -139,14 +123,15 @@ def _lag(axis: Any, tokens: Mapping[int, int]) -> None:
     if not total:
         axis.text(0.5, 0.5, "no token trained yet", ha="center", va="center", transform=axis.transAxes)
         return
-    shares = [count / total for count in tokens.values()]
-    few = len(tokens) < 5
-    bars = axis.bar(list(tokens), shares, color=COLOURS[0], width=0.7)
-    axis.bar_label(bars, [_share(share, 1 if few else 0) for share in shares], padding=2, fontsize=10 if few else 8)
-    axis.set_xticks(list(tokens))
+    shares = {lag: tokens.get(lag, 0) / total for lag in range(min(tokens), max(tokens) + 1)}
+    few = len(shares) < 5
+    bars = axis.bar(shares.keys(), shares.values(), color=COLOURS[0], width=0.7)
+    labels = [_share(share, 1 if few else 0) for share in shares.values()]
+    axis.bar_label(bars, labels, padding=2, fontsize=10 if few else 8)
+    axis.set_xticks(list(shares))
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axis.set_ylim(0, max(shares) * 1.12)
-    axis.set_xlim(min(tokens) - 0.8, max(tokens) + 0.8)
+    axis.set_ylim(0, max(shares.values()) * 1.12)
+    axis.set_xlim(min(shares) - 0.8, max(shares) + 0.8)
 
 
 def _share(share: float, digits: int) -> str:
@@ -163,8 +148,7 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
         where, values = series(steps, name)
         if not values:
             continue
-        mean = sum(values) / len(values)
-        _line(axis, where, values, colour=colour, label=f"{label} (mean {100 * mean:.0f}%)")
+        _line(axis, where, values, colour=colour, label=f"{label} (mean {100 * statistics.fmean(values):.0f}%)")
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="upper right", frameon=False, ncols=2)
@@ -172,9 +156,7 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: draw, and say where the picture is."""
-    parser = argparse.ArgumentParser(
-        prog="python -m learner.report.plot", description="Draw plots/summary.png of a run."
-    )
+    parser = argparse.ArgumentParser(prog="python -m learner.report.plot", description=__doc__)
     parser.add_argument("run_dir", help="run folder, such as runs/quickstart")
     args = parser.parse_args(argv)
     try:

@@ -10,14 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from learner import ledger
+from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
+
 
 def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
-    """The summary of a run; a value that the run did not produce is None."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    ledger = [json.loads(line) for line in (run_dir / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
-    surviving = {line["step"]: line["groups"] for line in ledger}  # after a resume the last line of a step counts
+    """The summary of a run; a value that the run did not produce is None. Raises MetricsError."""
+    rows = read_rows(run_dir / FILE)
+    surviving = {line["step"]: line["groups"] for line in ledger.read(run_dir)}  # the last line of a step counts
     groups = [tuple(group) for step in surviving.values() for group in step]
-    lags = [int(lag) for row in rows for lag, tokens in row.get("training/lag_histogram", {}).items() if tokens]
+    lags = [lag for lag, tokens in tokens_by_lag(rows).items() if tokens]
     syncs = [row["weight_sync/digests_equal"] for row in rows if "weight_sync/digests_equal" in row]
     greedy, sampled = evaluations(rows, "greedy"), evaluations(rows, "sampled")
     return {
@@ -36,7 +38,8 @@ def evaluations(rows: list[dict[str, Any]], mode: str) -> list[tuple[int, float]
     """(version, accuracy) of all evaluations of a mode, oldest version first; the mean over their data sources."""
     found = {}
     for row in rows:
-        scores = [v for key, v in row.items() if key.startswith("val-core/") and key.endswith(f"/{mode}")]
+        labelled = evaluation_scores(row).items()
+        scores = [value for label, value in labelled if label.rsplit("/")[-1] == mode and value is not None]
         if scores:
             found[row["version"]] = sum(scores) / len(scores)
     return sorted(found.items())
@@ -48,10 +51,12 @@ def main() -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--train-seconds", type=float, default=None)
     args = parser.parse_args()
-    if not (args.run_dir / "metrics.jsonl").exists():
-        sys.stderr.write(f"{args.run_dir}: no metrics.jsonl; is this the folder of a run?\n")
+    try:
+        summary = summarize(args.run_dir, args.train_seconds)
+    except MetricsError as error:
+        sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(json.dumps(summarize(args.run_dir, args.train_seconds)) + "\n")
+    sys.stdout.write(json.dumps(summary) + "\n")
     return 0
 
 

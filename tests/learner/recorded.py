@@ -12,7 +12,7 @@ from learner.losses import build_loss
 from learner.model import Policy
 from learner.optimizer import Optimizer, lr_at
 from learner.packing import active_trajectories, pack
-from learner.step import StepSums, UpdateResult, accumulate_gradients, apply_update
+from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
 
@@ -75,8 +75,8 @@ def batch_of(
     )
 
 
-def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, UpdateResult]:
-    """One whole step, put together as the learner's main loop does."""
+def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, str]:
+    """One whole step, put together as the learner's main loop does, and why it was not applied."""
     algorithm = config.algorithm
     advantages = grpo(
         batch.all_rewards,
@@ -84,13 +84,7 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
         normalize_by_std=algorithm.normalize_by_std,
     )
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-    packed = pack(batch, advantages, active, async_lag=config.replay.async_lag, unpadded=policy.unpadded)
-    sums = accumulate_gradients(
-        policy,
-        packed.microbatches,
-        build_loss(algorithm),
-        temperature=config.rollout.temperature,
-        global_tokens=packed.global_tokens,
-    )
+    packed = pack(batch, advantages, active, unpadded=policy.unpadded)
+    sums = accumulate_gradients(policy, packed, build_loss(algorithm), temperature=config.rollout.temperature)
     lr = lr_at(batch.step, config.learner)
     return sums, apply_update(policy, optimizer, sums, max_grad_norm=config.learner.max_grad_norm, lr=lr)

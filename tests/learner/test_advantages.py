@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from learner.advantages import grpo
 
 
-def advantages(rewards: list[float], groups: list[int], *, std: bool = True, epsilon: float = 1e-4) -> list[float]:
-    result = grpo(np.array(rewards, np.float32), np.array(groups, np.int32), normalize_by_std=std, epsilon=epsilon)
+def advantages(rewards: list[float], groups: list[int], *, std: bool = True) -> list[float]:
+    result = grpo(np.array(rewards, np.float32), np.array(groups, np.int32), normalize_by_std=std)
     assert result.dtype == np.float32
     return result.tolist()
 
 
 def test_reward_minus_mean_over_unbiased_std() -> None:
-    found = advantages([1, 0, 0, 0, 3, 5], [0, 0, 0, 0, 1, 1], epsilon=1e-4)
+    found = advantages([1, 0, 0, 0, 3, 5], [0, 0, 0, 0, 1, 1])
     assert found == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3, -1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)])
 
 
@@ -42,23 +42,13 @@ def test_group_of_one_has_no_advantage() -> None:
     assert advantages([], []) == []
 
 
-def test_a_reward_that_is_not_finite_is_refused_by_position() -> None:
-    with pytest.raises(ValueError, match="trajectory 1 is nan"):
-        advantages([1.0, float("nan")], [0, 0])
-    with pytest.raises(ValueError, match="one length"):
-        advantages([1.0, 2.0], [0])
-
-
 @settings(max_examples=50, deadline=None)
-@given(
-    st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(0, 4)), min_size=1, max_size=40),
-    st.floats(1e-6, 1e-1),
-)
-def test_agrees_with_the_statistics_module(rows: list[tuple[float, int]], epsilon: float) -> None:
+@given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(0, 4)), min_size=1, max_size=40))
+def test_agrees_with_the_statistics_module(rows: list[tuple[float, int]]) -> None:
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
-    found = advantages(rewards, groups, epsilon=epsilon)
+    found = advantages(rewards, groups)
     for i, (reward, group) in enumerate(rows):
         siblings = [r for r, g in rows if g == group]
         spread = statistics.stdev(siblings) if len(siblings) > 1 else 0.0
-        expected = 0.0 if len(set(siblings)) == 1 else (reward - statistics.fmean(siblings)) / (spread + epsilon)
+        expected = 0.0 if len(set(siblings)) == 1 else (reward - statistics.fmean(siblings)) / (spread + 1e-4)
         assert found[i] == pytest.approx(expected, rel=1e-5, abs=1e-6)

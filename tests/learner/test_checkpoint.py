@@ -11,10 +11,12 @@ from one_rank import built
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
 from tiny_models import make_config, save_model
+from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner import checkpoint
-from learner.checkpoint import Checkpointer, CheckpointError, find_latest, load, save
+from learner.checkpoint import Checkpointer, CheckpointError
+from learner.checkpoint_folders import latest_complete
 from learner.model import Policy
 from learner.optimizer import Optimizer
 
@@ -30,17 +32,17 @@ def config(model: Path, tmp_path: Path) -> Config:
     return make_config(model, checkpoint={"keep": 2}, **sections)
 
 
-def trained(config: Config, num_steps: int = 1) -> tuple[Policy, Optimizer]:
-    policy, optimizer = built(config, None)
+def trained(config: Config, mesh: DeviceMesh, num_steps: int = 1) -> tuple[Policy, Optimizer]:
+    policy, optimizer = built(config, mesh)
     for step in range(1, num_steps + 1):
         train_on(batch_of(random_step(step), step), policy, optimizer, config)
     return policy, optimizer
 
 
-def test_everything_comes_back(config: Config) -> None:
-    policy, optimizer = trained(config, 2)
+def test_everything_comes_back(config: Config, mesh: DeviceMesh) -> None:
+    policy, optimizer = trained(config, mesh, 2)
     folder = Checkpointer(config, policy, optimizer).save(2, replay={"leases": [[0, 1, 2]]})
-    fresh, fresh_optimizer = built(config, None)
+    fresh, fresh_optimizer = built(config, mesh)
     state = Checkpointer(config, fresh, fresh_optimizer).resume()
     assert state == {"step": 2, "version": 2, "seed": 3, "replay": {"leases": [[0, 1, 2]]}}
     assert fresh.parameter_digest() == policy.parameter_digest() and fresh_optimizer.num_steps == 2
@@ -57,23 +59,25 @@ def test_everything_comes_back(config: Config) -> None:
     assert sizes == {name: size for name, size in on_disk.items() if name != "COMPLETE"}
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:
-    assert find_latest(Path(config.run_dir)) is None
-    assert Checkpointer(config, *built(config, None)).resume() is None
+def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config, mesh: DeviceMesh) -> None:
+    assert latest_complete(Path(config.run_dir))[0] is None
+    assert Checkpointer(config, *built(config, mesh)).resume() is None
 
 
-def test_the_newest_are_kept(config: Config) -> None:
-    policy, optimizer = trained(config)
+def test_the_newest_are_kept(config: Config, mesh: DeviceMesh) -> None:
+    policy, optimizer = trained(config, mesh)
     keeper = Checkpointer(config, policy, optimizer)
     for step in (8, 9, 10):
         keeper.save(step, replay={})
     folder = Path(config.run_dir) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_9"]
-    assert find_latest(Path(config.run_dir)) == folder / "step_10"
+    assert latest_complete(Path(config.run_dir))[0] == folder / "step_10"
 
 
-def test_incomplete_folders_are_passed_over_and_named(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    policy, optimizer = trained(config)
+def test_incomplete_folders_are_passed_over_and_named(
+    config: Config, mesh: DeviceMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, optimizer = trained(config, mesh)
     keeper = Checkpointer(config, policy, optimizer)
     first, second = keeper.save(1, replay={}), keeper.save(2, replay={})
     run = Path(config.run_dir)
@@ -81,25 +85,28 @@ def test_incomplete_folders_are_passed_over_and_named(config: Config, caplog: py
     whole = cut.read_bytes()
     cut.write_bytes(whole[:-1])
     with caplog.at_level(logging.WARNING):
-        assert find_latest(run) == first
+        state = keeper.resume()
+    assert state is not None and state["step"] == 1
     assert f"{len(whole) - 1} bytes, COMPLETE says {len(whole)}" in caplog.text
     cut.write_bytes(whole)
-    assert find_latest(run) == second
+    assert latest_complete(run)[0] == second
     (second / "state.json").rename(second / "elsewhere")
-    assert find_latest(run) == first
+    assert latest_complete(run)[0] == first
     (second / "elsewhere").rename(second / "state.json")
     (second / "COMPLETE").write_text("{")
-    assert find_latest(run) == first
+    assert latest_complete(run)[0] == first
     (second / "COMPLETE").unlink()
-    assert find_latest(run) == first
+    assert latest_complete(run)[0] == first
     with pytest.raises(CheckpointError, match="is incomplete: no COMPLETE"):
-        load(second, policy, optimizer)
+        keeper.load(second)
     keeper.save(2, replay={"again": 1})  # a crashed save is written over
-    assert find_latest(run) == second
+    assert latest_complete(run)[0] == second
 
 
-def test_a_crash_before_the_mark_leaves_the_older_one(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, optimizer = trained(config)
+def test_a_crash_before_the_mark_leaves_the_older_one(
+    config: Config, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, optimizer = trained(config, mesh)
     keeper = Checkpointer(config, policy, optimizer)
     older = keeper.save(1, replay={})
 
@@ -112,7 +119,7 @@ def test_a_crash_before_the_mark_leaves_the_older_one(config: Config, monkeypatc
     monkeypatch.setattr(checkpoint, "_complete", killed)
     with pytest.raises(Killed):
         keeper.save(2, replay={})
-    assert find_latest(Path(config.run_dir)) == older
+    assert latest_complete(Path(config.run_dir))[0] == older
 
 
 def flip_a_byte(file: Path, position: int) -> None:
@@ -129,59 +136,56 @@ def flip_a_byte(file: Path, position: int) -> None:
         (".metadata", 0.5, "dcp/.metadata is damaged"),
     ],
 )
-def test_flipped_bytes_are_named_by_file_with_a_remedy(config: Config, name: str, share: float, words: str) -> None:
-    keeper = Checkpointer(config, *trained(config))
+def test_flipped_bytes_are_named_by_file_with_a_remedy(
+    config: Config, mesh: DeviceMesh, name: str, share: float, words: str
+) -> None:
+    keeper = Checkpointer(config, *trained(config, mesh))
     keeper.save(1, replay={})
     newest = keeper.save(2, replay={})
     damaged = newest / "dcp" / name
     flip_a_byte(damaged, int(share * damaged.stat().st_size))
     with pytest.raises(CheckpointError) as caught:
-        Checkpointer(config, *built(config, None)).resume()
+        Checkpointer(config, *built(config, mesh)).resume()
     said = str(caught.value)
     assert str(newest) in said and words in said and "\n" not in said, said
     assert "move step_2 away: then --resume goes on from step_1" in said
     newest.rename(newest.with_name("away"))
-    state = Checkpointer(config, *built(config, None)).resume()
+    state = Checkpointer(config, *built(config, mesh)).resume()
     assert state is not None and state["step"] == 1, "the remedy helps"
 
 
-def test_another_architecture_is_refused_by_name(config: Config, tmp_path: Path) -> None:
-    folder = Checkpointer(config, *trained(config)).save(1, replay={})
+def test_another_architecture_is_refused_by_name(config: Config, mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = Checkpointer(config, *trained(config, mesh)).save(1, replay={})
     wider = make_config(save_model(tmp_path / "wider", intermediate_size=96), run={"dir": str(tmp_path), "name": "run"})
     with pytest.raises(CheckpointError, match=r"mlp.gate_proj.weight is \[192, 64\] there and \[96, 64\] in"):
-        load(folder, *built(wider, None))
+        Checkpointer(config, *built(wider, mesh)).load(folder)
     untied = make_config(save_model(tmp_path / "untied", tied=False), run={"dir": str(tmp_path), "name": "run"})
     with pytest.raises(CheckpointError, match=r"lm_head.weight is None there"):
-        load(folder, *built(untied, None))
+        Checkpointer(config, *built(untied, mesh)).load(folder)
 
 
 @pytest.mark.parametrize("key", ["parameter_digest", "optimizer_digest"])
-def test_what_was_loaded_must_have_the_digest_that_was_saved(config: Config, key: str) -> None:
-    folder = Checkpointer(config, *trained(config)).save(1, replay={})
+def test_what_was_loaded_must_have_the_digest_that_was_saved(config: Config, mesh: DeviceMesh, key: str) -> None:
+    folder = Checkpointer(config, *trained(config, mesh)).save(1, replay={})
     path = folder / "state.json"
     state = json.loads(path.read_text())
     state[key] = "0" * len(state[key])
     path.write_text(json.dumps(state, indent=2, ensure_ascii=False) + "\n")
     with pytest.raises(CheckpointError, match=f"{key} is .* after loading, 0+ was saved"):
-        load(folder, *built(config, None))
+        Checkpointer(config, *built(config, mesh)).load(folder)
 
 
-def test_a_format_from_the_future_is_refused(config: Config) -> None:
-    folder = Checkpointer(config, *trained(config)).save(1, replay={})
+def test_a_format_from_the_future_is_refused(config: Config, mesh: DeviceMesh) -> None:
+    folder = Checkpointer(config, *trained(config, mesh)).save(1, replay={})
     path = folder / "state.json"
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(CheckpointError, match="has format 2, this version reads 1"):
-        load(folder, *built(config, None))
+        Checkpointer(config, *built(config, mesh)).load(folder)
 
 
-def test_a_state_that_is_not_json_is_refused(config: Config) -> None:
-    folder = Checkpointer(config, *trained(config)).save(1, replay={})
+def test_a_state_that_is_not_json_is_refused(config: Config, mesh: DeviceMesh) -> None:
+    folder = Checkpointer(config, *trained(config, mesh)).save(1, replay={})
     path = folder / "state.json"
     path.write_text("x" * path.stat().st_size)
     with pytest.raises(CheckpointError, match="could not be loaded"):
-        load(folder, *built(config, None))
-
-
-def test_reserved_keys_are_refused(config: Config, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'layout' is written by save itself"):
-        save(tmp_path / "step_1", *trained(config), {"layout": []}, keep=1)
+        Checkpointer(config, *built(config, mesh)).load(folder)

@@ -8,6 +8,7 @@ import torch
 from one_rank import built
 from recorded import batch_of, random_step, train_on
 from tiny_models import make_config, save_model
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from learner import export
@@ -17,10 +18,10 @@ from learner.model import Policy, build_policy
 SMALL = 50_000
 
 
-def trained_policy(folder: Path) -> Policy:
+def trained_policy(folder: Path, mesh: DeviceMesh) -> Policy:
     """Weights that differ from those in the folder."""
     config = make_config(folder, replay={"async_lag": 2})
-    policy, optimizer = built(config, None)
+    policy, optimizer = built(config, mesh)
     train_on(batch_of(random_step(1), 1), policy, optimizer, config)
     return policy
 
@@ -29,11 +30,18 @@ def trained_policy(folder: Path) -> Policy:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("limit", [SMALL, export.FILE_BYTES])
 def test_transformers_loads_equal_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, family: str, tied: bool, dtype: str, limit: int
+    tmp_path: Path,
+    mesh: DeviceMesh,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    family: str,
+    tied: bool,
+    dtype: str,
+    limit: int,
 ) -> None:
     monkeypatch.setattr(export, "FILE_BYTES", limit)
     source, target = save_model(tmp_path / "source", family, tied=tied), tmp_path / "target"
-    policy = trained_policy(source)
+    policy = trained_policy(source, mesh)
     write_hf_folder(policy, source, target, dtype)
     loaded = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
     expected = dict(policy.named_full_tensors(dtype))
@@ -47,11 +55,11 @@ def test_transformers_loads_equal_tensors(
         assert all((target / file).stat().st_size < limit + 10_000 for file in files)  # with the header
     else:
         assert files == ["model.safetensors"]
-    again = build_policy(make_config(target), None, torch.device("cpu"))
+    again = build_policy(make_config(target), mesh, torch.device("cpu"))
     assert again.shard_digests(dtype) == policy.shard_digests(dtype)
 
 
-def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path) -> None:
+def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path, mesh: DeviceMesh) -> None:
     source, target = save_model(tmp_path / "source"), tmp_path / "target"
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ x }}")
@@ -59,7 +67,7 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path) -> None:
         json.dumps(json.loads((source / "config.json").read_text()) | {"torch_dtype": "float16"})
     )
     (source / "notes.txt").write_text("not part of a model")
-    write_hf_folder(trained_policy(source), source, target, "bfloat16")
+    write_hf_folder(trained_policy(source, mesh), source, target, "bfloat16")
     assert (target / "tokenizer.json").read_text() == '{"a": 1}'
     assert (target / "chat_template.jinja").read_text() == "{{ x }}"
     assert (target / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
@@ -68,10 +76,11 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path) -> None:
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
 
 
-def test_files_are_filled_in_order_and_never_past_the_limit() -> None:
+def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = [("a", "float32", (10,)), ("b", "float32", (5,)), ("c", "float32", (100,)), ("d", "bfloat16", (2,))]
     assert plan_files(layout) == {"model.safetensors": ["a", "b", "c", "d"]}
-    assert plan_files(layout, 60) == {
+    monkeypatch.setattr(export, "FILE_BYTES", 60)
+    assert plan_files(layout) == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c"],
         "model-00003-of-00003.safetensors": ["d"],

@@ -129,8 +129,8 @@ def test_who_waits_for_whom(waits: list[dict[str, Any]], said: str) -> None:
 
 
 def test_who_waits_for_whom_at_the_edges_of_a_run() -> None:
-    assert "are starting" in live_text.waiting_text(None)
-    assert live_text.waiting_text({}) == "no process waits"
+    assert "are starting" in live_text.waiting_text({})
+    assert live_text.waiting_text({"waits": []}) == "no process waits"
     assert live_text.waiting_text({"oldest_missing": {"group": [1, 2], "server": None}}).endswith("1/2, not leased")
     assert live_text.waiting_text({**STATUS, "ended": "all steps are done"}) == "the run has ended: all steps are done"
 

@@ -16,9 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import load
 from configs.data import Tracking
-from learner.report.metrics import Metrics, MetricsError, NullMetrics, build_metrics, finite, read_rows
+from learner.report.metrics import Metrics, MetricsError, Spans, finite, read_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,31 +88,17 @@ def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: Any) -> Non
         open_metrics(tmp_path).log(1, {"actor/lr": value})
 
 
-def test_spans_add_up_nest_and_start_again(tmp_path: Path) -> None:
-    recorder = open_metrics(tmp_path)
-    with recorder.span("step"):
+def test_spans_add_up_nest_and_start_again() -> None:
+    span = Spans()
+    with span("step"):
         for _ in range(2):
-            with recorder.span("wait_batch"):
+            with span("wait_batch"):
                 pass
-    with pytest.raises(ZeroDivisionError), recorder.span("update_actor"):
+    with pytest.raises(ZeroDivisionError), span("update_actor"):
         raise ZeroDivisionError
-    recorder.log(1, {})
-    recorder.log(2, {})
-    first, second = strict(tmp_path / "metrics.jsonl")
-    assert first["timing_s/step"] >= first["timing_s/wait_batch"] > 0 and first["timing_s/update_actor"] > 0
-    assert not [name for name in second if name.startswith("timing_s/")]
-    recorder.close()
-
-
-def test_taken_spans_are_not_written_twice(tmp_path: Path) -> None:
-    recorder = open_metrics(tmp_path)
-    with recorder.span("step"):
-        pass
-    spans = recorder.take_spans()
-    assert spans.keys() == {"timing_s/step"}
-    recorder.log(1, {})
-    recorder.close()
-    assert "timing_s/step" not in strict(tmp_path / "metrics.jsonl")[0]
+    seconds = span.take()
+    assert seconds["timing_s/step"] >= seconds["timing_s/wait_batch"] > 0 and seconds["timing_s/update_actor"] > 0
+    assert span.take() == {}
 
 
 def test_resume_moves_later_rows_aside(tmp_path: Path) -> None:
@@ -153,21 +138,6 @@ def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path: Pa
     path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(MetricsError, match="line 2: 'hello"):
         read_rows(path)
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    config = load("quickstart", [f"run.dir={tmp_path}", "run.name=r"])
-    null = build_metrics(config, first=False, resume_step=None)
-    assert isinstance(null, NullMetrics)
-    with null.span("step"):
-        null.log(1, {"actor/lr": 1.0})
-        null.log_evaluation(1, {})
-        null.log_final(1, {})
-    assert null.take_spans() == {}
-    null.close()
-    assert list(tmp_path.iterdir()) == []
-    build_metrics(config, first=True, resume_step=None).close()
-    assert (tmp_path / "r" / "metrics.jsonl").exists()
 
 
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:

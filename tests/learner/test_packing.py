@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import batch_of, random_step
 from reference import Recorded
 
-from learner.packing import Packed, PackingError, active_trajectories, global_tokens, pack
+from learner.packing import Packed, PackingError, active_trajectories, check, pack
 from replay.messages import Batch
 
 ONE = [
@@ -39,7 +39,8 @@ def packed(
 ) -> Packed:
     values = np.array(advantages, np.float32)
     marks = np.array(active) if active is not None else np.ones(len(values), np.bool_)
-    return pack(batch, values, marks, async_lag=async_lag, unpadded=unpadded)
+    check(batch, async_lag=async_lag, vocab_size=64)
+    return pack(batch, values, marks, unpadded=unpadded)
 
 
 def test_columns_speak_of_the_predicted_token() -> None:
@@ -72,7 +73,7 @@ def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_los
 def test_without_padding_an_empty_microbatch_is_a_dummy_too() -> None:
     result = packed(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [False, True], unpadded=True)
     assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
-    assert [m.mask.tolist() for m in result.microbatches] == [[[0]], [[1]], [[0]]]
+    assert [m.mask.tolist() for m in result.microbatches] == [[[]], [[1]], [[]]]
     assert [m.row.starts.tolist() for m in result.microbatches if m.row] == [[0, 2]] * 3
 
 
@@ -121,7 +122,6 @@ def test_ranks_and_microbatches_share_out_every_active_token_once(seed: int, ran
         batch = batch_of(trajectories, 9, rank=rank, world_size=ranks, num_microbatches=microbatches)
         result = packed(batch, [1.0] * len(trajectories), active)
         assert len(result.microbatches) == microbatches
-        assert result.global_tokens == global_tokens(batch, np.array(active))
         for microbatch in result.microbatches:
             tokens += int(microbatch.mask.sum())
             logprobs += float((microbatch.behaviour_logprobs * microbatch.mask).sum())
@@ -137,6 +137,7 @@ def test_ranks_and_microbatches_share_out_every_active_token_once(seed: int, ran
         ({"versions": np.array([1, 3, 4, 4], np.int32)}, "sampled by version 1 has lag 3, allowed are 0 to 2"),
         ({"versions": np.array([3, 3, 5, 4], np.int32)}, "sampled by version 5 has lag -1"),
         ({"logprobs": np.array([-0.5, -9, np.nan, -1], np.float32)}, "answer token 2 has behaviour logprob nan"),
+        ({"all_rewards": np.array([1, np.inf], np.float32)}, "reward of trajectory 1 is inf"),
         ({"logprobs": np.array([-0.5], np.float32)}, "logprobs has 1 entries, not 4"),
         ({"microbatch": np.array([0, 1], np.int32)}, r"microbatch\[1\] is 1, not below 1"),
         ({"trajectory": np.array([0, -1], np.int32)}, r"trajectory\[1\] is -1"),
@@ -153,8 +154,3 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
 def test_a_token_out_of_the_loss_may_be_over_age() -> None:
     batch = dataclasses.replace(batch_of(ONE, STEP), versions=np.array([3, 0, 4, 4], np.int32))
     assert packed(batch, [1.0, -1.0]).microbatches[0].lags.tolist()[0] == [0, 1, 0, 0]
-
-
-def test_advantages_of_another_batch_are_refused() -> None:
-    with pytest.raises(PackingError, match="2 trajectories, but 3 advantages"):
-        packed(batch_of(ONE, STEP), [1.0, 2.0, 3.0])

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from one_rank import logits
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_model
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from learner.model import Policy, PolicyError, build_policy
+from learner.model import Policy, build_policy
+from learner.pretrained import PolicyError
 
 CPU = torch.device("cpu")
 
 
-def build(folder: Path) -> Policy:
-    return build_policy(make_config(folder), None, CPU)
+def build(folder: Path, mesh: DeviceMesh) -> Policy:
+    return build_policy(make_config(folder), mesh, CPU)
 
 
 @pytest.mark.parametrize(
@@ -27,24 +30,24 @@ def build(folder: Path) -> Policy:
     ],
 )
 def test_logits_equal_those_of_transformers(
-    tmp_path: Path, family: str, tied: bool, changes: dict[str, object]
+    tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, changes: dict[str, object]
 ) -> None:
     save_model(tmp_path, family, tied=tied, **changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
     ids = torch.randint(0, 64, (3, 11), generator=torch.Generator().manual_seed(0))
-    policy = build(tmp_path)
-    assert torch.equal(policy.forward(ids), theirs(input_ids=ids).logits)
+    policy = build(tmp_path, mesh)
+    assert torch.equal(logits(policy, ids), theirs(input_ids=ids).logits)
     assert [n for n, _ in policy.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert ("lm_head.weight" in dict(policy.named_parameters())) is not tied
 
 
-def test_padding_on_the_right_does_not_change_what_stands_left_of_it(tmp_path: Path) -> None:
-    policy = build(save_model(tmp_path))
+def test_padding_on_the_right_does_not_change_what_stands_left_of_it(tmp_path: Path, mesh: DeviceMesh) -> None:
+    policy = build(save_model(tmp_path), mesh)
     short, long = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 0, 0], [9, 8, 7, 6, 5]])
-    torch.testing.assert_close(policy.forward(long)[:1, :3], policy.forward(short), rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(policy, long)[:1, :3], logits(policy, short), rtol=0, atol=1e-5)
 
 
-def test_several_files_with_an_index(tmp_path: Path) -> None:
+def test_several_files_with_an_index(tmp_path: Path, mesh: DeviceMesh) -> None:
     expected = load_file(save_model(tmp_path) / "model.safetensors")
     names = sorted(expected)
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
@@ -53,12 +56,12 @@ def test_several_files_with_an_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = {name: p.detach() for name, p in build(tmp_path).named_parameters()}
+    found = {shard.name: shard.local for shard in build(tmp_path, mesh).shards()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(PolicyError, match=r"names model-00002-of-00002.safetensors, which is not in"):
-        build(tmp_path)
+        build(tmp_path, mesh)
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -66,14 +69,14 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_refusals_name_the_folder_and_the_reason(tmp_path: Path) -> None:
+def test_refusals_name_the_folder_and_the_reason(tmp_path: Path, mesh: DeviceMesh) -> None:
     folder = save_model(tmp_path / "model")
     weights = folder / "model.safetensors"
     whole = load_file(weights)
 
     def refused(match: str) -> None:
         with pytest.raises(PolicyError, match=match) as caught:
-            build(folder)
+            build(folder, mesh)
         assert str(folder) in str(caught.value)
 
     save_file({n: t for n, t in whole.items() if n != "model.norm.weight"}, weights)
@@ -96,9 +99,3 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path: Path) -> None:
     refused("has no config.json")
     folder.rename(tmp_path / "elsewhere")
     refused("no folder")
-
-
-def test_bfloat16_without_a_process_group_is_refused(tmp_path: Path) -> None:
-    config = make_config(save_model(tmp_path), learner={"compute_dtype": "bfloat16"})
-    with pytest.raises(PolicyError, match="compute_dtype"):
-        build_policy(config, None, CPU)

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from one_rank import CPU, built, process_group
+from one_rank import CPU, built, logits, process_group
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import save_file
 from tiny_models import make_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner import sharding
-from learner.checkpoint import Checkpointer, CheckpointError, load
+from learner import model, sharding
+from learner.checkpoint import Checkpointer, CheckpointError
 from learner.export import write_hf_folder
 from learner.losses import build_loss
 from learner.model import Policy, build_policy
@@ -37,15 +37,15 @@ NUM_MICROBATCHES = 5
 """More than the second microbatch of some ranks can fill, so dummies meet full ones."""
 
 
-def configured(folder: Path, model: str, **sections: Any) -> Config:
+def configured(folder: Path, name: str, **sections: Any) -> Config:
     """The configuration of both ranks."""
     base: dict[str, Any] = {
         "replay": {"async_lag": 2},
         "placement": {"split": "1:2"},
         "learner": CONDITIONED,
-        "run": {"dir": str(folder / "runs"), "name": model},
+        "run": {"dir": str(folder / "runs"), "name": name},
     }
-    return make_config(folder / model, **{**base, **sections})
+    return make_config(folder / name, **{**base, **sections})
 
 
 def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
@@ -55,9 +55,9 @@ def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) 
         batch = batch_of(
             random_step(step), step, rank=policy.rank, world_size=policy.world_size, num_microbatches=NUM_MICROBATCHES
         )
-        sums, result = train_on(batch, policy, optimizer, config)
-        assert result.applied
-        seen.append(sums.metrics() | result.metrics())
+        sums, reason = train_on(batch, policy, optimizer, config)
+        assert not reason
+        seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
     return seen
 
 
@@ -87,7 +87,7 @@ def synthetic(rank: int, folder: Path) -> dict[str, Any]:
 def layout_of(policy: Policy) -> dict[str, Any]:
     """Gather, digests and layout of a policy, in both wire dtypes, against each other."""
     with torch.no_grad():
-        policy.forward(torch.zeros(1, 2, dtype=torch.int64))  # leaves gathered copies that must not be taken for shards
+        logits(policy, torch.zeros(1, 2, dtype=torch.int64))  # leaves gathered copies that must not be taken for shards
     seen: dict[str, Any] = {"parameter_digest": policy.parameter_digest()}
     for dtype in ("float32", "bfloat16"):
         full = dict(policy.named_full_tensors(dtype))
@@ -98,14 +98,14 @@ def layout_of(policy: Policy) -> dict[str, Any]:
     return seen
 
 
-def unpadded(folder: Path, model: str, mesh: DeviceMesh) -> list[dict[str, float]]:
-    """The same steps without padding; the weights go to <model>_unpadded.safetensors."""
-    config = configured(folder, model, learner=CONDITIONED | {"attention": "varlen"})
+def unpadded(folder: Path, name: str, mesh: DeviceMesh) -> list[dict[str, float]]:
+    """The same steps without padding; the weights go to <name>_unpadded.safetensors."""
+    config = configured(folder, name, learner=CONDITIONED | {"attention": "varlen"})
     policy, optimizer = built(config, mesh)
     seen = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
     full = dict(policy.named_full_tensors("float32"))
     if policy.rank == 0:
-        save_file(full, folder / f"{model}_unpadded.safetensors")
+        save_file(full, folder / f"{name}_unpadded.safetensors")
     return seen
 
 
@@ -113,10 +113,11 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
     """Gradients of several microbatches, summed over ranks once a step and after each microbatch."""
     found, early = [], []
     for whole_gradient_bytes in (1 << 31, 0):
-        policy = build_policy(config, mesh, device, whole_gradient_bytes=whole_gradient_bytes)
+        model.WHOLE_GRADIENT_BYTES = whole_gradient_bytes
+        policy = build_policy(config, mesh, device)
         batch = batch_of(random_step(1), 1, rank=policy.rank, world_size=2, num_microbatches=NUM_MICROBATCHES)
         advantages = np.linspace(-1, 1, len(batch.all_rewards), dtype=np.float32)
-        packed = pack(batch, advantages, advantages != 0, async_lag=2, unpadded=policy.unpadded)
+        packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
         first = packed.microbatches[0].to(device)
         policy.sync_gradients(last=False)
         policy.token_logprobs(first, 1.0)[0].sum().backward()
@@ -124,14 +125,9 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
         if not early[-1]:  # leave no whole gradients behind
             policy.sync_gradients(last=True)
             policy.token_logprobs(first, 1.0)[0].sum().backward()
-        sums = accumulate_gradients(
-            policy,
-            packed.microbatches,
-            build_loss(config.algorithm),
-            temperature=1.0,
-            global_tokens=packed.global_tokens,
-        )
+        sums = accumulate_gradients(policy, packed, build_loss(config.algorithm), temperature=1.0)
         found.append((sums.metrics(), torch.cat([gradient.flatten() for gradient in policy.local_gradients()])))
+    model.WHOLE_GRADIENT_BYTES = 1 << 31
     (once, gradients), (often, others) = found
     return {
         "early": early,
@@ -148,10 +144,10 @@ def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, 
     kept = row.clone() if row is not None else None
     if row is not None:
         row.fill_(float("nan"))
-    _, result = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
+    _, reason = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
     if row is not None and kept is not None:
         row.copy_(kept)
-    return {"applied": result.applied, "reason": result.reason, "same": policy.parameter_digest() == before}
+    return {"reason": reason, "same": policy.parameter_digest() == before}
 
 
 def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
@@ -168,7 +164,8 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
     seen["resumed"] = fresh.parameter_digest()
     steps(fresh, fresh_optimizer, config, range(6, 8))
     seen["went_on_again"] = fresh.parameter_digest()
-    load(folder / f"one_rank_{config.run.name}" / "checkpoints" / "step_2", fresh, fresh_optimizer)
+    moved = folder / f"one_rank_{config.run.name}" / "checkpoints" / "step_2"
+    Checkpointer(config, fresh, fresh_optimizer).load(moved)
     seen["from_one_rank"] = fresh.parameter_digest()
     seen["from_one_rank_steps"] = fresh_optimizer.num_steps
     blocked = make_config(policy.source, run={"dir": str(folder / "a_file"), "name": "x"})
@@ -199,20 +196,20 @@ def main() -> None:
     with process_group(folder / "store", rank, 2) as mesh:
         seen["synthetic"] = synthetic(rank, folder)
         sharding.GATHER_BYTES = 20_000  # several spans
-        for model in ("qwen3", "llama"):
-            config = configured(folder, model)
+        for name in ("qwen3", "llama"):
+            config = configured(folder, name)
             policy, optimizer = built(config, mesh)
-            seen[model] = {"start": layout_of(policy), "poisoned": poisoned(policy, optimizer, config)}
-            seen[model]["steps"] = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+            seen[name] = {"start": layout_of(policy), "poisoned": poisoned(policy, optimizer, config)}
+            seen[name]["steps"] = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
             full = dict(policy.named_full_tensors("float32"))
             if rank == 0:
-                save_file(full, folder / f"{model}.safetensors")
-            seen[model]["end"] = layout_of(policy)
-            seen[model]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
-            seen[model]["unpadded"] = unpadded(folder, model, mesh)
+                save_file(full, folder / f"{name}.safetensors")
+            seen[name]["end"] = layout_of(policy)
+            seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
+            seen[name]["unpadded"] = unpadded(folder, name, mesh)
             for mode in ("sdpa", "varlen"):
-                changed = configured(folder, model, learner=CONDITIONED | {"attention": mode, "recompute": True})
-                seen[model][f"sharded_{mode}"] = sharded_gradients(changed, mesh, CPU)
+                changed = configured(folder, name, learner=CONDITIONED | {"attention": mode, "recompute": True})
+                seen[name][f"sharded_{mode}"] = sharded_gradients(changed, mesh, CPU)
         seen["export_fails"] = export_fails(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()
