@@ -4,19 +4,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema import Config
-from rollout_server.engines.base import (
-    Completion,
-    Engine,
-    EngineError,
-    EngineStartFailed,
-    Health,
-    Partial,
-    Sampling,
-    StagesItself,
-)
+from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Partial, Sampling
 
 if TYPE_CHECKING:
     from rollout_server.engines.sglang.direct import DirectGroup
+    from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
 __all__ = [
     "Completion",
@@ -26,7 +18,6 @@ __all__ = [
     "Health",
     "Partial",
     "Sampling",
-    "StagesItself",
     "build_engine",
     "direct_updates",
     "staging_in",
@@ -46,7 +37,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     if config.rollout.engine == "torch":
         from rollout_server.engines.torch.engine import TorchEngine
 
-        return TorchEngine.from_folder(
+        return TorchEngine(
             config.model.path,
             max_context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             max_running=config.rollout.max_running,
@@ -68,26 +59,21 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
 
 
 def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
-    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise.
-
-    Raises:
-        EngineError: this engine cannot.
-    """
+    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise."""
     if config.weight_bus.apply != "direct":
         return None
     from rollout_server.engines.sglang.direct import DirectGroup
     from rollout_server.engines.sglang.engine import SGLangEngine
 
-    if not isinstance(engine, SGLangEngine):
-        raise EngineError("weight_bus.apply: 'direct' needs rollout.engine: sglang; take weight_bus.apply: staged")
+    assert isinstance(engine, SGLangEngine), "the configuration refuses others"
     return DirectGroup(engine, config.weight_bus.backend)
 
 
-def staging_in(config: Config, engine: Engine) -> StagesItself | None:
+def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":
     """The engine's receiver with weight_bus.stage_in `engine`; None otherwise.
 
     Raises:
-        EngineError: this engine cannot, or would be taken for dead before a broadcast that hangs is given up.
+        EngineError: the engine would be taken for dead before a broadcast that hangs is given up.
     """
     if config.weight_bus.stage_in == "server":
         return None
@@ -101,8 +87,5 @@ def staging_in(config: Config, engine: Engine) -> StagesItself | None:
     from rollout_server.engines.sglang.engine import SGLangEngine
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
-    if not isinstance(engine, SGLangEngine):
-        raise EngineError(
-            "weight_bus.stage_in: 'engine' needs rollout.engine: sglang; take weight_bus.stage_in: server"
-        )
+    assert isinstance(engine, SGLangEngine), "the configuration refuses others"
     return SGLangStaging(config, engine)

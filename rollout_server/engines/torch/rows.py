@@ -20,17 +20,14 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`len(keys)` answers to one prompt; `future` gets the completions in order.
-
-    Prefixes that have ended are done from the start.
-    """
+    """`len(keys)` answers to one prompt; `future` gets the completions in order. Prefixes may have ended already."""
 
     request_id: str
     prompt: NDArray[np.int32]
     sampling: Sampling
     keys: list[int]
     """Random stream of each answer."""
-    future: "Future[list[Completion]]"
+    future: "Future[list[Completion]]" = field(default_factory=Future)
     prefixes: Sequence[Partial] = ()
     """What each answer has at its start; none where empty."""
     done: dict[int, Completion] = field(default_factory=dict)
@@ -63,11 +60,15 @@ class Answer:
     known: NDArray[np.int32]
     """Prompt and prefix; the prompt itself, not a copy, where there is no prefix."""
 
+    def end(self, completion: Completion) -> list[Request]:
+        """Note how it ended; its request where that is complete with this."""
+        self.request.done[self.index] = completion
+        return [self.request] if self.request.complete else []
+
 
 @dataclass(slots=True, frozen=True)
 class Admission:
-    """Answers that start now, in the rows from `first_row`; the i-th one's prompt, and prefix if it has one, is
-    `prompts[prompt_of_row[i]]`."""
+    """Answers that start now, in rows from `first_row`; the i-th continues `prompts[prompt_of_row[i]]`."""
 
     first_row: int
     prompts: list[NDArray[np.int32]]
@@ -181,20 +182,12 @@ class RowTable:
         Returns:
             requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
         """
-        complete = []
+        complete: list[Request] = []
         starts, stops = self.prompt_length[rows].tolist(), self.length[rows].tolist()
         stopped = self._stopped(rows).tolist()
         for row, start, stop, at_stop in zip(rows.tolist(), starts, stops, stopped, strict=True):
-            answer = self.answers[row]
             reason: FinishReason = "abort" if aborted else "stop" if at_stop else "length"
-            answer.request.done[answer.index] = Completion(
-                token_ids=self.ids[row, start:stop].copy(),
-                logprobs=self.logprobs[row, start:stop].copy(),
-                versions=self.versions[row, start:stop].copy(),
-                finish_reason=reason,
-            )
-            if answer.request.complete:
-                complete.append(answer.request)
+            complete += self.answers[row].end(self._tokens(row, start, stop).as_completion(reason))
         n, left = self.running, self.running - len(rows)
         stays = np.ones(n, dtype=np.bool_)
         stays[rows] = False
@@ -219,11 +212,9 @@ class RowTable:
         """End waiting answers (of one request, or all) as `abort`, with their prefixes; requests complete with this."""
         dropped = [answer for answer in self.waiting if request is None or answer.request is request]
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
-        complete = []
+        complete: list[Request] = []
         for answer in dropped:
-            answer.request.done[answer.index] = answer.request.prefix(answer.index).as_completion("abort")
-            if answer.request.complete:
-                complete.append(answer.request)
+            complete += answer.end(answer.request.prefix(answer.index).as_completion("abort"))
         return complete
 
     def rows_of(self, request: Request | None = None) -> NDArray[np.int64]:
@@ -237,18 +228,18 @@ class RowTable:
         found = []
         for index, first in enumerate(since):
             if index in rows:
-                found.append(self._partial(rows[index], first))
+                row = rows[index]
+                found.append(self._tokens(row, int(self.prompt_length[row]) + first, int(self.length[row])))
             else:
                 answer = request.done.get(index)
                 found.append((Partial.of(answer) if answer is not None else request.prefix(index)).since(first))
         return found
 
-    def _partial(self, row: int, since: int) -> Partial:
-        span = slice(int(self.prompt_length[row]) + since, int(self.length[row]))
+    def _tokens(self, row: int, start: int, stop: int) -> Partial:
         return Partial(
-            token_ids=self.ids[row, span].copy(),
-            logprobs=self.logprobs[row, span].copy(),
-            versions=self.versions[row, span].copy(),
+            token_ids=self.ids[row, start:stop].copy(),
+            logprobs=self.logprobs[row, start:stop].copy(),
+            versions=self.versions[row, start:stop].copy(),
         )
 
     def produced(self) -> Iterator[tuple[Request, int]]:
