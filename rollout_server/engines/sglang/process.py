@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import stat
-from collections.abc import AsyncIterator, Awaitable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import torch
@@ -21,13 +22,14 @@ from configs.schema import Config
 from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
-from rollout_server.engines.sglang.requests import Part, request_extra_key
+from rollout_server.engines.sglang.requests import Part
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_DEADLINE_S = 75.0
 """More than SGLang's own 60 s."""
+LOOK_S = 0.02
 DEATH_LOOK_S = 1.0
 LOG_TAIL_BYTES = 1 << 20
 ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
@@ -155,6 +157,20 @@ class SGLangProcess:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
 
+    async def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Wait until `done()`.
+
+        Raises:
+            EngineError: SGLang is dead, or `limit_s` have passed; `what` says for what an update waited.
+        """
+        started = time.monotonic()
+        while not done():
+            waited = time.monotonic() - started
+            if waited > limit_s:
+                raise EngineError(f"an update waited {waited:.0f} s for {what} [slow]")
+            self.check_alive()
+            await asyncio.sleep(LOOK_S)
+
     def fail(self, reason: str) -> EngineError:
         """Take the engine for dead; the error to raise."""
         self._failure = self._failure or reason
@@ -175,7 +191,9 @@ class SGLangProcess:
             return_logprob=True,
             logprob_start_len=-1,
             stream=True,
-            extra_key=request_extra_key(part.version, self._loads),
+            # Namespace of the prefix cache, one for each load of weights: a version alone does not name them, for after
+            # a learner's restart the versions past its checkpoint are made again.
+            extra_key=f"w{part.version}.{self._loads}",
         )
         try:
             async for output in self._manager.generate_request(request, None):
@@ -211,21 +229,17 @@ class SGLangProcess:
         """Run our loader in every scheduler; `version` labels tokens from now on.
 
         The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
-        scheduler. Namespaces of the prefix cache make it unnecessary.
-
-        Raises:
-            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
+        scheduler. Namespaces of the prefix cache make it unnecessary. Raises EngineError as `ask`.
         """
         self._loads += version is not None
-        request = self._requests.UpdateWeightsFromTensorReqInput(
+        await self.ask(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=self._no_tensors,
             load_format=LOADER,
             flush_cache=False,
             weight_version=None if version is None else str(version),
         )
-        success, message = await self._within(self._manager.update_weights_from_tensor(request, None), "load weights")
-        if not success:
-            raise EngineError(f"SGLang refuses an update: {message}")
 
     async def ask(self, method: str, request: str, **fields: Any) -> None:
         """Call a method of the tokenizer manager that answers (success, message).
@@ -250,20 +264,16 @@ class SGLangProcess:
     async def _within(self, call: Awaitable[T], what: str) -> T:
         """Await a call for at most the deadline, and no longer than SGLang lives."""
         task = asyncio.ensure_future(call)
-        waited = 0.0
-        while waited < self.deadline_s:
-            done, _ = await asyncio.wait({task}, timeout=min(1.0, self.deadline_s - waited))
-            if done:
-                return task.result()
-            waited += 1.0
-            try:
+        until = time.monotonic() + self.deadline_s
+        try:
+            while (left := until - time.monotonic()) > 0:
+                done, _ = await asyncio.wait({task}, timeout=min(DEATH_LOOK_S, left))
+                if done:
+                    return task.result()
                 self.check_alive()
-            except EngineError:
-                task.cancel()
-                raise
-        task.cancel()
-        reason = f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]"
-        raise self.fail(reason)
+        finally:
+            task.cancel()
+        raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]")
 
     def _on_sigquit(self) -> None:
         self._failure = self._failure or f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"
