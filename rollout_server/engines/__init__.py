@@ -1,9 +1,11 @@
 """Engines, chosen once by name."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema import Config
+from replay.channel.interfaces import InterfaceError, bind_collectives
 from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Partial, Sampling
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     variant of `SGLangEngine` in its place.
 
     Raises:
-        EngineError: the model folder cannot be served, or the engine's package is not installed.
+        EngineError: the model folder cannot be served, the engine's package is not installed, or no interface has the
+            address of network.host.
         EngineStartFailed: SGLang did not start.
     """
     if config.rollout.engine == "torch":
@@ -47,14 +50,16 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
         )
     from rollout_server.engines.sglang.engine import SGLangEngine
 
+    # What the schedulers inherit, where they are members of the bus's group.
     if config.weight_bus.apply == "direct" or config.weight_bus.stage_in == "engine":
-        from rollout_server.engines.sglang.direct import name_interface
-
-        name_interface(config)
+        try:
+            bind_collectives(os.environ, config.network.host)
+        except InterfaceError as error:
+            raise EngineError(str(error)) from error
     if config.weight_bus.stage_in == "engine" and config.weight_bus.backend == "nccl":
         from weight_bus.transports import set_nccl_defaults
 
-        set_nccl_defaults(config.weight_bus)  # for the schedulers, which inherit it
+        set_nccl_defaults(config.weight_bus)
     return (sglang or SGLangEngine)(config)
 
 

@@ -234,7 +234,7 @@ class SGLangEngine:
         if not self._paused:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
-        await asyncio.to_thread(self._staging.write_update, update, version)
+        await asyncio.to_thread(self._staging.write_update, update)
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:

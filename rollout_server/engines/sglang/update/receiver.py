@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ _receiver: "Receiver | None" = None
 
 
 def start(order: Mapping[str, Any], device: torch.device) -> None:
-    """Start a receiver; one that still runs, because its server has not hung up yet, is waited for by the new one.
+    """Start a receiver. It waits for one that still runs, because its server has not hung up yet.
 
     Args:
         order: `socket`, where the server listens; `config`, the weight_bus section; `host`; and `export`, whether
@@ -97,8 +97,10 @@ class Receiver(threading.Thread):
         try:
             with closing(Line.connect(self._path)) as line, ExitStack() as stack:
                 try:
-                    for context in _beside_decoding(self._device):
-                        stack.enter_context(context)
+                    if self._device.type == "cuda":  # a stream that waits for no kernels of others
+                        torch.cuda.set_device(self._device)
+                        stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+                        stack.enter_context(torch.cuda.stream(stream))
                     self._serve(line)
                 except Exception as error:
                     log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
@@ -122,7 +124,7 @@ class Receiver(threading.Thread):
             line.send(answer)
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
-        """The one of a run. The buffers stay, also for another run: other ranks may have them mapped."""
+        """That of a run. The buffers stay, also for another run: other ranks may have them mapped."""
         if self._intake is None or run_id != self._run_id:
             self._drop()
             self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)
@@ -137,11 +139,9 @@ class Receiver(threading.Thread):
             return NotTaken(reason=error.message, symptom=error.symptom)
         except WireError as error:
             return NotTaken(reason=str(error))
-        handles = self._handles.of(intake.staging.buckets) if self._handles is not None else []
-        memory = [
-            {"kind": "staged", "take": self._takes, "cuda": handles[number] if handles else None}
-            for number in range(len(intake.staging.buckets))
-        ]
+        buckets = intake.staging.buckets
+        handles = self._handles.of(buckets) if self._handles is not None else [None] * len(buckets)
+        memory = [{"kind": "staged", "take": self._takes, "cuda": handle} for handle in handles]
         return Taken(corrupt=corrupt, seconds=dict(intake.seconds), memory=memory)
 
     def _drop(self) -> None:
@@ -151,7 +151,7 @@ class Receiver(threading.Thread):
 
 
 class Handles:
-    """CUDA IPC handles of buckets, for the other ranks: exported once, for each export adds to a reference count."""
+    """CUDA IPC handles of buckets, for the other ranks. Exported once: each export adds to a reference count."""
 
     def __init__(self, export: Callable[[torch.Tensor], Mapping[str, Any]] | None = None) -> None:
         self._export = export or _exported
@@ -171,12 +171,3 @@ class Handles:
 def _exported(bucket: torch.Tensor) -> Mapping[str, Any]:
     handle = bucket.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return in_words(dict(zip(CUDA_HANDLE, handle, strict=True)))
-
-
-def _beside_decoding(device: torch.device) -> list[AbstractContextManager[Any]]:
-    """This thread's device, and a stream that waits for nobody else's kernels."""
-    if device.type != "cuda":
-        return []
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return [torch.cuda.stream(stream)]
