@@ -1,7 +1,7 @@
-"""A lane: one set of weights with the answers that it decodes and their KV cache.
+"""A lane: one set of weights, the answers that it decodes, and their KV cache.
 
-The engine has one live lane and one lane per pinned version; lanes share the model and nothing else, so an
-evaluation on pinned weights neither sees an update nor takes rows from live requests.
+Lanes share the model and nothing else, so an evaluation on pinned weights neither sees an update nor takes rows from
+live requests.
 """
 
 import threading
@@ -20,9 +20,10 @@ MAX_PREFILL_TOKENS = 16384
 
 
 class Lane:
-    """Continuous batching on one set of weights. Called by the engine thread only, except `rows` under `lock`.
+    """Continuous batching on one set of weights.
 
-    Requests whose last answer has ended are appended to `complete`.
+    Called by the decode thread only, but `rows` by others too, under `lock`. Requests whose last answer has ended are
+    appended to `complete`.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Lane:
     @property
     def num_bytes(self) -> int:
         """Memory of weights and KV."""
-        return self.weights.num_bytes + self.cache.num_bytes
+        return self.weights.num_bytes + self.cache.data.nbytes
 
     def step(self, *, may_admit: bool) -> None:
-        """Start what waits if it is worth a prefill, then decode one token for every running answer."""
+        """Start what waits if it is worth a prefill, then decode a token of every running answer."""
         if may_admit and self.rows.ready_to_admit():
             self._admit()
         if self.rows.running:
@@ -102,7 +103,7 @@ class Lane:
             self.cache.move(source, target, min(longest, self.cache.length))
 
     def recompute(self) -> None:
-        """Compute the KV of all running answers anew from their tokens, under the weights as they are now."""
+        """Compute the KV of all running answers anew, under the weights as they are now."""
         rows = self.rows
         at_once = max(1, MAX_PREFILL_TOKENS // int(rows.length[: rows.running].max(initial=1)))
         for first in range(0, rows.running, at_once):

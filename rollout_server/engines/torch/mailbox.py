@@ -12,7 +12,7 @@ Action = Callable[[], None]
 
 
 class Mailbox:
-    """Actions for one decode thread. `serve` and `die` are for that thread, the rest for any."""
+    """Actions for one decode thread, which calls `serve` and `die`; the rest is for any thread."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._wake = threading.Condition(lock)
@@ -42,11 +42,7 @@ class Mailbox:
         return future
 
     async def ask(self, action: Action, result: "Future[Any] | None" = None) -> Any:
-        """As `post`, and wait for the result; an action of a caller that is cancelled first does not run.
-
-        Raises:
-            EngineError: of the action, or the thread died or has ended.
-        """
+        """As `post`, and wait for the result. Cancelled before it is taken, an action does not run."""
         return await asyncio.wrap_future(self.post(action, result))
 
     def close(self) -> None:
@@ -64,7 +60,7 @@ class Mailbox:
         return EngineError(f"the decode thread died: {type(self._failure).__name__}: {self._failure}")
 
     def serve(self, has_work: Callable[[], bool]) -> None:
-        """Run what was posted; with nothing posted and no work, sleep until there is something or `close`."""
+        """Run what was posted; without that and without work, sleep until there is some or `close`."""
         with self._wake:
             while not (self._posted or self.closed or has_work()):
                 self._wake.wait()

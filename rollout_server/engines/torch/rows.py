@@ -1,4 +1,4 @@
-"""Book-keeping of the answers that one set of weights decodes: waiting queue, dense rows, finishing. No torch.
+"""Book-keeping of the answers that one set of weights decodes. No torch.
 
 Running answers are always rows 0..n-1; when one finishes, the last row moves into its place. All per-token work
 is a few numpy operations over all rows; Python touches a single answer only when it starts and when it ends.
@@ -20,7 +20,7 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`len(keys)` answers to one prompt; `future` gets the completions in order. Prefixes may have ended already."""
+    """`len(keys)` answers to one prompt; prefixes may have ended already."""
 
     request_id: str
     prompt: NDArray[np.int32]
@@ -28,6 +28,7 @@ class Request:
     keys: list[int]
     """Random stream of each answer."""
     future: "Future[list[Completion]]" = field(default_factory=Future)
+    """Gets the completions, in order."""
     prefixes: Sequence[Partial] = ()
     """What each answer has at its start; none where empty."""
     done: dict[int, Completion] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class RowTable:
         return len(self.answers)
 
     def enqueue(self, request: Request) -> None:
-        """Put the answers of a request that are not done yet at the end of the queue."""
+        """Queue the answers of a request that are not done yet."""
         for index in range(len(request.keys)):
             if index not in request.done:
                 prefix = request.prefix(index).token_ids
@@ -112,7 +113,7 @@ class RowTable:
                 self.waiting.append(Answer(request, index, known))
 
     def ready_to_admit(self) -> bool:
-        """Whether a prefill is worth it: something waits, and an eighth of the rows is free or nothing runs."""
+        """Whether something waits, and an eighth of the rows is free or nothing runs."""
         if not self.waiting:
             return False
         free = self.max_running - self.running
@@ -209,7 +210,7 @@ class RowTable:
             self.answers[new] = self.answers[old]
 
     def drop_waiting(self, request: Request | None = None) -> list[Request]:
-        """End waiting answers (of one request, or all) as `abort`, with their prefixes; requests complete with this."""
+        """End waiting answers (of one request, or all) as `abort`; requests complete with this."""
         dropped = [answer for answer in self.waiting if request is None or answer.request is request]
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
         complete: list[Request] = []

@@ -1,4 +1,4 @@
-"""Live weights of the torch engine: Hugging Face tensors in, fused tensors that the decode step reads, digests out.
+"""Live weights of the torch engine: Hugging Face tensors in, fused tensors to decode with, digests out.
 
 The inverse map is one table: each HF name is a range of rows of one live tensor (q, k and v are rows of `qkv`,
 gate and up are rows of `gate_up`, everything else is a live tensor of its own). Loading copies into those rows and
@@ -51,7 +51,7 @@ class LayerTensors(NamedTuple):
 
 
 def layout(spec: ModelSpec) -> dict[str, RowRange]:
-    """The inverse map of a model: HF name -> rows of a live tensor, in the order of the model."""
+    """The inverse map: HF name -> rows of a live tensor, in the order of the model."""
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
@@ -160,7 +160,7 @@ class LiveWeights:
 
 
 def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a Hugging Face folder (one safetensors file, or several with an index), cast to `dtype`.
+    """Tensors of a folder (one safetensors file, or several with an index), cast to `dtype`.
 
     Raises:
         EngineError: there are no safetensors files, one that the index names is absent, or the folder holds an
