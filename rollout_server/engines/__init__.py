@@ -75,11 +75,7 @@ def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":
-    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise.
-
-    Raises:
-        EngineError: the engine would be taken for dead before a broadcast that hangs is given up.
-    """
+    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise. Raises EngineError."""
     if config.weight_bus.stage_in == "server":
         return None
     broadcast_s, engine_s = config.weight_bus.collective_timeout_s, config.rollout.engine_deadline_s

@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """The engine failed; it must not serve until it is refilled or restarted."""
+    """The engine failed, or cannot do what is asked; it must not serve until it is refilled or restarted."""
 
 
 class EngineStartFailed(RuntimeError):
@@ -147,12 +147,9 @@ class Engine(Protocol):
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop between two decode steps; `drain` lets running requests finish first.
+        """Stop between two decode steps. Raises EngineError when running requests did not end for an update.
 
-        `keep_kv` keeps the KV of running requests over the update, `recompute_kv` computes it anew.
-
-        Raises:
-            EngineError: running requests did not end for an update.
+        `keep_kv` keeps the KV of running requests, `recompute_kv` computes it anew, `drain` lets them finish first.
         """
 
     async def load(self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int) -> None:
@@ -164,7 +161,7 @@ class Engine(Protocol):
         """
 
     async def digest(self) -> Mapping[str, int]:
-        """Digest of every HF tensor, computed on the live tensors that decode; a tied lm_head.weight has none."""
+        """Digest of every HF tensor, of the live tensors that decode; a tied lm_head.weight has none."""
 
     async def resume(self) -> None:
         """Go on decoding with what is loaded. Raises EngineError while the engine is half updated."""
@@ -176,10 +173,10 @@ class Engine(Protocol):
         """Keep the live weights for evaluation until `unpin`. Raises EngineError where they are not `version`."""
 
     async def unpin(self, version: int) -> None:
-        """Forget pinned weights, if there are any; what still runs on them comes back as `abort`."""
+        """Forget pinned weights, if any; what still runs on them comes back as `abort`."""
 
     def abort(self, request_id: str) -> None:
-        """End a request, if there is one, at the next decode step; its answers come back as `abort`."""
+        """End a request, if there is one; its answers come back as `abort`."""
 
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens so far, prefixes included, by request id; waiting answers count as 0."""
@@ -187,13 +184,11 @@ class Engine(Protocol):
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         """What each answer of a running request has, prefix included; nothing for unknown requests.
 
-        Args:
-            request_id: as given to `generate`.
-            since: tokens of each answer to leave out at its beginning, because the caller has them; none if empty.
+        `since`: tokens of each answer to leave out at its beginning, because the caller has them; none if empty.
         """
 
     async def health(self) -> Health:
-        """Numbers about the engine. Raises EngineError, with the cause, when it has died or stands still."""
+        """Numbers about the engine. Raises EngineError when it has died or stands still."""
 
     async def close(self) -> None:
-        """Stop; running requests come back as `abort`. Raises EngineError when it does not end in time."""
+        """Stop, in time or with EngineError; running requests come back as `abort`."""

@@ -39,16 +39,13 @@ log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """Implements `Engine`; make it on the event loop that will use it. Methods without a docstring do what that says.
+    """Implements `Engine`, whose docstrings hold here. Make it on the event loop that will use it.
 
-    Raises:
-        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
-        EngineStartFailed: SGLang did not start.
+    Raises as `SGLangProcess`.
     """
 
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        self._max_running = config.rollout.max_running
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder()
         os.environ[FOLDER] = str(self._staging.path)
@@ -58,28 +55,25 @@ class SGLangEngine:
         except BaseException:
             self._staging.close()
             raise
-        self._version, self._paused, self._half_updated = 0, False, ""
+        self.version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
         self._answers: dict[Answer, None] = {}
         """In progress, the oldest first."""
-        self._slots = asyncio.Semaphore(self._max_running)
+        self._slots = asyncio.Semaphore(config.rollout.max_running)
         self._open = asyncio.Event()
         """Set while parts may start."""
         self._open.set()
         self._digests: Mapping[str, int] | None = None
         """Of the last load, until somebody asks."""
-        self._pins: dict[int, int] = {}
-        """Requests that each pinned version has served."""
+        self._pinned: int | None = None
+        self._evaluates = False
+        """The pinned version has served requests."""
         self._seconds: dict[str, float] = {}
         self._tokens = 0
         self._counts = {"aborted_tokens": 0.0, "interrupted_parts": 0.0}
         """Tokens of answers that were called off, and parts that went on as others after an update."""
         self._busy_s, self._busy_since = 0.0, 0.0
         self._progress_at = time.monotonic()
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def _parts(self) -> list[Part]:
         """Those that run."""
@@ -100,9 +94,9 @@ class SGLangEngine:
         given = settled(prefixes, n, sampling, self.sglang.vocab_size)
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self.sglang.vocab_size)
         if pinned is not None:
-            if pinned not in self._pins or pinned != self._version:
-                raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
-            self._pins[pinned] += 1
+            if pinned != self._pinned:
+                raise EngineError(f"version {pinned} is not held here; version {self.version} is live")
+            self._evaluates = True
         self.sglang.check_alive()
         answers = [Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix) for prefix in given]
         if not self._answers:
@@ -136,7 +130,7 @@ class SGLangEngine:
                     await self._open.wait()
                 if answer.aborted:
                     return "abort"
-                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self._version)
+                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
                 reason = await self._run(answer, part)
                 answer.part = None
                 if not (reason == "abort" and part.interrupted):
@@ -173,7 +167,6 @@ class SGLangEngine:
                 self.sglang.abort(answer.part.rid)
 
     def running_tokens(self) -> Mapping[str, int]:
-        """As `Engine.running_tokens`, exact to the stream interval."""
         tokens: dict[str, int] = {}
         for answer in self._answers:
             tokens[answer.request_id] = tokens.get(answer.request_id, 0) + answer.num_tokens
@@ -188,8 +181,7 @@ class SGLangEngine:
 
     def holds(self) -> int | None:
         """As `Engine.holds`: SGLang has one set of weights, so an evaluation keeps updates out."""
-        held = [version for version, served in self._pins.items() if served and version == self._version]
-        return held[0] if held else None
+        return self._pinned if self._evaluates else None
 
     async def pause(self, mode: PauseMode) -> None:
         """As `Engine.pause`. Waits for a running evaluation first, for at most evaluation.deadline_s."""
@@ -200,8 +192,8 @@ class SGLangEngine:
         except EngineError as late:
             self.sglang.check_alive()
             log.error("%s; the evaluation is given up here", late)
-        for version in list(self._pins):  # nobody has begun to evaluate them, or nobody has ended it
-            await self.unpin(version)
+        if self._pinned is not None:  # nobody has begun to evaluate it, or nobody has ended it
+            await self.unpin(self._pinned)
         self._open.clear()
         try:
             await self._stop_parts(mode)
@@ -238,7 +230,7 @@ class SGLangEngine:
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """Mark the engine as half updated: `resume` and `pin` refuse until a proof. Raises EngineError: not paused."""
+        """Mark the engine as half updated until a proof, as `load`. Raises EngineError where it is not paused."""
         if not self._paused:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
@@ -252,7 +244,7 @@ class SGLangEngine:
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
         self._half_updated = ""
-        self._version = version
+        self.version = version
         doubt = self.sglang.stream_interval + self.sglang.late_tokens
         for part in self._parts():
             part.boundaries.append((part.seen + doubt, version))
@@ -260,12 +252,12 @@ class SGLangEngine:
     async def _loaded(self, version: int | None) -> Mapping[str, int]:
         await self.sglang.run_loader(version)
         replies = await asyncio.to_thread(self._staging.replies, self.sglang.num_ranks)
-        for reply in replies:
-            if reply.error:
-                raise EngineError(f"scheduler {reply.rank} could not load: {reply.error}")
+        for rank, reply in enumerate(replies):
+            if reply["error"]:
+                raise EngineError(f"scheduler {rank} could not load: {reply['error']}")
         self._staging.mapped_by_all()
-        names = {name for reply in replies for name in reply.seconds}
-        self._seconds = {f"apply_{name}_s": max(reply.seconds.get(name, 0.0) for reply in replies) for name in names}
+        names = replies[0]["seconds"]
+        self._seconds = {f"apply_{name}_s": max(reply["seconds"][name] for reply in replies) for name in names}
         return combine(replies, self._staging.shapes())
 
     async def digest(self) -> Mapping[str, int]:
@@ -295,13 +287,14 @@ class SGLangEngine:
 
     async def pin(self, version: int) -> None:
         """As `Engine.pin`. The first pinned request makes it hold; before, an update may drop it."""
-        if self._half_updated or version != self._version:
-            raise EngineError(f"version {version} cannot be pinned; version {self._version} is live")
-        self._pins.setdefault(version, 0)
+        if self._half_updated or version != self.version:
+            raise EngineError(f"version {version} cannot be pinned; version {self.version} is live")
+        self._pinned = version
 
     async def unpin(self, version: int) -> None:
-        self._pins.pop(version, None)
-        self._end([answer for answer in self._answers if answer.pinned == version])
+        if version == self._pinned:
+            self._pinned, self._evaluates = None, False
+            self._end([answer for answer in self._answers if answer.pinned == version])
 
     # ---- life ------------------------------------------------------------------------------------------
 
@@ -319,7 +312,7 @@ class SGLangEngine:
             )
         memory = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return Health(
-            version=self._version,
+            version=self.version,
             running=running,
             waiting=len(self._answers) - running,
             generated_tokens=self._tokens + sum(part.seen for part in parts),

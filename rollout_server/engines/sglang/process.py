@@ -1,7 +1,7 @@
 """SGLang's process tree: start, calls to its tokenizer manager, watching the children.
 
-The methods that SGLang's `Engine` offers for pauses and updates are blocking or absent, so its tokenizer manager,
-which is asyncio and lives on our loop, is called directly; every call has a deadline.
+What SGLang's `Engine` offers for pauses and updates is blocking or absent, so its tokenizer manager, which is asyncio
+and lives on our loop, is called directly; every call has a deadline.
 """
 
 import asyncio
@@ -40,16 +40,8 @@ def _ignore_sigquit(_number: int, _frame: object) -> None:
     """Replaces SGLang's handler, which kills this process silently when a child fails."""
 
 
-def on_cuda(config: Config) -> bool:
-    """Whether the engine of this configuration runs on GPUs."""
-    return config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
-
-
 class ChildrenLog:
-    """This process's stderr from now on, which SGLang's children share.
-
-    Readable where it is a file, as under the launcher.
-    """
+    """This process's stderr from now on, which SGLang's children share."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._path = f"/proc/self/fd/{descriptor}"
@@ -57,7 +49,7 @@ class ChildrenLog:
         self._begin = status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def last_error(self) -> str:
-        """The last line of a traceback; empty without one, or where stderr is unreadable."""
+        """The last line of a traceback; empty without one, or where it is unreadable."""
         if self._begin is None:
             return ""
         with open(self._path, "rb") as file:
@@ -67,12 +59,8 @@ class ChildrenLog:
 
 
 def start_failure(said: str, last_error: str) -> str:
-    """Why SGLang did not start: its children's last error first.
-
-    Args:
-        said: by SGLang; its guess at the OOM killer is kept for a child that SIGKILL ended.
-        last_error: of its children's log, empty where that is not known.
-    """
+    """Why SGLang did not start: its children's last error, if known, and what it `said`."""
+    # Its guess at the OOM killer is kept for a child that SIGKILL ended.
     if "exit code: -9" not in said:
         said = said.partition(" If exit code is -9")[0]
     return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
@@ -81,15 +69,15 @@ def start_failure(said: str, last_error: str) -> str:
 class SGLangProcess:
     """One SGLang with its schedulers. The constructor blocks the event loop until it serves.
 
-    Raises:
-        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
-        EngineStartFailed: it did not start.
+    Raises EngineError where SGLang is not installed or cannot do what is configured, EngineStartFailed where it did not
+    start.
     """
 
     def __init__(self, config: Config) -> None:
         self.deadline_s = config.rollout.engine_deadline_s
         self.num_ranks = config.placement.tensor_parallel
-        cuda = on_cuda(config)
+        device = config.placement.device
+        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if not cuda:
             prepare_cpu()
             # the schedulers': without it torch takes all cores there, and spins on those that others use
@@ -158,11 +146,7 @@ class SGLangProcess:
             await asyncio.sleep(DEATH_LOOK_S)
 
     async def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait until `done()`.
-
-        Raises:
-            EngineError: SGLang is dead, or `limit_s` have passed; `what` says for what an update waited.
-        """
+        """Wait until `done()`. Raises EngineError: SGLang is dead, or an update waited `limit_s` for `what`."""
         started = time.monotonic()
         while not done():
             waited = time.monotonic() - started
@@ -179,11 +163,7 @@ class SGLangProcess:
     async def generate(
         self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """Outputs of one request, cumulative; the last one has a finish reason.
-
-        Raises:
-            EngineError: SGLang refuses the request.
-        """
+        """Outputs of one request, cumulative. Raises EngineError if SGLang refuses it."""
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
             sampling_params=self.sampling_parameters(part, sampling, new_tokens),
@@ -226,10 +206,10 @@ class SGLangProcess:
         await self._within(self._manager.continue_generation(request), "resume")
 
     async def run_loader(self, version: int | None) -> None:
-        """Run our loader in every scheduler; `version` labels tokens from now on.
+        """Run our loader in every scheduler, as `ask`; `version` labels tokens from now on.
 
         The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
-        scheduler. Namespaces of the prefix cache make it unnecessary. Raises EngineError as `ask`.
+        scheduler. Namespaces of the prefix cache make it unnecessary.
         """
         self._loads += version is not None
         await self.ask(
@@ -244,8 +224,7 @@ class SGLangProcess:
     async def ask(self, method: str, request: str, **fields: Any) -> None:
         """Call a method of the tokenizer manager that answers (success, message).
 
-        Raises:
-            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
+        Raises EngineError where SGLang refuses, or does not answer; then it is taken for dead.
         """
         message = getattr(self._requests, request)(**fields)
         success, reason = await self._within(getattr(self._manager, method)(message, None), method)

@@ -1,4 +1,4 @@
-"""The server's side of the receiver in SGLang (weight_bus.stage_in: engine), which decodes while it stages updates."""
+"""The server's side of the receiver in SGLang (weight_bus.stage_in: engine)."""
 
 import asyncio
 import secrets
@@ -23,9 +23,7 @@ class SGLangStaging:
     async def link(self) -> Line:
         """The connection to the receiver, which is started first where there is none.
 
-        Raises:
-            EngineError: it cannot be reached.
-            NotAvailable: it lacks what it would receive with.
+        Raises EngineError where it cannot be reached, NotAvailable where it lacks what it would receive with.
         """
         if self._link is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

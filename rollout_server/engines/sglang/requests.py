@@ -57,8 +57,7 @@ class Answer:
     def take(self, part: Part, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
         """Add the tokens of a finished part; their number and its finish reason.
 
-        Raises:
-            EngineError: SGLang has refused the part, or what it returned is not consistent.
+        Raises EngineError where SGLang has refused the part, or what it returned is not consistent.
         """
         finished = output["meta_info"]["finish_reason"] or {}
         if finished.get("type") == "abort" and finished.get("status_code") and not part.interrupted:
@@ -112,16 +111,10 @@ def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
 
 
 def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tokens: int) -> NDArray[np.int32]:
-    """[count] version of each token from SGLang's spans ({version, start, end}, ascending).
+    """[count] version of each token from meta_info["weight_versions"]: {version, start, end}, ascending.
 
-    Args:
-        spans: as in meta_info["weight_versions"].
-        count: tokens of the part.
-        late_tokens: tokens that may have been sampled before an update and booked after it (1 with overlapped
-            scheduling): they get the older version.
-
-    Raises:
-        EngineError: the spans do not cover the tokens, or name a version that is none of ours.
+    `late_tokens` may have been sampled before an update and booked after it (1 with overlapped scheduling): they get
+    the older version. Raises EngineError: spans do not cover the tokens, or name a version that is none of ours.
     """
     versions = np.full(count, -1, np.int32)
     for position, span in enumerate(spans):
@@ -137,11 +130,7 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tok
 
 
 def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Token ids and logprobs of a part's output; a part that never ran has none.
-
-    Raises:
-        EngineError: ids and logprobs disagree.
-    """
+    """Ids and logprobs of a part's output, if it ran. Raises EngineError if they disagree."""
     meta = output["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = [int(pair[1]) for pair in pairs]

@@ -1,13 +1,8 @@
 """The embedded `torch` engine: continuous batching on a CPU, for small models.
 
-Its decode thread
-consumes     requests and other actions, posted from asyncio loops
-produces     completions with a logprob and a policy version per token
-waits for    an action, when there is nothing to decode
-unblocked by an action or `close`; when the thread dies, every waiter fails with the cause
-
-Requests, pauses, pins and version changes happen in this thread, between two decode steps. Only the copying of a
-load runs elsewhere: it may block on a network, the live lane stands still meanwhile, and pinned evaluations go on.
+Requests, pauses, pins and version changes happen in its decode thread, between two steps; when that dies, every waiter
+fails with the cause. Only the copying of a load runs elsewhere: it may block on a network, the live lane stands still
+meanwhile, and pinned evaluations go on.
 """
 
 import asyncio
@@ -41,9 +36,9 @@ CLOSE_DEADLINE_S = 30.0
 
 
 class TorchEngine:
-    """Implements `Engine`: one live lane, one for each pinned version, a daemon thread that steps them in turn.
+    """Implements `Engine`, whose docstrings hold here; a daemon thread decodes.
 
-    Methods without a docstring do what `Engine` says.
+    There is one live lane, and one for each pinned version.
 
     Args:
         folder: a Hugging Face folder of the Qwen2, Qwen3 or Llama family, with config.json and safetensors; version 0.
@@ -79,14 +74,20 @@ class TorchEngine:
             weights.load(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype]))
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error
-        self._max_context, self._max_running = max_context, max_running
-        self._num_threads, self._seed = num_threads, seed
+        self._max_context, self._num_threads, self._seed = max_context, num_threads, seed
         self._lock = threading.Lock()
         """Held while rows or the tables below change, and while another thread reads them."""
         self._mailbox = Mailbox(self._lock)
-        self._model = TorchModel(self._spec, dtype=weights.dtype, max_context=max_context)
         self._complete: list[Request] = []
         """Requests whose last answer has ended; delivered after the step."""
+        self._lane = partial(
+            Lane,
+            TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
+            max_running=max_running,
+            max_context=max_context,
+            lock=self._lock,
+            complete=self._complete,
+        )
         self.live = self._lane(weights, 0)
         self._pins: dict[int, Lane] = {}
         self._requests: dict[str, tuple[Request, Lane]] = {}
@@ -99,17 +100,6 @@ class TorchEngine:
         self._unpinned_tokens = 0
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
-
-    def _lane(self, weights: LiveWeights, version: int) -> Lane:
-        return Lane(
-            self._model,
-            weights,
-            version,
-            max_running=self._max_running,
-            max_context=self._max_context,
-            lock=self._lock,
-            complete=self._complete,
-        )
 
     # ---- any thread ------------------------------------------------------------------------------------
 
@@ -127,11 +117,7 @@ class TorchEngine:
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`.
-
-        A token's random number depends on its position in the answer: what follows a prefix is drawn with the numbers
-        of an answer that was never interrupted.
-        """
+        """As `Engine.generate`. What follows a prefix is drawn with the numbers of an answer that had none."""
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._spec.vocab_size)
         request = Request(
             request_id=request_id,
@@ -148,16 +134,12 @@ class TorchEngine:
         return answers
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`. Only live requests stop or drain; pinned ones go on.
-
-        Raises:
-            EngineError: a drain was ended by `resume`, another pause or `close` before the last answer ended.
-        """
+        """As `Engine.pause`. Only live requests stop; a drain is ended by `resume`, `close` or another pause."""
         stands: Future[None] = Future()
         await self._mailbox.ask(partial(self._pause, mode, stands), stands)
 
     async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Engine.load`. The iterable is consumed in a worker thread; what it raises is raised here."""
+        """As `Engine.load`. A worker thread consumes the iterable; what it raises is raised here."""
         await self._mailbox.ask(partial(self._begin_load, version))
         copying = asyncio.ensure_future(asyncio.to_thread(self.live.weights.load, named_tensors))
         try:
@@ -181,15 +163,12 @@ class TorchEngine:
         return await asyncio.to_thread(self.live.weights.digests)
 
     async def resume(self) -> None:
-        """See `Engine.resume`. After `pause("recompute_kv")` and a load, the KV of running requests is recomputed."""
         await self._mailbox.ask(self._resume)
 
     def holds(self) -> int | None:
-        """See `Engine.holds`: pinned weights are a copy, so no update ever waits."""
-        return None
+        return None  # pinned weights are a copy, so no update ever waits
 
     async def pin(self, version: int) -> None:
-        """See `Engine.pin`: copies the live weights."""
         await self._mailbox.ask(partial(self._pin, version))
 
     async def unpin(self, version: int) -> None:
@@ -223,7 +202,6 @@ class TorchEngine:
             return lane.rows.progress(request, since or [0] * len(request.keys))
 
     async def health(self) -> Health:
-        """See `Engine.health`; `running` and `waiting` count answers, live and pinned."""
         with self._lock:
             self._mailbox.raise_if_dead()
             lanes = (self.live, *self._pins.values())
@@ -262,7 +240,7 @@ class TorchEngine:
             self._complete.append(request)
 
     def _abort(self, request_id: str, only: Request | None = None) -> None:
-        """End a request by id; of one that is cancelled, `only` this one and no later one of its name."""
+        """End a request; where `only` is given, that one and no later one of its name."""
         held, lane = self._requests.get(request_id, (None, None))
         if held is not None and lane is not None and only in (None, held):
             lane.abort(held)
@@ -362,7 +340,7 @@ class TorchEngine:
         return any(lane.rows.running or lane.rows.waiting for lane in (*live, *self._pins.values()))
 
     def _step(self) -> None:
-        """One decode step of every lane that may: live and pinned requests advance at the same pace."""
+        """One decode step of every lane that may: all advance at the same pace."""
         started = time.perf_counter()
         if self._live_may_step():
             self.live.step(may_admit=self._mode is None)

@@ -1,4 +1,4 @@
-"""Which models the torch engine can serve: config.json -> `ModelSpec`, or a refusal that names the key.
+"""Which models the torch engine serves: config.json -> `ModelSpec`, or a refusal by key.
 
 The engine implements three families exactly (Qwen2, Qwen3, Llama); everything a config can ask for beyond them
 is refused here, because a decoder that is nearly the model gives behaviour logprobs that are nearly right.
@@ -45,10 +45,9 @@ class ModelSpec:
 
 
 def read_spec(folder: Path, max_context: int) -> ModelSpec:
-    """Read `config.json` of a Hugging Face folder, for requests of up to `max_context` tokens, answer included.
+    """Read a folder's `config.json`; `max_context` is most tokens of prompt and answer.
 
-    Raises:
-        EngineError: the model is of another family, or asks for something the engine does not do exactly.
+    Raises EngineError where the model is of another family, or asks for something the engine does not do exactly.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -105,13 +104,6 @@ def _refuse_what_differs(path: Path, config: Any, max_context: int) -> None:
             f"{path}: max_position_embeddings {config.max_position_embeddings} is below the context of {max_context} "
             "tokens (data.max_prompt_tokens + rollout.max_new_tokens); lower one of the two"
         )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise EngineError(
-            f"{path}: num_attention_heads {config.num_attention_heads} is no multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
-        )
-    if _head_dim(config) % 2:
-        raise EngineError(f"{path}: head_dim {_head_dim(config)} is odd, rotary embeddings need pairs")
 
 
 def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:

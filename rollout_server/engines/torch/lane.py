@@ -60,13 +60,12 @@ class Lane:
             self._decode()
 
     def _admit(self) -> None:
+        first = self.rows.running
         with self._lock:
-            admission = self.rows.admit(MAX_PREFILL_TOKENS)
-        first, last = admission.first_row, self.rows.running
-        longest = max(len(prompt) for prompt in admission.prompts)
+            prompts, prompt_of_row = self.rows.admit(MAX_PREFILL_TOKENS)
+        last, longest = self.rows.running, max(len(prompt) for prompt in prompts)
         self.cache.reserve(last, longest + 1)
         self.cache.clear(first, last)
-        prompts, prompt_of_row = admission.prompts, admission.prompt_of_row
         logits = self.model.prefill(self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row)
         self.prefilled_prompts += len(prompts)
         self._sample(first, logits[torch.tensor(prompt_of_row)])

@@ -12,7 +12,7 @@ Action = Callable[[], None]
 
 
 class Mailbox:
-    """Actions for one decode thread, which calls `serve` and `die`; the rest is for any thread."""
+    """Actions for one decode thread, which calls `serve` and `die`; others call the rest."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self._wake = threading.Condition(lock)
@@ -23,14 +23,10 @@ class Mailbox:
         self.closed = False
 
     def post(self, action: Action, result: "Future[Any] | None" = None) -> "Future[Any]":
-        """Run `action` in the decode thread between two steps.
+        """Run `action` in the decode thread between two steps. Raises EngineError when that has ended.
 
-        Args:
-            action: an EngineError that it raises goes to the result.
-            result: where the action, or somebody after it, puts one; without it, the action's end is the result.
-
-        Raises:
-            EngineError: the thread has ended.
+        An EngineError of the action goes to the result. Something puts one into `result` then or later; where that is
+        not given, the action's end is the result.
         """
         future = Future() if result is None else result
         with self._wake:
@@ -42,7 +38,7 @@ class Mailbox:
         return future
 
     async def ask(self, action: Action, result: "Future[Any] | None" = None) -> Any:
-        """As `post`, and wait for the result. Cancelled before it is taken, an action does not run."""
+        """As `post`, and wait for the result; cancelled in time, the action does not run."""
         return await asyncio.wrap_future(self.post(action, result))
 
     def close(self) -> None:
@@ -60,7 +56,7 @@ class Mailbox:
         return EngineError(f"the decode thread died: {type(self._failure).__name__}: {self._failure}")
 
     def serve(self, has_work: Callable[[], bool]) -> None:
-        """Run what was posted; without that and without work, sleep until there is some or `close`."""
+        """Run what was posted; with nothing to do, sleep until there is something or `close`."""
         with self._wake:
             while not (self._posted or self.closed or has_work()):
                 self._wake.wait()

@@ -29,18 +29,14 @@ class Request:
     """Random stream of each answer."""
     future: "Future[list[Completion]]" = field(default_factory=Future)
     """Gets the completions, in order."""
-    prefixes: Sequence[Partial] = ()
-    """What each answer has at its start; none where empty."""
+    prefixes: Sequence[Partial]
+    """What each answer has at its start."""
     done: dict[int, Completion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, prefix in enumerate(self.prefixes):
             if prefix.finish_reason is not None:
                 self.done[index] = prefix.as_completion(prefix.finish_reason)
-
-    def prefix(self, index: int) -> Partial:
-        """What this answer has at its start."""
-        return self.prefixes[index] if self.prefixes else Partial()
 
     @property
     def complete(self) -> bool:
@@ -65,15 +61,6 @@ class Answer:
         """Note how it ended; its request where that is complete with this."""
         self.request.done[self.index] = completion
         return [self.request] if self.request.complete else []
-
-
-@dataclass(slots=True, frozen=True)
-class Admission:
-    """Answers that start now, in rows from `first_row`; the i-th continues `prompts[prompt_of_row[i]]`."""
-
-    first_row: int
-    prompts: list[NDArray[np.int32]]
-    prompt_of_row: list[int]
 
 
 class RowTable:
@@ -101,14 +88,14 @@ class RowTable:
 
     @property
     def running(self) -> int:
-        """Number of rows in use."""
+        """Rows in use."""
         return len(self.answers)
 
     def enqueue(self, request: Request) -> None:
         """Queue the answers of a request that are not done yet."""
         for index in range(len(request.keys)):
             if index not in request.done:
-                prefix = request.prefix(index).token_ids
+                prefix = request.prefixes[index].token_ids
                 known = np.concatenate([request.prompt, prefix]) if prefix.size else request.prompt
                 self.waiting.append(Answer(request, index, known))
 
@@ -119,28 +106,30 @@ class RowTable:
         free = self.max_running - self.running
         return not self.answers or free >= max(1, self.max_running // ADMIT_FRACTION)
 
-    def admit(self, max_prefill_tokens: int) -> Admission:
+    def admit(self, max_prefill_tokens: int) -> tuple[list[NDArray[np.int32]], list[int]]:
         """Move waiting answers, first come first served, into free rows.
 
         Stops at the last free row, or before the padded prompts exceed `max_prefill_tokens` (one always goes in).
+        Returns the prompts, each once, and the number of its prompt for each row that is new.
         """
-        admission = Admission(self.running, [], [])
+        prompts: list[NDArray[np.int32]] = []
+        prompt_of_row: list[int] = []
         longest = 0
         while self.waiting and self.running < self.max_running:
             known = self.waiting[0].known
-            if not admission.prompts or known is not admission.prompts[-1]:
+            if not prompts or known is not prompts[-1]:
                 longest = max(longest, len(known))
-                if admission.prompts and longest * (len(admission.prompts) + 1) > max_prefill_tokens:
+                if prompts and longest * (len(prompts) + 1) > max_prefill_tokens:
                     break
-                admission.prompts.append(known)
+                prompts.append(known)
             self._start(self.waiting.popleft())
-            admission.prompt_of_row.append(len(admission.prompts) - 1)
-        return admission
+            prompt_of_row.append(len(prompts) - 1)
+        return prompts, prompt_of_row
 
     def _start(self, answer: Answer) -> None:
         row, request, sampling = self.running, answer.request, answer.request.sampling
         start, stop = len(request.prompt), len(answer.known)
-        prefix = request.prefix(answer.index)
+        prefix = request.prefixes[answer.index]
         self.answers.append(answer)
         self.ids[row, :stop] = answer.known
         self.logprobs[row, start:stop] = prefix.logprobs
@@ -157,7 +146,7 @@ class RowTable:
         self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
     def record(self, start: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        """Append one sampled token to the rows [start, start + len(tokens))."""
+        """Append a token to each of the rows from `start` on."""
         stop = start + len(tokens)
         row, at = self._index[start:stop], self.length[start:stop]
         self.ids[row, at] = tokens
@@ -180,8 +169,7 @@ class RowTable:
     ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int64]]:
         """Take answers out of their rows and close the gaps.
 
-        Returns:
-            requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
+        Returns requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
         """
         complete: list[Request] = []
         starts, stops = self.prompt_length[rows].tolist(), self.length[rows].tolist()
@@ -215,7 +203,7 @@ class RowTable:
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
         complete: list[Request] = []
         for answer in dropped:
-            complete += answer.end(answer.request.prefix(answer.index).as_completion("abort"))
+            complete += answer.end(answer.request.prefixes[answer.index].as_completion("abort"))
         return complete
 
     def rows_of(self, request: Request | None = None) -> NDArray[np.int64]:
@@ -233,7 +221,7 @@ class RowTable:
                 found.append(self._tokens(row, int(self.prompt_length[row]) + first, int(self.length[row])))
             else:
                 answer = request.done.get(index)
-                found.append((Partial.of(answer) if answer is not None else request.prefix(index)).since(first))
+                found.append((Partial.of(answer) if answer is not None else request.prefixes[index]).since(first))
         return found
 
     def _tokens(self, row: int, start: int, stop: int) -> Partial:

@@ -51,7 +51,7 @@ class LayerTensors(NamedTuple):
 
 
 def layout(spec: ModelSpec) -> dict[str, RowRange]:
-    """The inverse map: HF name -> rows of a live tensor, in the order of the model."""
+    """The inverse map, in the order of the model: HF name -> rows of a live tensor."""
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
@@ -119,9 +119,8 @@ class LiveWeights:
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy HF tensors into the live tensors; any order, each name exactly once.
 
-        Raises:
-            EngineError: a tensor is unknown, repeated, missing, or of another shape or dtype. Tensors that came
-                before it are already copied: the set is then half updated.
+        Raises EngineError where a tensor is unknown, repeated, missing, or of another shape or dtype. Those before it
+        are already copied: the set is then half updated.
         """
         loaded: set[str] = set()
         for name, tensor in named_tensors:
@@ -153,18 +152,15 @@ class LiveWeights:
     def copy(self) -> "LiveWeights":
         """A second set with the same contents and no shared memory."""
         twin = LiveWeights(self.spec, self.dtype)
-        with torch.no_grad():
-            for name, tensor in self.tensors.items():
-                twin.tensors[name].copy_(tensor)
+        twin.load(self._views.items())
         return twin
 
 
 def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a folder (one safetensors file, or several with an index), cast to `dtype`.
 
-    Raises:
-        EngineError: there are no safetensors files, one that the index names is absent, or the folder holds an
-            lm_head that differs from the embedding although config.json says that they are tied.
+    Raises EngineError where there are no such files, one that the index names is absent, or the lm_head differs from
+    the embedding although config.json says that they are tied.
     """
     aside: dict[str, torch.Tensor] = {}
     for file in _files(folder):

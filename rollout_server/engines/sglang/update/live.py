@@ -29,12 +29,7 @@ _addresses: tuple[Any, dict[str, int]] = (None, {})
 
 
 class LiveWeights:
-    """The parts of the tensors of these names that a model holds on this rank.
-
-    Raises:
-        KeyError: the model has no such tensor.
-        ValueError: a live tensor does not have the shape that the map expects.
-    """
+    """The parts of the tensors of these names that a model holds on this rank. Raises as `live_slices`."""
 
     def __init__(self, model: Any, shapes: Shapes) -> None:
         self._model = model
@@ -56,8 +51,7 @@ class LiveWeights:
         """Load an update, by copies if that is all there is to it.
 
         Args:
-            staged: name and whole tensor, all of them, on the device of the model. The same object means the same
-                memory as the last time.
+            staged: all names and whole tensors, on the model's device. The same object means the same memory as before.
 
         Returns:
             The digest of each slice as it is live then, and the seconds until the last tensor was in its place.
@@ -119,10 +113,9 @@ def synchronize() -> None:
 
 
 def check_addresses(model: Any) -> None:
-    """Check that no parameter has moved: captured graphs keep reading the old memory.
+    """Raise RuntimeError where a parameter has moved: captured graphs keep reading the old memory.
 
-    Raises:
-        RuntimeError: it has. Digests of where it lies now would prove nothing about what is decoded with.
+    Digests of where it lies now would prove nothing about what is decoded with.
     """
     global _addresses
     found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -29,36 +29,33 @@ _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = 
 def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Carry out the request in the staging folder and leave a reply; `named_tensors` is empty.
 
-    It raises nothing: an exception here would end the scheduler. What goes wrong stands in the reply, and the server
-    then quarantines this engine.
+    An exception here would end the scheduler: what goes wrong stands in the reply, and quarantines this engine.
     """
     folder = Path(os.environ[FOLDER])
     rank = torch.distributed.get_rank()
     request = msgpack.unpackb((folder / REQUEST).read_bytes())
     reply: dict[str, Any] = {"sequence": request["sequence"], "error": "", "slices": [], "seconds": {}}
     try:
-        _carry_out(model, request, reply, rank)
+        reply |= _carried_out(model, request, rank)
     except Exception as error:  # noqa: BLE001  # the edge of our code inside a process that is not ours
         reply["error"] = f"{type(error).__name__}: {error}"
     replace(folder / f"reply.{rank}.msgpack", reply)
 
 
-def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank: int) -> None:
+def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
     if "receive" in request:
         if rank == 0:
             receiver.start(request["receive"], next(model.parameters()).device)
-        return
+        return {}
     started = time.monotonic()
     live = _live_weights(model, [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]])
     tensors = _tensors(request, rank) if request["load"] else []
     synchronize()  # a forward that was launched before the pause still reads the old weights
     waited = time.monotonic()
     digests, load_s = live.load(tensors) if request["load"] else (live.digests(), 0.0)
-    reply["slices"] = [
-        [piece.name, list(piece.start), piece.view.numel(), digest]
-        for piece, digest in zip(live.slices, digests, strict=True)
-    ]
-    reply["seconds"] = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
+    seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
+    found = zip(live.slices, digests, strict=True)
+    return {"slices": [[p.name, list(p.start), p.view.numel(), digest] for p, digest in found], "seconds": seconds}
 
 
 def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
@@ -86,7 +83,7 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 
 
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
-    """Flat uint8 over memory of the server or rank 0, mapped until the request names another."""
+    """Flat uint8 over memory of the server or rank 0, mapped until a request names another."""
     if described["kind"] == "staged":
         if rank == 0:  # a process cannot open its own handles
             return receiver.bucket(number, described["take"])

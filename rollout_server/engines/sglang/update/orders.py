@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +26,7 @@ FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
-IN_BYTES = ("handle", "ref_handle", "event")
 Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one scheduler says of an update."""
-
-    rank: int
-    error: str
-    slices: Mapping[str, tuple[tuple[int, ...], int, int]]
-    """name -> (start, elements, digest) of the part that this rank holds."""
-    seconds: Mapping[str, float]
 
 
 class StagingFolder:
@@ -65,15 +52,13 @@ class StagingFolder:
         self._write(load=True, memory=memory)
 
     def _described(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[Any]]:
-        """Name, dtype, shape, number of its memory and offset there of each tensor; and the memory, by number."""
+        """[name, dtype, shape, number of its memory, offset there] of each; and the memory, by number."""
         storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         tensors: list[list[Any]] = []
-        kept = []
         for name, tensor in named_tensors:
             whole = tensor.detach().contiguous()
             if whole.dtype not in NAMES:
                 raise EngineError(f"tensor {name!r} has dtype {whole.dtype}; the engine takes {sorted(DTYPES)}")
-            kept.append(whole)
             storage = whole.untyped_storage()
             number, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
             offset = whole.storage_offset() * whole.element_size()
@@ -97,11 +82,10 @@ class StagingFolder:
         """(name, dtype, shape) of the model, so that `write_digest` works before the first update."""
         self._tensors = [[name, dtype, list(shape), 0, 0] for name, dtype, shape in tensors]
 
-    def replies(self, num_ranks: int) -> list[Reply]:
-        """Replies of all schedulers to the last request.
+    def replies(self, num_ranks: int) -> list[dict[str, Any]]:
+        """Reply of each scheduler to the last request. Raises EngineError where one is missing.
 
-        Raises:
-            EngineError: a scheduler has not answered this request.
+        It has `error`, `seconds` by name, and `slices`: [name, start, elements, digest] of what that rank holds.
         """
         found = []
         for rank in range(num_ranks):
@@ -111,8 +95,7 @@ class StagingFolder:
                 raise EngineError(f"scheduler {rank} left no reply to an update: {error}") from error
             if reply["sequence"] != self._sequence:
                 raise EngineError(f"scheduler {rank} answered update {reply['sequence']}, not {self._sequence}")
-            slices = {name: (tuple(start), count, digest) for name, start, count, digest in reply["slices"]}
-            found.append(Reply(rank, reply["error"], slices, reply["seconds"]))
+            found.append(reply)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -138,8 +121,7 @@ class StagingFolder:
         # once per buffer: each export adds to a reference count, and the schedulers keep the memory mapped
         pointer = storage.data_ptr()
         if pointer not in self._handles:
-            handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-            self._handles[pointer] = dict(zip(CUDA_HANDLE, handle, strict=True))
+            self._handles[pointer] = exported(storage)
         return {"kind": "cuda", **self._handles[pointer]}
 
     def _file(self, number: int, storage: torch.UntypedStorage) -> dict[str, Any]:
@@ -153,7 +135,7 @@ class StagingFolder:
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:
-    """Flat uint8 over a new file. Its pages are taken at once: a missing one would be a SIGBUS."""
+    """Flat uint8 over a new file; its pages are taken at once, or one would be a SIGBUS."""
     if size:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -170,23 +152,28 @@ def _new_file(path: Path, size: int) -> torch.Tensor:
 
 
 def replace(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file as a whole, msgpack; a reader sees the old one or the new one."""
+    """Write msgpack; a reader sees the old file or the new one."""
     part = path.with_suffix(".part")
     part.write_bytes(msgpack.packb(content))
     part.replace(path)
 
 
-def in_words(handle: Mapping[str, Any]) -> dict[str, Any]:
-    """A CUDA IPC handle without bytes, so that a message can carry it."""
-    return {field: value.hex() if field in IN_BYTES else value for field, value in handle.items()}
+def exported(storage: torch.UntypedStorage) -> dict[str, Any]:
+    """The CUDA IPC handle of a storage."""
+    return dict(zip(CUDA_HANDLE, storage._share_cuda_(), strict=True))  # type: ignore[no-untyped-call]
 
 
-def in_bytes(handle: Mapping[str, Any]) -> dict[str, Any]:
+def in_words(handle: Mapping[str, Any]) -> str:
+    """A CUDA IPC handle as a text, which a message can carry."""
+    return bytes(msgpack.packb(handle)).hex()
+
+
+def in_bytes(text: str) -> dict[str, Any]:
     """The inverse of `in_words`."""
-    return {field: bytes.fromhex(value) if field in IN_BYTES else value for field, value in handle.items()}
+    return dict(msgpack.unpackb(bytes.fromhex(text)))
 
 
-def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def combine(replies: Iterable[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Digest of each tensor: the sum over the schedulers' disjoint slices.
 
     A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
@@ -194,8 +181,8 @@ def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> 
     parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
     wrong: set[str] = set()
     for reply in replies:
-        for name, (start, count, digest) in reply.slices.items():
-            known = parts.setdefault(name, {}).setdefault(start, (count, digest))
+        for name, start, count, digest in reply["slices"]:
+            known = parts.setdefault(name, {}).setdefault(tuple(start), (count, digest))
             if known != (count, digest):
                 wrong.add(name)
     digests = {}

@@ -33,7 +33,6 @@ SUBMODULES = (
 
 
 def refuse(name: str) -> RuntimeError:
-    """The error of whatever would need the real triton."""
     return RuntimeError(f"{name} was called, and triton is a stand-in here that only lets SGLang be imported on a CPU")
 
 
@@ -71,7 +70,6 @@ class JITFunction:
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
-    """`@jit` and `@jit(option=...)`."""
     return JITFunction if fn is None else JITFunction(fn)
 
 
@@ -98,25 +96,20 @@ class constexpr:
 
 
 class Driver:
-    """`runtime.driver`."""
-
     @property
     def active(self) -> Any:
-        """No GPU."""
         raise RuntimeError("0 active drivers: triton is a stand-in here, there is no GPU")
 
 
 def cdiv(x: int, y: int) -> int:
-    """Quotient, rounded up."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()
 
 
-def __getattr__(name: str) -> Placeholder:
+def __getattr__(name: str) -> Any:
     return globals().setdefault(name, placeholder(__name__, name))
 
 
