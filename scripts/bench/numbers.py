@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from configs.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
 from scripts.bench.core import Row, median, p90
 from scripts.bench.train import Finished, Phase

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from rollout_server import main as rollout_server
 from rollout_server.engines import Completion, Engine, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Part, quantile
+from rollout_server.engines.sglang.requests import Part
 from rollout_server.generate import Generator
 from rollout_server.progress import prefixes_of
 
@@ -101,6 +101,12 @@ class ForcedLengths(Generator):
             else:
                 found += self.engine.progress(name, [first]) or [Partial()]
         return found
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value at `share` of the sorted values, 0 without any."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 class TokenGaps:

@@ -68,7 +68,7 @@ async def load_and_flip(self, named_tensors, new_version):
     await real_load(self, named_tensors, new_version)
     if fault == "live" and due():
         planted["done"] = True
-        qkv = next(tensor for name, tensor in self.live_tensors().items() if name.endswith("qkv"))
+        qkv = next(tensor for name, tensor in self.live.weights.tensors.items() if name.endswith("qkv"))
         qkv.view(-1).view(torch.uint8)[8] ^= 0x10
 
 

@@ -77,7 +77,7 @@ async def until(condition: Callable[[], object], what: str) -> None:
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
-    engine = TorchEngine.from_folder(config.model.path, max_context=64, max_running=8)
+    engine = TorchEngine(config.model.path, max_context=64, max_running=8)
     generator = Generator(config, engine, None, None)  # type: ignore[arg-type]  # nothing is sampled here
     server = RolloutServer(config, generator, wire, name="server", fingerprint={})  # type: ignore[arg-type]
     try:

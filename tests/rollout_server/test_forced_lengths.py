@@ -48,7 +48,7 @@ async def generating(folder: Path, median: int = 0, sigma: float = SIGMA) -> Asy
             "rollout": {"group_size": GROUP, "max_new_tokens": CAP},
         }
     )
-    engine = TorchEngine.from_folder(folder, max_context=8 + CAP, max_running=64)
+    engine = TorchEngine(folder, max_context=8 + CAP, max_running=64)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)

@@ -78,7 +78,7 @@ class Wire:
 @asynccontextmanager
 async def server_of(config: Config, median: int = 0) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
-    engine = TorchEngine.from_folder(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
+    engine = TorchEngine(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)

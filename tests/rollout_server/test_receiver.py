@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -332,7 +333,7 @@ def test_handles_are_exported_once_for_each_bucket_and_hold_none() -> None:
     assert exported == [10, 20]
     buckets[1] = torch.empty(30, dtype=torch.uint8)
     assert handles.of(buckets) == [{"size": 10}, {"size": 30}] and exported == [10, 20, 30]
-    held = [ref for ref, _ in handles._known]
+    held = [weakref.ref(bucket) for bucket in buckets]
     del buckets
     gc.collect()
     assert [ref() for ref in held] == [None, None], "the old ones make room"
