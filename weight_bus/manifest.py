@@ -99,13 +99,15 @@ class Planner:
         """The place of the next tensor.
 
         Raises:
-            ValueError: the name appears twice, the dtype cannot travel, or without gaps the tensor would begin inside
-                an element.
+            ValueError: the name appears twice, the dtype cannot travel, a size is negative, or without gaps the tensor
+                would begin inside an element.
         """
         if name in self._seen:
             raise ValueError(f"tensor {name!r} appears twice in the update")
         if dtype not in ITEM_SIZES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, the weight bus carries {sorted(ITEM_SIZES)}")
+        if any(axis < 0 for axis in shape):
+            raise ValueError(f"tensor {name[:80]!r} has shape {[*shape]}")
         self._seen.add(name)
         size = math.prod(shape) * ITEM_SIZES[dtype]
         if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
