@@ -75,11 +75,10 @@ class Meeting:
         self._store = None
 
 
-def lost(what: str, error: RuntimeError) -> TransportError:
+def lost(error: RuntimeError) -> TransportError:
     """A failed collective as an error of the bus: closed where a connection ended, else silent."""
     # gloo and c10d put their source position before, and advice after the reason
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     text = first.rpartition("] ")[2].partition(". This")[0]
-    lowered = text.lower()
-    closed = any(word in lowered for word in ("closed", "reset", "refused", "broken pipe", "remote process exited"))
-    return TransportError(f"{what}: {text}", "closed" if closed else "silent")
+    ends = ("closed", "reset", "refused", "broken pipe", "remote process exited")
+    return TransportError(text, "closed" if any(word in text.lower() for word in ends) else "silent")

@@ -31,7 +31,8 @@ from configs.infrastructure import WeightBus
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-from weight_bus.transports.meeting import Meeting, lost
+from weight_bus.transports.group import GroupTransport, formed
+from weight_bus.transports.meeting import lost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL, Work
@@ -76,18 +77,19 @@ def nccl_facts() -> dict[str, str]:
     }
 
 
-class NcclCollective:
+class NcclCollective(GroupTransport):
     """An NCCL group per epoch. Buckets live on the CUDA device that is current in the constructor.
 
     Raises:
         WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
     """
 
+    backend = "nccl"
+    _group: "ProcessGroupNCCL | None" = None
+
     def __init__(self, config: WeightBus, host: str) -> None:
+        super().__init__(config, host)
         self.device, self._stream = self._open(config, host)
-        self._timeout_s = config.collective_timeout_s
-        self._meeting = Meeting(host, timedelta(seconds=config.collective_timeout_s))
-        self._group: ProcessGroupNCCL | None = None
         self._launched: list[tuple[int, Work]] = []
         with self._here():
             self._mark = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -108,40 +110,14 @@ class NcclCollective:
         """As `nccl_facts`."""
         return nccl_facts()
 
-    def serve(self) -> str:
-        """Start the store on the interface `host` only; NCCL takes its name."""
-        return self._meeting.serve()
-
-    def form(self, formation: Formation) -> None:
-        """Enter the group of an epoch: all members show up in the store, then build the communicator."""
-        self.leave()
-        what = f"epoch {formation.epoch} with {formation.size} members did not form"
-        try:
-            self._enter(self._meeting.at(formation), formation)
-        except TransportError as error:
-            self.leave()
-            raise error.during(what) from error
-        except RuntimeError as error:
-            self.leave()
-            if formation.rank:
-                self._meeting.forget()
-            raise lost(what, error) from error
-
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """Launch one bucket from rank 0 to all."""
-        if self._group is None:
-            raise TransportError(f"bucket {index + 1}: no group is formed", "closed")
-        try:
-            with self._here():
-                self._launch(bucket, index)
-        except RuntimeError as error:
-            self.leave()
-            raise lost(f"broadcast of bucket {index + 1} failed", error) from error
+        with self._or_leave(f"{_named(index)} failed"), self._here():
+            self._launch(bucket, index)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait for all buckets in order, each for the collective timeout, and close the transfer."""
-        if self._group is None:
-            raise TransportError("no group is formed", "closed")
+        formed(self._group)
         index = CLOSING
         try:
             with self._here():
@@ -152,12 +128,11 @@ class NcclCollective:
                 if index != CLOSING:
                     arrived(index)  # on the caller's stream, where a digest of the bucket is also read
             self._launched.clear()
-        except TransportError:
-            self.leave()
-            raise
         except RuntimeError as error:
             self.leave()
-            raise lost(f"{_named(index)} failed", error) from error
+            if isinstance(error, TransportError):
+                raise
+            raise lost(error).during(f"{_named(index)} failed") from error
 
     def leave(self) -> None:
         """Abort the communicator: its kernels end, whatever the peers do."""
@@ -171,12 +146,8 @@ class NcclCollective:
         except RuntimeError as error:
             log.warning("weight bus: the communicator was not aborted in %.0f s: %s", ABORT_S, error)
 
-    def close(self) -> None:
-        """Drop the group and the store."""
-        self.leave()
-        self._meeting.forget()
-
-    def _enter(self, store: PrefixStore, formation: Formation) -> None:
+    def _enter(self, formation: Formation) -> None:
+        store = self._meeting.at(formation)
         self._meeting.show_up(store, formation, self._timeout_s)
         with self._here():
             self._group = self._build(store, formation)
@@ -185,9 +156,8 @@ class NcclCollective:
 
     def _close_transfer(self) -> None:
         """Launch the collective whose result rank 0 has only when every member has every bucket."""
-        assert self._group is not None
         # the stubs lack what is inherited from Backend
-        self._launched.append((CLOSING, self._group.reduce(self._mark, 0)))  # type: ignore[attr-defined]
+        self._launched.append((CLOSING, formed(self._group).reduce(self._mark, 0)))  # type: ignore[attr-defined]
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -212,8 +182,7 @@ class NcclCollective:
             os.environ.update(before)
 
     def _launch(self, tensor: torch.Tensor, index: int) -> None:
-        assert self._group is not None
-        self._launched.append((index, self._group.broadcast(tensor, 0)))  # type: ignore[attr-defined]  # as above
+        self._launched.append((index, formed(self._group).broadcast(tensor, 0)))  # type: ignore[attr-defined]
 
     def _wait(self, work: "Work", index: int) -> None:
         started = time.monotonic()

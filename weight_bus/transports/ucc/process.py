@@ -134,21 +134,15 @@ def serve(channel: socket.socket, group: Group) -> int:
                     group.broadcast(order["bytes"])
                 case "finish":
                     group.finish()
-        except RuntimeError as error:
-            channel.send(_failed(error))
-            return 1
         except Exception as error:
-            channel.send(_failed(RuntimeError(f"{type(error).__name__}: {error}")))
-            raise  # its traceback is for the log
+            known = error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}")
+            text, symptom = (known.message, known.symptom) if isinstance(known, TransportError) else (str(known), "")
+            channel.send(msgpack.packb({"failed": text[:MAX_REASON], "symptom": symptom}))
+            if known is not error:
+                raise  # its traceback is for the log
+            return 1
         channel.send(msgpack.packb({}))
     return 0
-
-
-def _failed(error: RuntimeError) -> bytes:
-    message, symptom = (error.message, error.symptom) if isinstance(error, TransportError) else (str(error), "")
-    answer = {"failed": message[:MAX_REASON], "symptom": symptom}
-    body: bytes = msgpack.packb(answer)
-    return body
 
 
 def _end_with(parent: int) -> None:

@@ -17,13 +17,14 @@ def resolve_ucc() -> Literal["native", "plugin"]:
     torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
 
     Raises:
-        WeightBusError: there is none, or the plugin cannot be loaded. Nothing else is taken in its place.
+        NotAvailable: there is none.
+        WeightBusError: the plugin cannot be loaded.
     """
     if dist.is_ucc_available():
         return "native"
     try:
         import torch_ucc  # noqa: F401  # registers itself with torch.distributed
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: of ctypes
         if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
             raise NotAvailable(
                 f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
@@ -31,9 +32,10 @@ def resolve_ucc() -> Literal["native", "plugin"]:
                 f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
                 ' print(d.is_ucc_available())"'
             ) from error
-        raise _broken(error) from error
-    except OSError as error:  # of ctypes
-        raise _broken(error) from error
+        raise WeightBusError(
+            f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc"
+            f" and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
+        ) from error
     return "plugin"
 
 
@@ -50,10 +52,3 @@ def ucc_name(kind: Literal["native", "plugin"]) -> str:
         except metadata.PackageNotFoundError:
             version = "of unknown version"
     return f"plugin torch_ucc {version}"
-
-
-def _broken(error: ImportError | OSError) -> WeightBusError:
-    return WeightBusError(
-        f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc and"
-        f" libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
-    )
