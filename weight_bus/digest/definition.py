@@ -48,20 +48,9 @@ class Rows(NamedTuple):
     """A slice in two dimensions: element (r, c) has the flat index `base + r * row_step + c`."""
 
     values: torch.Tensor
-    """[rows, columns]; the columns contiguous in memory."""
+    """[rows, columns]; the columns contiguous in memory. Rows that follow each other everywhere are one."""
     base: int
     row_step: int
-
-
-class Stretch(NamedTuple):
-    """Consecutive elements of a tensor."""
-
-    values: torch.Tensor
-    """Flat and contiguous."""
-    first: int
-    """Flat index of the first one."""
-    rounded: torch.dtype
-    """See `Part`; the dtype of the values leaves them as they are."""
 
 
 class Task(NamedTuple):
@@ -91,7 +80,7 @@ def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
 
     Args:
         bits: the elements as integers of their width (one byte: unsigned).
-        keyed: what `keys` makes of their flat indices.
+        keyed: (flat index + 1) * INDEX_KEY of each, int32.
     """
     if bits.dtype == torch.int64:
         bits = (bits >> 32).to(torch.int32).mul_(_signed(HIGH_KEY)).add_(bits.to(torch.int32))
@@ -101,19 +90,44 @@ def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
     return _xorshift(h, 16)
 
 
-def keys(index: torch.Tensor) -> torch.Tensor:
-    """The term of flat indices (int64) in `mix`: (index + 1) * INDEX_KEY, int32."""
-    return (index + 1).mul_(INDEX_KEY).to(torch.int32)
-
-
-def _sum(mixed: torch.Tensor) -> int:
-    return int(mixed.sum(dtype=torch.int64)) & MASK
-
-
 @functools.cache
 def _lanes(device: torch.device) -> torch.Tensor:
     """The index's term of the first CHUNK elements, less its constant."""
     return torch.arange(CHUNK, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
+
+
+def reference_digest(part: Part) -> int:
+    """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
+    return add([rows_digest(rows, part.rounded or part.tensor.dtype) for rows in all_rows(part)])
+
+
+def rows_digest(rows: Rows, rounded: torch.dtype) -> int:
+    """The digest of rows, in torch on any device; `rounded`: see `Part`, the dtype of the values leaves them."""
+    values, base, row_step = rows
+    num_rows, cols = values.shape
+    lanes, total, at_once = _lanes(values.device), 0, max(1, CHUNK // cols)
+    for row in range(0, num_rows, at_once):
+        begins = torch.arange(row, min(row + at_once, num_rows), device=values.device).mul_(row_step).add_(base + 1)
+        for col in range(0, cols, CHUNK):
+            piece = values[row : row + at_once, col : col + CHUNK].to(rounded)
+            keyed = (begins + col).mul_(INDEX_KEY).to(torch.int32).unsqueeze(1) + lanes[: piece.shape[1]]
+            total += int(mix(piece.view(VIEWS[piece.element_size()]), keyed).sum(dtype=torch.int64))
+    return total & MASK
+
+
+def all_rows(part: Part) -> list[Rows]:
+    """A part in as few rows as can be; none where it is empty."""
+    if not part.tensor.numel():
+        return []
+    rows = rows_of(part)
+    if rows is not None:
+        return [rows]
+    tensor, shape, begin = _located(part)
+    return [
+        inner._replace(base=inner.base + (begin[0] + number) * math.prod(shape[1:]))
+        for number, values in enumerate(tensor)
+        for inner in all_rows(Part(values, shape[1:], begin[1:]))
+    ]
 
 
 def rows_of(part: Part) -> Rows | None:
@@ -131,6 +145,8 @@ def rows_of(part: Part) -> Rows | None:
     if cut:
         base += begin[split] * math.prod(shape[split + 1 :])
     values = _flattened(tensor, math.prod(tensor.shape[:split]), math.prod(tensor.shape[split:]))
+    if values.stride(0) == values.shape[1] == row_step:
+        values = values.view(1, -1)
     return Rows(values, base, row_step)
 
 
@@ -148,55 +164,6 @@ def _located(part: Part) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]
     shape = tuple(part.full_shape) if part.full_shape is not None else tuple(part.tensor.shape)
     begin = tuple(part.start) if part.start is not None else (0,) * len(shape)
     return (part.tensor, shape, begin) if shape else (part.tensor.reshape(1), (1,), (0,))
-
-
-def reference_digest(whole_part: Part) -> int:
-    """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
-    part, shape, begin = _located(whole_part)
-    rounded = whole_part.rounded or part.dtype
-    if part.numel() == 0:
-        return 0
-    row_size = math.prod(part.shape[1:])
-    stretch = stretch_of(whole_part)
-    if stretch is not None:
-        return _stretch_digest(stretch)
-    total = 0
-    rows_per_chunk = max(1, CHUNK // max(1, row_size))
-    for row in range(0, part.shape[0], rows_per_chunk):
-        piece = part[row : row + rows_per_chunk].to(rounded).contiguous()
-        bits = piece.view(VIEWS[piece.element_size()]).reshape(-1)
-        index = _strided_index(piece.shape, shape, (begin[0] + row, *begin[1:]), part.device)
-        total += _sum(mix(bits, keys(index)))
-    return total & MASK
-
-
-def stretch_of(whole_part: Part) -> Stretch | None:
-    """A part as one row in its memory; None when it is not one."""
-    part, shape, begin = _located(whole_part)
-    if tuple(part.shape[1:]) != tuple(shape[1:]) or not part.is_contiguous():
-        return None
-    return Stretch(part.view(-1), begin[0] * math.prod(shape[1:]), whole_part.rounded or part.dtype)
-
-
-def _stretch_digest(stretch: Stretch) -> int:
-    """In torch, on any device."""
-    values, first, rounded = stretch
-    lanes, total = _lanes(values.device), 0
-    for begin in range(0, values.numel(), CHUNK):
-        piece = values[begin : begin + CHUNK].to(rounded)
-        keyed = lanes[: piece.numel()] + _signed((first + begin + 1) * INDEX_KEY)
-        total += _sum(mix(piece.view(VIEWS[piece.element_size()]), keyed))
-    return total & MASK
-
-
-def _strided_index(
-    part_shape: Sequence[int], full_shape: Sequence[int], start: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, size in enumerate(part_shape):
-        axis = torch.arange(start[dim], start[dim] + size, dtype=torch.int64, device=device)
-        index = index.unsqueeze(-1) * full_shape[dim] + axis
-    return index.reshape(-1)
 
 
 def add(parts: Sequence[int]) -> int:

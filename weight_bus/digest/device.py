@@ -183,8 +183,7 @@ def _by_kind(tasks: Sequence[Task]) -> dict[Kind, list[Task]]:
     for task in tasks:
         values = task.rows.values
         width = values.element_size()
-        one_row = values.shape[0] == 1 or values.stride(0) == values.shape[1] == task.rows.row_step
-        aligned = values.data_ptr() % ALIGN == 0 and (one_row or values.stride(0) * width % ALIGN == 0)
+        aligned = values.data_ptr() % ALIGN == 0 and (len(values) == 1 or values.stride(0) * width % ALIGN == 0)
         found[Kind(width, task.rounded, aligned)].append(task)
     return found
 
@@ -193,8 +192,5 @@ def _row(task: Task) -> tuple[list[int], int]:
     """A task's numbers in the table, but for its first program; and how many programs it takes."""
     values, base, row_step = task.rows
     num_rows, cols = values.shape
-    stride = values.stride(0)
-    if num_rows > 1 and stride == cols == row_step:
-        num_rows, cols = 1, num_rows * cols
     chunks = -(-cols // (BLOCK * BLOCKS_PER_PROGRAM))
-    return [values.data_ptr(), cols, stride, chunks, base, row_step, task.slot], num_rows * chunks
+    return [values.data_ptr(), cols, values.stride(0), chunks, base, row_step, task.slot], num_rows * chunks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weight_bus.digest.definition import MASK, Part, Task, reference_digest, rows_of, stretch_of
+from weight_bus.digest.definition import MASK, Part, Task, add, all_rows, rows_digest
 from weight_bus.digest.host import host_digest
 
 if TYPE_CHECKING:
@@ -63,37 +63,32 @@ class Digester:
         self._without_kernel: list[int] = []
         tasks: dict[torch.device, list[Task]] = defaultdict(list)
         for number, part in enumerate(self._parts):
-            task = self._task(number)
-            if task is None:
+            if not part.tensor.is_cuda or _kernel() is None:
                 self._without_kernel.append(number)
-            elif task.rows.values.untyped_storage().data_ptr() != part.tensor.untyped_storage().data_ptr():
-                self._copied.append(number)
-            else:
-                tasks[part.tensor.device].append(task)
+            elif found := self._tasks(number):
+                memory = part.tensor.untyped_storage().data_ptr()
+                if all(task.rows.values.untyped_storage().data_ptr() == memory for task in found):
+                    tasks[part.tensor.device] += found
+                else:
+                    self._copied.append(number)
         self._plans = [self._plan(batch) for batch in tasks.values()]
 
     def launch(self) -> "Launched":
         """Begin to digest; what is on a device must stay unchanged until the sums are there."""
-        sums = [plan.launch() for plan in self._plans]
-        for number in self._copied:
-            task = self._task(number)
-            assert task is not None
-            sums.append(self._plan([task]).launch())
+        plans = self._plans + [self._plan(self._tasks(number)) for number in self._copied]
+        sums = [plan.launch() for plan in plans]
         totals = [0] * len(self._parts)
         for number in self._without_kernel:
             totals[number] = _plain_digest(self._parts[number])
         return Launched(totals, sums)
 
-    def _task(self, number: int) -> Task | None:
-        """What the kernel is to do for a part; None where it takes the slow path."""
+    def _tasks(self, number: int) -> list[Task]:
+        """What the kernel is to do for a part."""
         part = self._parts[number]
-        if not (part.tensor.is_cuda and part.tensor.numel() and _kernel() is not None):
-            return None
         rounded = None if part.rounded == part.tensor.dtype else part.rounded
         if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
             part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
-        rows = rows_of(part)
-        return None if rows is None else Task(rows, number, rounded)
+        return [Task(rows, number, rounded) for rows in all_rows(part)]
 
     def _plan(self, tasks: list[Task]) -> "Plan":
         kernel = _kernel()
@@ -129,8 +124,7 @@ def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
 
 
 def _plain_digest(part: Part) -> int:
-    if part.tensor.device.type == "cpu" and torch.get_num_threads() < TORCH_THREADS:
-        stretch = stretch_of(part)
-        if stretch is not None:
-            return host_digest(stretch)
-    return reference_digest(part)
+    rows, threads = all_rows(part), torch.get_num_threads()
+    flat = part.tensor.device.type == "cpu" and all(len(piece.values) == 1 for piece in rows)
+    digest = host_digest if flat and threads < TORCH_THREADS else rows_digest
+    return add([digest(piece, part.rounded or part.tensor.dtype) for piece in rows])

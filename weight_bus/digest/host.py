@@ -8,8 +8,9 @@ import threading
 from typing import Any
 
 import numpy as np
+import torch
 
-from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MASK, MIX_1, MIX_2, VIEWS, Stretch
+from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MASK, MIX_1, MIX_2, VIEWS, Rows
 
 HOST_CHUNK = 1 << 16
 """Elements at once, as CHUNK of the definition."""
@@ -31,9 +32,9 @@ def _host_lanes() -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.arange(HOST_CHUNK, dtype=np.uint32) * np.uint32(INDEX_KEY)
 
 
-def host_digest(stretch: Stretch) -> int:
-    """The digest of a stretch, in unsigned 32 bits."""
-    values, first, rounded = stretch
+def host_digest(rows: Rows, rounded: torch.dtype) -> int:
+    """`rows_digest` of a single row, in unsigned 32 bits."""
+    (values,), first, _ = rows
     total = 0
     for begin in range(0, values.numel(), HOST_CHUNK):
         piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
