@@ -1,10 +1,10 @@
 """Sockets of the control plane: the publisher's ROUTER, a subscriber's DEALER, and a wake-up for either thread."""
 
-import logging
 import socket
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 
 import zmq
 
@@ -26,8 +26,6 @@ from replay.channel import (
     sequence_numbers,
 )
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
-
-log = logging.getLogger(__name__)
 
 BEAT_SUFFIX = "/beat"
 REMEMBERED = 1024
@@ -57,20 +55,14 @@ class WakeUp:
 
     def set(self) -> None:
         """End the poll, the present or the next one."""
-        try:
+        with suppress(OSError):  # full of wake-ups already, or closed
             self._writer.send(b"\0")
-        except BlockingIOError:
-            return  # the buffer is full of wake-ups already
-        except OSError as error:
-            log.debug("weight bus: wake-up after close: %s", error)
 
     def clear(self) -> None:
         """Forget the wake-ups so far."""
-        try:
+        with suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
-        except BlockingIOError:
-            return
 
     def close(self) -> None:
         """Close both ends."""
@@ -78,20 +70,40 @@ class WakeUp:
         self._writer.close()
 
 
-class Router:
-    """The publisher's end, used by the bus thread only (except `wake`)."""
+class _End:
+    """What both ends share: a socket, a poll that can be woken, the numbers of what is sent."""
 
-    def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
+    def __init__(self, kind: int, run_id: str) -> None:
         self.run_id = run_id
         self.wake = WakeUp()
         self._sequence = sequence_numbers()
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket = self._context.socket(kind)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self.wake.fileno(), zmq.POLLIN)
+
+    def _arrives(self, timeout_s: float) -> bool:
+        """Wait for a message or a wake-up; whether there is a message."""
+        if self.wake.fileno() in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
+            self.wake.clear()
+        return bool(self._socket.poll(0))
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        self._socket.close(linger=1000)
+        self._context.term()
+        self.wake.close()
+
+
+class Router(_End):
+    """The publisher's end, used by the bus thread only (except `wake`)."""
+
+    def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
+        super().__init__(zmq.ROUTER, run_id)
         self._gate: Gate | None = None
         try:
             configure(self._socket, Limits(), keys)
-            # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
-            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
             roster = self._gate.roster if self._gate is not None else None
@@ -100,9 +112,6 @@ class Router:
         except ChannelError:
             self.close()
             raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, identity: str, message: Message, run_id: str = "") -> str:
         """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full.
@@ -113,52 +122,37 @@ class Router:
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:
-                return "closed"
-            if error.errno == zmq.EAGAIN:
-                return "full"
-            raise
+            symptoms = {zmq.EHOSTUNREACH: "closed", zmq.EAGAIN: "full"}
+            if error.errno not in symptoms:
+                raise
+            return symptoms[error.errno]
         return ""
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
         """What has arrived within `timeout_s`; corrupt messages as their error, the bus must go on."""
-        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
-        if self.wake.fileno() in events:
-            self.wake.clear()
         arrived: list[tuple[str, Envelope | WireError]] = []
-        while self._socket.poll(0):
+        while self._arrives(0.0 if arrived else timeout_s):
             # of any run: a peer of another run gets an answer that says so
             identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
             arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
         return arrived
 
-    @property
-    def refused(self) -> dict[str, int]:
-        """Handshakes that the keys refused, by reason; empty without keys."""
-        return dict(self._gate.refused) if self._gate is not None else {}
-
     def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
+        """See `_End.close`."""
         if self._gate is not None:
             self._gate.close()
-        self._socket.close(linger=1000)
-        self._context.term()
-        self.wake.close()
+        super().close()
 
 
-class Dealer:
+class Dealer(_End):
     """A subscriber's end, used by the thread that receives (except `wake`)."""
 
     def __init__(
         self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True, keys: Keys | None = None
     ) -> None:
-        self.run_id = run_id
-        self.wake = WakeUp()
-        self._sequence = sequence_numbers()
+        super().__init__(zmq.DEALER, run_id)
         # no window like the publisher's: a publisher that restarts with its clock behind counts from below
         self._had: deque[int] = deque(maxlen=REMEMBERED)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits(), keys)
         # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
         self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
@@ -170,9 +164,6 @@ class Dealer:
             self.close()
             reason = f"cannot connect to the weight bus at {address!r}: {error.strerror}; expected tcp://host:port"
             raise ChannelError(reason, "closed") from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, message: Message) -> bool:
         """Queue a message; False when the queue is full, or unconnected and so without one (or refused: see `poll`)."""
@@ -188,10 +179,7 @@ class Dealer:
         Raises:
             ChannelError: the publisher refuses this subscriber (keys).
         """
-        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
-        if self.wake.fileno() in events:
-            self.wake.clear()
-        if not self._socket.poll(0):
+        if not self._arrives(timeout_s):
             self._handshake.check()
             return None
         try:
@@ -207,11 +195,9 @@ class Dealer:
         return envelope.message
 
     def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
+        """See `_End.close`."""
         self._handshake.close()
-        self._socket.close(linger=1000)
-        self._context.term()
-        self.wake.close()
+        super().close()
 
 
 class Pulse:
@@ -227,7 +213,6 @@ class Pulse:
         self._stop = threading.Event()
         self.session = ""
         """Beats for this session; empty beats for none. Set by the receiving thread."""
-        self.activity = ""
         self._thread = threading.Thread(target=self._run, name=f"weight-bus-pulse-{identity}", daemon=True)
         self._thread.start()
 
@@ -235,7 +220,7 @@ class Pulse:
         while not self._stop.wait(self._period_s):
             session = self.session
             if session:
-                self._dealer.send(Heartbeat(session=session, activity=self.activity))
+                self._dealer.send(Heartbeat(session=session))
 
     def close(self) -> None:
         """Stop beating."""

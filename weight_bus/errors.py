@@ -39,8 +39,7 @@ class TransportError(WeightBusError):
 
     def __init__(self, message: str, symptom: str) -> None:
         super().__init__(f"{message} [{symptom}]")
-        self.message = message
-        self.symptom = symptom
+        self.message, self.symptom = message, symptom
 
     def during(self, what: str) -> "TransportError":
         """The same error, with what it prevented in front."""

@@ -6,6 +6,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from weight_bus.delta.changes import ChangeReader
 from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging
-from weight_bus.transports.base import DirectReceiver, Formation, Labelled, Transport, group_prefix
+from weight_bus.transports.base import DirectReceiver, Formation, Labelled, Transport, group_prefix, ignore
 from weight_bus.transports.direct import direct_facts
 
 Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
@@ -92,10 +93,7 @@ class Intake(Received):
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
-        if begin.base:
-            self._transport.finish()
-        else:
-            self._transport.finish(self.staging.digest)
+        self._transport.finish(ignore if begin.base else self.staging.digest)
         arrived = time.monotonic()
         corrupt = self._change(begin, manifest) if begin.base else self.staging.corrupt()
         self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
@@ -106,8 +104,7 @@ class Intake(Received):
     def _change(self, begin: Begin, manifest: Manifest) -> list[str]:
         """Make the new version of what is staged, as `take`. Not before all has come: the others wait for this one."""
         held, self._holds = self._holds, ""
-        present = self.staging.manifest
-        if held != begin.base or (manifest.entries, manifest.bucket_sizes) != (present.entries, present.bucket_sizes):
+        if held != begin.base or replace(manifest, digests=self.staging.manifest.digests) != self.staging.manifest:
             raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
         if not self._reader.arrived(begin.wire_bytes, begin.change_digest):
             return [f"the change from {begin.base}"]

@@ -15,13 +15,14 @@ A member leaves the table by `remove`; its later messages belong to no session a
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from weight_bus.messages import Applied, Holding, Join, Paused, Staged
 
+V = TypeVar("V")
 MAX_FENCED = 1024
 MAX_RANKS = 64
 """Of one member: more would be no engine."""
@@ -111,16 +112,15 @@ class Membership:
         self.silent_after_s = silent_after_s
         self._max_faults = max_faults
         # instances that must not come back: replaced by a namesake, or removed for good
-        self._fenced: OrderedDict[str, None] = OrderedDict()
+        self._fenced: dict[str, bool] = {}
         # outlives a session, so that leaving and joining anew does not reset the count
-        self._faults: OrderedDict[str, int] = OrderedDict()
+        self._faults: dict[str, int] = {}
 
     def join(self, join: Join, identity: str, now: float, *, version: int, digest: str) -> Admission:
         """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins."""
         if join.instance in self._fenced:
-            return Admission(
-                refused=f"another instance of {join.name!r} has taken its place, or it was removed for good"
-            )
+            reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
+            return Admission(refused=reason)
         if not 1 <= join.ranks <= MAX_RANKS:
             return Admission(refused=f"{join.name!r} asks for {join.ranks} ranks, not for 1 to {MAX_RANKS} [corrupt]")
         old = self.members.get(join.name)
@@ -128,9 +128,7 @@ class Membership:
             old.heard_at = now
             return Admission(member=old)
         if old is not None:
-            self._drop(old)
-            if old.instance != join.instance:
-                self._fence(old.instance)
+            self.remove(old, rejoin=old.instance == join.instance)
         member = Member(
             name=join.name,
             session=join.session,
@@ -170,8 +168,8 @@ class Membership:
 
     def unsettled(self, version: int) -> list[Member]:
         """Members that do not serve `version` yet and are waited for."""
-        waited_for = [m for m in self.members.values() if m.state is not State.HOLDING]
-        return [m for m in waited_for if m.state is not State.LIVE or m.version != version]
+        served = State.LIVE, version
+        return [m for m in self.members.values() if m.state is not State.HOLDING and (m.state, m.version) != served]
 
     def held(self) -> list[Member]:
         """Members that hold an older version, with leave."""
@@ -196,20 +194,19 @@ class Membership:
         return True
 
     def begin(
-        self, members: Iterable[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
+        self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
     ) -> None:
-        """READY, or IDLE in the formed group → RECEIVING (version, digest). They are the group from now on.
+        """READY, or IDLE in the formed group → RECEIVING (PAUSING with `pause`) of a version and its digest.
 
-        With `pause` they become PAUSING instead.
+        They are the group from now on.
         """
-        receivers = list(members)
-        for member in receivers:
+        for member in members:
             assert member.state is State.READY or member.session in self.group, member.state
             self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
             member.target, member.expected = target
             member.base = ""  # what it has staged is written over
             member.epoch = self.epoch
-        self.group = tuple(member.session for member in receivers)
+        self.group = tuple(member.session for member in members)
 
     def receiving(self, session: str, epoch: int, version: int) -> Member | None:
         """The member that is RECEIVING exactly this; None for late messages."""
@@ -222,9 +219,10 @@ class Membership:
     def paused(self, paused: Paused, now: float, deadline: float) -> Member | None:
         """PAUSING → PAUSED; HOLDING → WAITING, for its round went on without it. None for late messages."""
         member = self._in(paused.session, paused.epoch, paused.version, State.PAUSING, State.HOLDING)
-        if member is not None:
-            holds = member.state is State.HOLDING
-            self._move(member, State.WAITING if holds else State.PAUSED, now, math.inf if holds else deadline)
+        if member is not None and member.state is State.HOLDING:
+            self._move(member, State.WAITING, now)
+        elif member is not None:
+            self._move(member, State.PAUSED, now, deadline)
         return member
 
     def go(self, members: Iterable[Member], now: float, deadline: float) -> None:
@@ -288,10 +286,7 @@ class Membership:
         """Count a failed update; the next try is at `retry_at` or later."""
         member.faults += 1
         member.retry_at = retry_at
-        self._faults[member.instance] = member.faults
-        self._faults.move_to_end(member.instance)
-        while len(self._faults) > MAX_FENCED:
-            self._faults.popitem(last=False)
+        _remember(self._faults, member.instance, member.faults)
 
     def hopeless(self, member: Member) -> bool:
         """Whether a member has used up its refills."""
@@ -299,19 +294,17 @@ class Membership:
 
     def overdue(self, now: float) -> list[tuple[Member, str, float]]:
         """Members that are silent, or too slow in their state: (member, symptom, seconds)."""
-        found = []
-        for member in self.members.values():
-            if now - member.heard_at > self.silent_after_s:
-                found.append((member, "silent", now - member.heard_at))
-            elif now > member.deadline:
-                found.append((member, "slow", now - member.since))
-        return found
+        silent = [m for m in self.members.values() if now - m.heard_at > self.silent_after_s]
+        slow = [m for m in self.members.values() if now > m.deadline and m not in silent]
+        return [(m, "silent", now - m.heard_at) for m in silent] + [(m, "slow", now - m.since) for m in slow]
 
     def remove(self, member: Member, *, rejoin: bool) -> None:
         """End a session. Without `rejoin` its instance is fenced for good."""
-        self._drop(member)
+        del self.members[member.name]
+        if member.session in self.group:
+            self.group = ()
         if not rejoin:
-            self._fence(member.instance)
+            _remember(self._fenced, member.instance, True)
 
     def break_group(self) -> None:
         """The formed group is unusable; the next update starts an epoch."""
@@ -328,18 +321,16 @@ class Membership:
             return None
         return member
 
-    def _drop(self, member: Member) -> None:
-        del self.members[member.name]
-        if member.session in self.group:
-            self.group = ()
-
-    def _fence(self, instance: str) -> None:
-        self._fenced[instance] = None
-        while len(self._fenced) > MAX_FENCED:
-            self._fenced.popitem(last=False)
-
     def _move(self, member: Member, state: State, now: float, deadline: float = math.inf) -> None:
         member.state, member.since, member.deadline = state, now, deadline
+
+
+def _remember(table: dict[str, V], instance: str, value: V) -> None:
+    """As the last of at most MAX_FENCED instances."""
+    table.pop(instance, None)
+    table[instance] = value
+    while len(table) > MAX_FENCED:
+        del table[next(iter(table))]
 
 
 def first_ranks(members: Iterable[Member]) -> tuple[list[int], int]:

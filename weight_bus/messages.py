@@ -67,6 +67,7 @@ class Heartbeat(InSession):
     """The sender lives. Subscribers send theirs from a thread of its own, so a broadcast cannot hold it up."""
 
     activity: str = ""
+    """No end sets or reads it; the frame is part of the schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

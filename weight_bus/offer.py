@@ -61,12 +61,12 @@ class Offer:
     """Which of the two sets the buckets are."""
     started_at: float
     """Of `start_publish`."""
-    manifest: Manifest = field(default_factory=lambda: Manifest((), ()))
-    buckets: list[torch.Tensor] = field(default_factory=list)
-    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    manifest: Manifest
+    buckets: list[torch.Tensor]
+    progress: Progress
     posted_at: float = 0.0
     deadline: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: {"gather": 0.0})
+    seconds: dict[str, float] = field(default_factory=dict)
     change: Change | None = None
     """What leads here from the version before, where it is worth sending."""
     wire_bytes: int = 0
@@ -75,7 +75,6 @@ class Offer:
     report: PublishReport | None = None
     """Set once every member is settled."""
     sent_at: float = 0.0
-    rounds: int = 0
 
     @property
     def digest(self) -> str:
@@ -107,8 +106,15 @@ class Board:
         )
         self.on_event: list[Callable[[Event], None]] = []
 
-    def emit(self, event: Event) -> None:
+    @property
+    def version(self) -> int:
+        """The current one, -1 for none."""
+        return self.current.version if self.current is not None else -1
+
+    def emit(self, kind: str, version: int, name: str = "", detail: str = "", symptom: str = "") -> None:
         """Call the listeners; they run on the bus thread and must be quick."""
+        epoch = self.membership.epoch
+        event = Event(kind=kind, version=version, epoch=epoch, name=name, detail=detail, symptom=symptom)
         for listener in self.on_event:
             listener(event)
 
@@ -119,7 +125,7 @@ class Board:
         if late:
             self.counters["superseded"] += 1
             log.warning("weight bus: v%d is superseded by v%d before all had it: %s", offer.version, newer, late)
-            self.emit(Event(kind="superseded", version=offer.version, epoch=offer.report.epoch, detail=late))
+            self.emit("superseded", offer.version, detail=late)
 
     def call_off(self, offer: Offer, before: Offer | None, reason: str) -> None:
         """Withdraw a version that the bus may be sending; the one before stands."""

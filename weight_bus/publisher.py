@@ -8,9 +8,7 @@ Example:
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-
-import torch
+from collections.abc import Callable, Mapping
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
@@ -18,10 +16,10 @@ from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.delta.changes import ChangeMaker
 from weight_bus.errors import WeightBusError
-from weight_bus.manifest import Manifest, alignment_of
+from weight_bus.manifest import alignment_of
 from weight_bus.membership import Membership
 from weight_bus.offer import Board, Event, Offer, PublishReport
-from weight_bus.packing import Packer, Pieces, Progress
+from weight_bus.packing import Named, Packer, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -79,8 +77,7 @@ class Publisher:
     def version(self) -> int:
         """Last version handed to the bus, -1 before the first."""
         with self._board.changed:
-            offer = self._board.pending or self._board.current
-            return offer.version if offer is not None else -1
+            return self._board.pending.version if self._board.pending is not None else self._board.version
 
     @property
     def epoch(self) -> int:
@@ -94,24 +91,14 @@ class Publisher:
         return self._board.on_event
 
     def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
-        digests: Mapping[str, int],
-        *,
-        evaluate: bool = False,
+        self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
     ) -> PublishReport:
         """`start_publish` and `wait`. Returns immediately when there are no subscribers."""
         self.start_publish(version, named_tensors, digests, evaluate=evaluate)
         return self.wait()
 
     def start_publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
-        digests: Mapping[str, int],
-        *,
-        evaluate: bool = False,
+        self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
     ) -> None:
         """Pack a version on this thread; the bus thread sends it, from the second version on while it is being packed.
 
@@ -136,11 +123,23 @@ class Publisher:
         spare, before = self._spare_buffer(version)
         base = before if before is not None and before.buffer != spare else None
         due = self._changes.due(base.digest if base is not None else "")
-        offer = Offer(version=version, evaluate=evaluate, buffer=spare, started_at=started)
         room = self._packer.room(spare) if self._overlaps and not due else None
+        layout, buckets = room or self._packer.pack(named_tensors, spare)
+        offer = Offer(
+            version=version,
+            evaluate=evaluate,
+            buffer=spare,
+            manifest=layout.with_digests(digests),
+            buckets=buckets,
+            progress=Progress(len(buckets), 0 if room else len(buckets)),
+            started_at=started,
+        )
+        packed = offer.spend("gather", started)
+        if due and base is not None:
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, offer.manifest)
+            offer.spend("encode", packed)
+        last = self._post(offer)
         if room is not None:
-            last, (layout, buckets) = self._last, room
-            self._post(offer, layout.with_digests(digests), buckets, packed=0)
             try:
                 self._pack_behind(offer, named_tensors)
             except BaseException as error:
@@ -148,22 +147,11 @@ class Publisher:
                 self._board.call_off(offer, before, str(error))
                 log.warning("weight bus: v%d is called off: %s", version, error)
                 raise
-            return
-        layout, buckets = self._packer.pack(named_tensors, spare)
-        manifest = layout.with_digests(digests)
-        packed = offer.spend("gather", started)
-        if due and base is not None:
-            offer.change = self._changes.change(base.digest, base.buckets, buckets, manifest)
-            offer.spend("encode", packed)
-        self._post(offer, manifest, buckets, packed=len(buckets))
 
     def wait(self, deadline_s: float | None = None) -> PublishReport:
         """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
 
-        On expiry the report names the laggards in `failed`; the bus goes on with them by itself.
-
-        Args:
-            deadline_s: a shorter limit, from now.
+        On expiry (or after `deadline_s` from now) the report names the laggards in `failed`; the bus goes on with them.
 
         Raises:
             WeightBusError: nothing was published, or the bus thread has failed, with its cause.
@@ -188,14 +176,12 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and seconds per phase of the last version, for metrics."""
         with self._board.changed:
-            offer = self._last
-            seconds = self._board.report(offer, time.monotonic()).seconds if offer is not None else {}
-            return {
-                **self._board.counters,
-                **{f"seconds/{phase}": value for phase, value in seconds.items()},
-                "members": float(len(self._board.membership.members)),
-                "num_bytes": float(offer.wire_bytes or offer.manifest.num_bytes) if offer is not None else 0.0,
-            }
+            members = {"members": float(len(self._board.membership.members))}
+            if self._last is None:
+                return {**self._board.counters, **members, "num_bytes": 0.0}
+            report = self._board.report(self._last, time.monotonic())
+            seconds = {f"seconds/{phase}": value for phase, value in report.seconds.items()}
+            return {**self._board.counters, **members, **seconds, "num_bytes": float(report.num_bytes)}
 
     def close(self, reason: str = "the learner is done") -> None:
         """Say goodbye to all subscribers and stop the bus thread."""
@@ -215,17 +201,17 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(self, offer: Offer, manifest: Manifest, buckets: list[torch.Tensor], *, packed: int) -> None:
-        """Hand a version to the bus thread."""
-        offer.manifest, offer.buckets, offer.progress = manifest, buckets, Progress(len(buckets), packed)
+    def _post(self, offer: Offer) -> Offer | None:
+        """Hand a version to the bus thread; the one that was posted before."""
         offer.posted_at = time.monotonic()
         offer.deadline = offer.posted_at + self._config.deadline_s
         with self._board.changed:
             self._raise_failure()
-            self._board.pending = self._last = offer
+            last, self._last, self._board.pending = self._last, offer, offer
         self._router.wake.set()
+        return last
 
-    def _pack_behind(self, offer: Offer, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
+    def _pack_behind(self, offer: Offer, named_tensors: Named) -> None:
         """Pack a version that the bus sends meanwhile, a bucket behind."""
 
         def packed(count: int) -> None:

@@ -96,13 +96,13 @@ class Subscriber:
         self._intake: Intake | DirectIntake | RemoteIntake
         if intake is not None:
             self._intake = intake
-        elif config.apply == "direct":
-            if direct is None:
-                raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
-            self._intake = DirectIntake(direct, config, run_id)
-        else:
+        elif config.apply == "staged":
             transport = (transport_factory or make_transport)(config, host)
             self._intake = Intake(transport, run_id, alignment_of(config), staging)
+        elif direct is not None:
+            self._intake = DirectIntake(direct, config, run_id)
+        else:
+            raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
         identity = f"{name}.{self._instance}"
         self._dealer = dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
@@ -143,7 +143,6 @@ class Subscriber:
         entered = time.monotonic()
         while True:
             self._join_when_due()
-            self._pulse.activity = "waiting for the publisher"
             message = self._dealer.poll(self._config.heartbeat_s)
             if self._stopping.is_set():
                 raise BusClosed(f"subscriber {self.name!r} was stopped")
@@ -169,7 +168,6 @@ class Subscriber:
         """
         if self._engaged is None:
             raise WeightBusError("hold() is for the load callback: nothing is being applied")
-        self._pulse.activity = f"holding before v{self._engaged.version}: {reason}"
         self._answer(m.Holding, self._engaged, limit_s=float(limit_s), reason=reason)
 
     def stop(self) -> None:
@@ -235,7 +233,7 @@ class Subscriber:
 
     def _handle(self, message: Message, engine: _Engine) -> bool:
         """True when a version has been activated."""
-        if getattr(message, "session", "") != self._session:
+        if not isinstance(message, m.InSession) or message.session != self._session:
             return False
         match message:
             case m.Welcome():
@@ -280,26 +278,22 @@ class Subscriber:
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
     def _begin(self, begin: m.Begin) -> None:
+        """Receive; with `direct`, first the engine must stand still, for each bucket is loaded as it comes."""
         if not self._expected(begin):
             return
-        if isinstance(self._intake, DirectIntake):
-            self._pause(self._intake, begin)
-        else:
+        if not isinstance(self._intake, DirectIntake):
             self._receive(begin)
-
-    def _pause(self, intake: DirectIntake, begin: m.Begin) -> None:
-        """The engine must stand still before the first bucket, for each is loaded as it comes."""
-        self._pulse.activity = f"pausing for v{begin.version}"
+            return
         self._engaged = begin
         try:
-            intake.prepare(begin)
+            self._intake.prepare(begin)
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: not paused for v%d: %s", self.name, begin.version, error)
             self._answer(m.ReceiveFailed, begin, reason=str(error))
-            return
+        else:
+            self._answer(m.Paused, begin)
         finally:
             self._engaged = None
-        self._answer(m.Paused, begin)
 
     def _go(self, go: m.Go) -> None:
         begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
@@ -310,7 +304,6 @@ class Subscriber:
         self._receive(begin)
 
     def _receive(self, begin: m.Begin) -> None:
-        self._pulse.activity = f"receiving v{begin.version}"
         try:
             corrupt = self._intake.take(begin)
         except (TransportError, WireError) as error:
@@ -351,7 +344,6 @@ class Subscriber:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
             return False
         self._held = NOTHING
-        self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
         spoiled: EngineSpoiled | None = None

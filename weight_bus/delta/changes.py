@@ -8,7 +8,7 @@ update failed, gets the full version; so do all when too much has changed, and e
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,20 +42,15 @@ class Change:
         return list(torch.split(self.coded, bucket_bytes))
 
 
-@dataclass(slots=True)
 class ChangeMaker:
     """The publisher's side: decides version by version whether a change is worth sending."""
 
-    config: WeightBus
-    _since_full: int = 0
-    _skip: int = 0
-    """Versions to send whole before the next attempt, after one that was not worth it."""
-    _wait: int = 1
-    _packer: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.config.delta and self.config.compression == "zstd":
-            self._packer = zstandard().ZstdCompressor(level=LEVEL)
+    def __init__(self, config: WeightBus) -> None:
+        self._config = config
+        self._since_full, self._skip, self._wait = 0, 0, 1
+        """Versions since a full one, to send whole before the next attempt, and to skip after one in vain."""
+        zstd = config.delta and config.compression == "zstd"
+        self._packer = zstandard().ZstdCompressor(level=LEVEL) if zstd else None
 
     def due(self, base: str) -> bool:
         """Whether the next version may travel as a change; to be asked once for each.
@@ -63,10 +58,10 @@ class ChangeMaker:
         Args:
             base: digest of the version whose bytes are there to compare with; empty when there is none.
         """
-        if not self.config.delta:
+        if not self._config.delta:
             return False
         self._since_full += 1
-        if not base or self._since_full >= self.config.full_every:
+        if not base or self._since_full >= self._config.full_every:
             self._since_full = 0
             return False
         if self._skip:
@@ -94,7 +89,7 @@ class ChangeMaker:
         ]
         whole = coding.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
         if whole.num_bytes >= coding.WORTH * layout.num_bytes:
-            self._skip, self._wait = self._wait, min(2 * self._wait, self.config.full_every)
+            self._skip, self._wait = self._wait, min(2 * self._wait, self._config.full_every)
             return None
         coded = whole.joined(new[0].device)
         self._wait = 1

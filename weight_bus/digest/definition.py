@@ -35,11 +35,14 @@ VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """A slice of a logical tensor, as the arguments of `slice_digest`."""
+    """A slice of a logical tensor."""
 
     tensor: torch.Tensor
+    """The elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides."""
     full_shape: Sequence[int] | None = None
+    """Of the whole tensor; None says that this is all of it."""
     start: Sequence[int] | None = None
+    """First index of the slice in each dimension; None is the origin."""
     rounded: torch.dtype | None = None
     """Digest the elements as they are after a cast to this dtype, such as a float32 master weight in bfloat16."""
 

@@ -27,16 +27,7 @@ TORCH_THREADS = 3
 def slice_digest(
     part: torch.Tensor, full_shape: Sequence[int] | None = None, start: Sequence[int] | None = None
 ) -> int:
-    """Digest of the slice `part` that begins at `start` in a logical tensor of `full_shape`.
-
-    Args:
-        part: the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides.
-        full_shape: shape of the whole tensor; none says that `part` is all of it.
-        start: first index of the slice in each dimension; none is the origin.
-
-    Returns:
-        A number below 2^64. Digests of disjoint slices add up (`add`) to the digest of the whole.
-    """
+    """Digest of a slice, as in `Part`: a number below 2^64. Those of disjoint slices `add` up to the whole's."""
     return slice_digests([Part(part, full_shape, start)])[0]
 
 

@@ -52,21 +52,12 @@ class RemoteIntake(Received):
     ranks = 1
 
     def __init__(
-        self,
-        connect: Callable[[], Line],
-        config: WeightBus,
-        run_id: str,
-        load: RemoteLoad,
-        *,
-        slack_s: float = SLACK_S,
+        self, connect: Callable[[], Line], config: WeightBus, run_id: str, load: RemoteLoad, *, slack_s: float = SLACK_S
     ) -> None:
         super().__init__()
-        self._connect = connect
-        self._line: Line | None = None
-        self._config = config
-        self._run_id = run_id
-        self._load = load
+        self._connect, self._config, self._run_id, self._load = connect, config, run_id, load
         self._slack_s = slack_s
+        self._line: Line | None = None
         self._memory: list[Any] = []
         self.manifest = Manifest((), ())
 
@@ -79,7 +70,10 @@ class RemoteIntake(Received):
         """See `Intake.take`; a receiver that is lost is a peer that is lost."""
         self.staged = None
         manifest = manifest_of(begin, alignment_of(self._config))
-        limit_s = self._limit_s(begin, manifest)
+        # the transport's own limits bound every broadcast; this bounds a receiver that stands still
+        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
+        limit_s = (FORMING + coming) * self._config.collective_timeout_s + self._slack_s
+        limit_s += manifest.num_bytes / VERIFIED_BYTES_PER_S
         answer = self._connected().ask(begin, self._run_id, limit_s, f"v{begin.version} was not staged")
         if isinstance(answer, NotTaken):
             raise TransportError(answer.reason, answer.symptom) if answer.symptom else WireError(answer.reason)
@@ -111,9 +105,3 @@ class RemoteIntake(Received):
         if self._line is None:
             self._line = self._connect()
         return self._line
-
-    def _limit_s(self, begin: Begin, manifest: Manifest) -> float:
-        """The transport's own limits bound every broadcast; this bounds a receiver that stands still."""
-        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
-        collectives = (FORMING + coming) * self._config.collective_timeout_s
-        return collectives + manifest.num_bytes / VERIFIED_BYTES_PER_S + self._slack_s

@@ -19,6 +19,7 @@ answer in time is lost for good.
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,9 +89,7 @@ class Line:
     """One end. Used by one thread at a time, except `close`, which wakes a thread that waits."""
 
     def __init__(self, connection: socket.socket, peer: str = RECEIVER) -> None:
-        self._socket = connection
-        self._peer = peer
-        """For errors."""
+        self._socket, self._peer = connection, peer
         self.facts: dict[str, str] = {}
         """Of a receiver's transport."""
         self._sequence = sequence_numbers()
@@ -158,14 +157,13 @@ class Line:
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
-            size = self._size(self._read(LENGTH.size, until))
-            body = self._read(size, until)
-            if not size or len(body) < size:
-                return None
-            return decode([bytes(body)], accepted)
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, until))
+            if size > MAX_MESSAGE_BYTES:
+                raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
+            return decode([self._read(size, until)], accepted)
         except TimeoutError:
             raise
-        except OSError:  # reset, or closed by another thread of this end
+        except (OSError, EOFError):  # OSError: reset, or closed by another thread of this end
             return None
 
     def ask(self, order: Message, run_id: str, limit_s: float, what: str) -> Message:
@@ -201,35 +199,23 @@ class Line:
         """Hang up; has no effect a second time."""
         self._lose("closed by this end", "closed")
 
-    def _size(self, head: bytearray) -> int:
-        """Of the body that follows; 0 at the end of the stream."""
-        if len(head) < LENGTH.size:
-            return 0
-        (size,) = LENGTH.unpack(head)
-        if size > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
-        return int(size)
-
-    def _read(self, size: int, until: float | None) -> bytearray:
-        """Read `size` bytes; fewer at EOF."""
+    def _read(self, size: int, until: float | None) -> bytes:
+        """Exactly `size` bytes. Raises EOFError where the stream ends before."""
         found = bytearray()
         while len(found) < size:
             self._socket.settimeout(None if until is None else max(1e-3, until - time.monotonic()))
             part = self._socket.recv(min(size - len(found), READ_BYTES))
             if not part:
-                break
+                raise EOFError
             found += part
-        return found
+        return bytes(found)
 
     def _lose(self, reason: str, symptom: str) -> TransportError:
         """Close this end; the error says why, and the first one is kept for later calls."""
         error = TransportError(reason, symptom)
         if self._lost is None:
             self._lost = error
-            try:
+            with suppress(OSError):  # the other end was first
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
-            except OSError:
-                pass  # the other end was first
-            finally:
-                self._socket.close()
+            self._socket.close()
         return error

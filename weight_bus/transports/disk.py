@@ -17,7 +17,6 @@ earlier incarnations of the run have left is removed when the first reader of th
 """
 
 import json
-import logging
 import os
 import shutil
 import socket
@@ -31,8 +30,6 @@ from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.manifest import Entry
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-
-log = logging.getLogger(__name__)
 
 KEPT = 2
 LOOK_S = 0.005
@@ -79,7 +76,7 @@ class Disk:
         self._folder, self._rank = self._root / f"{run}-{incarnation}", formation.rank
         owner = self._folder / OWNER
         if formation.rank == 0:
-            _remove_earlier(self._root, run, int(incarnation))
+            _remove_older(self._root, f"{run}-", int(incarnation))
             _write(owner, [json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
         else:
             self._wait_for(owner, "is weight_bus.folder the same shared folder as the learner's?")
@@ -91,7 +88,7 @@ class Disk:
         self._version, self._entries = version, entries
         self._version_folder = self._folder / (f"v{version:06d}" if entries is not None else f"v{version:06d}.change")
         if self._rank == 0:
-            _make_room(self._folder, version)
+            _remove_older(self._folder, "v", version - KEPT + 1)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """Write bucket `index`, or read it as soon as it is there."""
@@ -127,21 +124,12 @@ class Disk:
             time.sleep(LOOK_S)
 
 
-def _make_room(folder: Path, version: int) -> None:
-    """Remove versions of this incarnation that are older than the ones that are kept."""
-    for old in folder.glob("v*"):
-        number = old.name[1:].removesuffix(".change")
-        if number.isdigit() and int(number) <= version - KEPT:
+def _remove_older(folder: Path, prefix: str, first: int) -> None:
+    """Remove what is numbered below `first`: versions behind the kept ones, or incarnations without a publisher."""
+    for old in folder.iterdir():
+        number = old.name.removeprefix(prefix).removesuffix(".change")
+        if old.name.startswith(prefix) and number.isdecimal() and int(number) < first:
             shutil.rmtree(old, ignore_errors=True)  # a reader on a network file system may hold a file of it open
-
-
-def _remove_earlier(root: Path, run: str, incarnation: int) -> None:
-    """Remove the folders of earlier incarnations of this run: their publisher is gone, and with it all readers."""
-    for folder in root.iterdir():
-        name, _, number = folder.name.rpartition("-")
-        if name == run and number.isdecimal() and int(number) < incarnation:
-            log.info("weight bus: removes %s, of an earlier incarnation", folder)
-            shutil.rmtree(folder, ignore_errors=True)  # as in _make_room; the next incarnation tries again
 
 
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
@@ -149,13 +137,10 @@ def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
     if entries is None:
         tensors = {"change": {"dtype": "U8", "shape": [bucket.numel()], "data_offsets": [0, bucket.numel()]}}
     else:
+        ends = [entry.offset + entry.num_bytes for entry in entries]
         tensors = {
-            entry.name: {
-                "dtype": DTYPES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [entry.offset, entry.offset + entry.num_bytes],
-            }
-            for entry in entries
+            entry.name: {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [entry.offset, end]}
+            for entry, end in zip(entries, ends, strict=True)
         }
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

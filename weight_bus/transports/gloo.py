@@ -17,7 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from weight_bus.transports.base import Formation, ignore
-from weight_bus.transports.group import GroupTransport, formed
+from weight_bus.transports.group import GroupTransport, formed, naming
 
 TRIES = 5
 """Timeouts for which gloo waits for a connection."""
@@ -32,7 +32,7 @@ class Collective(GroupTransport):
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """One bucket from rank 0 to all; it has arrived here when this returns."""
-        with self._or_leave(f"broadcast of bucket {index + 1} failed"):
+        with naming(f"broadcast of bucket {index + 1} failed"):
             formed(self._group).broadcast(bucket, 0).wait()  # type: ignore[attr-defined]  # inherited from Backend
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:

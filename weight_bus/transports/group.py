@@ -56,12 +56,22 @@ class GroupTransport:
 
     @contextmanager
     def _or_leave(self, what: str) -> Iterator[None]:
-        """Leave a group that breaks; the TransportError begins with what that prevented."""
+        """As `naming`, and the group is left before the error is known."""
         try:
-            yield
-        except RuntimeError as error:
+            with naming(what):
+                yield
+        except TransportError:
             self.leave()
-            raise (error if isinstance(error, TransportError) else lost(error)).during(what) from error
+            raise
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A group that breaks raises TransportError, which begins with what that prevented."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise (error if isinstance(error, TransportError) else lost(error)).during(what) from error
 
 
 def formed(group: T | None) -> T:

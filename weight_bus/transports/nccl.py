@@ -69,12 +69,8 @@ def set_nccl_defaults(config: WeightBus) -> None:
 def nccl_facts() -> dict[str, str]:
     """Backend, NCCL's version and what both ends must have set alike, as this process has them."""
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "backend": "nccl",
-        "nccl": version,
-        "protocol": PROTOCOL,
-        **{name: os.environ.get(name, "not set") for name in AGREED},
-    }
+    agreed = {name: os.environ.get(name, "not set") for name in AGREED}
+    return {"backend": "nccl", "nccl": version, "protocol": PROTOCOL, **agreed}
 
 
 class NcclCollective(GroupTransport):

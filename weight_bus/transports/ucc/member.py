@@ -32,22 +32,14 @@ MAX_ANSWER_BYTES = 64 * 1024
 
 
 class SharedBytes:
-    """Memory of this machine with a file descriptor and no name: it is freed when all its processes have ended.
-
-    Args:
-        fd: of the other process's; none makes new memory.
-    """
+    """Memory without a name, freed when all its processes have ended; made new, or by another one's descriptor."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("slipstream-ucc") if fd is None else fd
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes, flat uint8. Grows to them.
-
-        Raises:
-            OSError: there is not so much memory.
-        """
+        """The first bytes, flat uint8. Grows to them. Raises OSError: there is not so much memory."""
         if num_bytes > self._bytes.numel():
             os.posix_fallocate(self.fd, 0, num_bytes)  # an error here, where a page that is missing later is a SIGBUS
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, num_bytes), dtype=torch.uint8)
@@ -174,11 +166,7 @@ class Member:
 def _exchange(
     channel: socket.socket, order: Mapping[str, Any] | None, limit_s: float, *fds: int
 ) -> dict[str, Any] | None:
-    """Send an order, if there is one, and wait for the answer; None when the other end has hung up.
-
-    Raises:
-        TimeoutError: no answer.
-    """
+    """Send an order, if there is one, and wait for the answer, None if the other end hung up. Raises TimeoutError."""
     channel.settimeout(limit_s)
     try:
         if order is not None:
