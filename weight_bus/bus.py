@@ -16,7 +16,7 @@ from replay.channel import Envelope, WireError
 from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
-from weight_bus.membership import Member, State
+from weight_bus.membership import Admission, Member, State
 from weight_bus.offer import Board
 from weight_bus.round import Ends, Round
 from weight_bus.sender import Sender
@@ -210,20 +210,18 @@ class Bus:
     def _on_join(self, identity: str, join: m.Join, run_id: str, now: float) -> None:
         board, offer = self._board, self._board.current
         version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
+        known = self._membership.find(join.session) is not None
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
-            self._refuse(identity, join.session, reason, run_id)
-            return
-        apart = differing(self._facts, join.facts)
-        if apart:
-            peer = f"{join.name!r} on {join.host}"
-            self._refuse(identity, join.session, f"{peer} cannot be in a group with the publisher: {apart}")
-            return
-        known = self._membership.find(join.session) is not None
-        admission = self._membership.join(join, identity, now, version=version, digest=digest)
+            admission = Admission(refused=reason)
+        elif apart := differing(self._facts, join.facts):
+            reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
+            admission = Admission(refused=reason)
+        else:
+            admission = self._membership.join(join, identity, now, version=version, digest=digest)
         member, old = admission.member, admission.replaced
         if member is None:
-            self._refuse(identity, join.session, admission.refused)
+            self._refuse(identity, join.session, admission.refused, run_id)
             return
         if old is not None and old.instance != join.instance:
             reason = f"a newer {old} joined as pid {join.pid} on {join.host} [duplicate]"

@@ -150,13 +150,13 @@ class Board:
         """The report of an offer as it stands; names each unsettled member with its state."""
         if offer.report is not None:
             return offer.report
-        members = self.membership.members.values()
-        served = [m.name for m in members if m.version == offer.version]
+        served = [m.name for m in self.membership.members.values() if m.version == offer.version]
         holders = self.membership.held()
         held = {m.name: f"{m} holds an older version since {now - m.since:.1f} s: {m.hold}" for m in holders}
         failed = {name: reason for name, reason in offer.failed.items() if name not in served and name not in held}
         for member in self.membership.unsettled(offer.version):
-            failed[member.name] = laggard(member, offer, now, self.membership)
+            earlier = f"{failed[member.name]}; " if member.name in failed else ""
+            failed[member.name] = earlier + self._laggard(member, now)
         seconds = {**offer.seconds, "total": now - offer.started_at}
         if offer.sent_at:
             seconds["apply"] = now - offer.sent_at
@@ -170,11 +170,8 @@ class Board:
             num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
         )
 
-
-def laggard(member: Member, offer: Offer, now: float, membership: Membership) -> str:
-    """Why a member does not serve a version at `now`, with its symptom class."""
-    quiet = now - member.heard_at
-    symptom = "silent" if quiet > membership.silent_after_s else "slow"
-    state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
-    text = f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"
-    return f"{offer.failed[member.name]}; {text}" if member.name in offer.failed else text
+    def _laggard(self, member: Member, now: float) -> str:
+        quiet = now - member.heard_at
+        symptom = "silent" if quiet > self.membership.silent_after_s else "slow"
+        state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
+        return f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"

@@ -11,6 +11,7 @@ from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.offer import Offer
 from weight_bus.transports.base import FORMING, Formation, Labelled, Transport
 
+VERIFYING = "verifying what it received of"
 SLACK_S = 15.0
 """Beside what the transport takes by its own timeout."""
 
@@ -42,28 +43,17 @@ class Sender:
     def __init__(
         self, transport: Transport, timeout_s: float, *, closing: Callable[[], str], done: Callable[[], None]
     ) -> None:
-        self._transport = transport
-        self._timeout_s = timeout_s
-        self._closing, self._done = closing, done
+        self._transport, self._timeout_s, self._closing, self._done = transport, timeout_s, closing, done
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
         self.endpoint = transport.serve()
-        self._bucket = -1
-        """On the wire, -1 between parcels."""
-        self._pieces = 0
-        self._forming = 0
-        """Epoch of the group that is being built."""
+        self._doing = VERIFYING
 
     def doing(self, version: int) -> str:
         """What a receiver of this version does at the moment."""
-        if self._bucket >= 0:
-            return f"receiving bucket {self._bucket + 1} of {self._pieces} of v{version}"
-        if self._forming:
-            return f"building the group of epoch {self._forming} for v{version}"
-        return f"verifying what it received of v{version}"
+        return f"{self._doing} v{version}"
 
     def send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> "Future[None]":
         """Begin to send; `formation` is the group to build first. The future raises TransportError."""
-        self._pieces = len(parcel.pieces)
         future = self._worker.submit(self._send, offer, parcel, formation)
         future.add_done_callback(self._end)
         return future
@@ -85,16 +75,20 @@ class Sender:
         self._worker.shutdown(wait=True)
 
     def _end(self, _: "Future[None]") -> None:
-        self._bucket = -1
+        self._doing = VERIFYING
         self._done()
 
     def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
+        def receiving(index: int) -> str:
+            return f"receiving bucket {index + 1} of {len(parcel.pieces)} of"
+
+        def follow(index: int) -> None:
+            """Buckets that are only launched arrive one by one afterwards."""
+            self._doing = receiving(min(index + 1, len(parcel.pieces) - 1))
+
         if formation is not None:
-            self._forming = formation.epoch
-            try:
-                self._transport.form(formation)
-            finally:
-                self._forming = 0
+            self._doing = f"building the group of epoch {formation.epoch} for"
+            self._transport.form(formation)
         if isinstance(self._transport, Labelled):
             self._transport.label(offer.version, offer.manifest.by_bucket() if parcel.change is None else None)
         limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
@@ -104,10 +98,6 @@ class Sender:
             if not offer.progress.wait(index, limit_s):
                 what = f"bucket {index + 1} of {len(parcel.pieces)} of v{offer.version}"
                 raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
-            self._bucket = index
+            self._doing = receiving(index)
             self._transport.broadcast(bucket, index)
-        self._transport.finish(self._follow)
-
-    def _follow(self, index: int) -> None:
-        """Buckets that are only launched arrive one by one afterwards."""
-        self._bucket = min(index + 1, self._pieces - 1)
+        self._transport.finish(follow)

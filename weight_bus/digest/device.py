@@ -25,23 +25,14 @@ BLOCKS_PER_PROGRAM = 64
 WARPS = 4
 ALIGN = 16
 """Bytes of a vector load; what begins elsewhere is read element by element."""
-STEP = BLOCK * INDEX_KEY & 0xFFFFFFFF
+BITS, HIGH, INDEX = tl.constexpr(BITS_KEY), tl.constexpr(HIGH_KEY), tl.constexpr(INDEX_KEY)
+FIRST, SECOND = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+STEP = tl.constexpr(BLOCK * INDEX_KEY & 0xFFFFFFFF)
 """What the index's term of a lane grows by from one block to the next."""
 COLUMNS = 8
 """Numbers of a task in its table: address, columns, stride, chunks a row, base, row step, slot, first program."""
 ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
-
-class Keys(NamedTuple):
-    """The constants of the mix, as compile-time arguments of the kernel."""
-
-    BITS_KEY: int = BITS_KEY
-    HIGH_KEY: int = HIGH_KEY
-    INDEX_KEY: int = INDEX_KEY
-    STEP: int = STEP
-    MIX_1: int = MIX_1
-    MIX_2: int = MIX_2
 
 
 class Kind(NamedTuple):
@@ -53,27 +44,18 @@ class Kind(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed(  # type: ignore[no-untyped-def]
-    values,
-    keyed,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
-    BITS_KEY: tl.constexpr,
-    HIGH_KEY: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
-):
+def _mixed(values, keyed, ROUND: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """mix(bits, index) of each lane; `keyed` is (index + 1) * INDEX_KEY in uint32. int64 out, the sign carried."""
     if ROUND is not None:
         values = values.to(ROUND, fp_downcast_rounding="rtne").to(tl.int16, bitcast=True)
     if WIDE:
         low = values.to(tl.int32).to(tl.uint32, bitcast=True)
-        bits = low + (values >> 32).to(tl.int32).to(tl.uint32, bitcast=True) * HIGH_KEY
+        bits = low + (values >> 32).to(tl.int32).to(tl.uint32, bitcast=True) * HIGH
     else:
         bits = values.to(tl.int32).to(tl.uint32, bitcast=True)  # the sign is carried; uint8 has none
-    h = bits * BITS_KEY + keyed
-    h = (h ^ (h >> 16)) * MIX_1
-    h = (h ^ (h >> 15)) * MIX_2
+    h = bits * BITS + keyed
+    h = (h ^ (h >> 16)) * FIRST
+    h = (h ^ (h >> 15)) * SECOND
     h = h ^ (h >> 16)
     return h.to(tl.int32, bitcast=True).to(tl.int64)
 
@@ -89,12 +71,6 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
-    BITS_KEY: tl.constexpr,
-    HIGH_KEY: tl.constexpr,
-    INDEX_KEY: tl.constexpr,
-    STEP: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
 ):
     """Each program adds up BLOCKS blocks of a row of its task, and adds the sum to the task's slot."""
     program = tl.program_id(0)
@@ -111,17 +87,17 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     if ALIGNED:
         source = tl.multiple_of(source, 16)
     first = (base + row * row_step + begin + 1).to(tl.int32).to(tl.uint32, bitcast=True)
-    keyed = (first + lane.to(tl.uint32)) * INDEX_KEY
+    keyed = (first + lane.to(tl.uint32)) * INDEX
     total = tl.zeros([BLOCK], dtype=tl.int64)
     for _ in range(left // BLOCK):
-        total += _mixed(tl.load(source + lane), keyed, ROUND, WIDE, BITS_KEY, HIGH_KEY, MIX_1, MIX_2)
+        total += _mixed(tl.load(source + lane), keyed, ROUND, WIDE)
         source += BLOCK
         keyed += STEP
     rest = left % BLOCK
     if rest > 0:
         inside = lane < rest
         values = tl.load(source + lane, mask=inside, other=0)
-        total += tl.where(inside, _mixed(values, keyed, ROUND, WIDE, BITS_KEY, HIGH_KEY, MIX_1, MIX_2), 0)
+        total += tl.where(inside, _mixed(values, keyed, ROUND, WIDE), 0)
     tl.atomic_add(sums + slot, tl.sum(total, axis=0), sem="relaxed")
 
 
@@ -159,7 +135,6 @@ class Plan:
                     BLOCK=BLOCK,
                     BLOCKS=BLOCKS_PER_PROGRAM,
                     num_warps=WARPS,
-                    **Keys()._asdict(),
                 )
         return sums
 
