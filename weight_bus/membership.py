@@ -71,9 +71,8 @@ class Member:
     version: int = -1
     """Version that it verifiably serves, -1 for none."""
     target: int = -1
-    """Version on its way to it."""
+    """Version on its way to it, with the digest `expected`."""
     expected: str = ""
-    """Digest of `target`."""
     base: str = ""
     """Digest of the version whose bytes it has beside its engine, proven; empty while that is not known."""
     faults: int = 0
@@ -151,7 +150,7 @@ class Membership:
         return next((member for member in self.members.values() if member.session == session), None)
 
     def heard(self, session: str, now: float) -> Member | None:
-        """Note a sign of life."""
+        """Note a sign of life of the member, if the session has not ended."""
         member = self.find(session)
         if member is not None:
             member.heard_at = now
@@ -188,7 +187,7 @@ class Membership:
     def ready(self, session: str, epoch: int, now: float) -> bool:
         """INVITED → READY. False for an answer to an older epoch."""
         member = self.find(session)
-        if member is None or member.state is not State.INVITED or epoch != member.epoch:
+        if member is None or (member.state, member.epoch) != (State.INVITED, epoch):
             return False
         self._move(member, State.READY, now)
         return True

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something worth counting or seeing happened on the bus."""
+    """Something worth counting or seeing."""
 
     kind: str
     """join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left."""

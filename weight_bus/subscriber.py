@@ -14,8 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys, Message, WireError
@@ -42,8 +41,7 @@ Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Engine:
+class _Engine(NamedTuple):
     load: Load
     activate: Activate
     quarantine: Quarantine
@@ -85,11 +83,10 @@ class Subscriber:
         intake: RemoteIntake | None = None,
         staging: Staging | None = None,
     ) -> None:
-        self.address = address
-        self.name = name
+        self.address, self.name = address, name
+        self.incarnation = 0
+        """Of the learner that admitted this subscriber last, 0 before: in `activate`, that of the version."""
         self._config = config
-        self._incarnation = 0
-        """Of the learner that admitted this subscriber last."""
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
@@ -111,21 +108,14 @@ class Subscriber:
         """(incarnation, version, digest) that the engine verifiably holds."""
         self._engaged: m.Begin | m.Commit | None = None
         """What the engine is loading, or is being paused for, at this moment."""
-        self._heard_at = time.monotonic()
-        self._joined_at = -math.inf
-        self._silent = False
+        self._heard_at, self._joined_at = time.monotonic(), -math.inf
+        self._silent = self._closed = False
         self._stopping = threading.Event()
-        self._closed = False
 
     @property
     def version(self) -> int:
         """Version that the engine verifiably holds, -1 for none."""
         return self._held[1]
-
-    @property
-    def incarnation(self) -> int:
-        """Incarnation of the learner that admitted this subscriber: in `activate`, that of the version. 0 before."""
-        return self._incarnation
 
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
@@ -156,7 +146,7 @@ class Subscriber:
     def hold(self, limit_s: float, reason: str) -> None:
         """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
 
-        The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be said again, for
+        The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be repeated, for
         longer. `load` itself waits, applies and returns as ever. With `direct`, from inside `DirectReceiver.pause`.
 
         Args:
@@ -200,9 +190,8 @@ class Subscriber:
         if not self._session:
             self._sessions += 1
             self._session = f"{self._instance}-{self._sessions}"
-        incarnation, version, digest = self._held
-        if incarnation != self._incarnation:  # a policy is (incarnation, version), whatever its weights are
-            version, digest = -1, ""
+        # a policy is (incarnation, version), whatever its weights are
+        _, version, digest = self._held if self._held[0] == self.incarnation else NOTHING
         join = m.Join(
             session=self._session,
             name=self.name,
@@ -258,10 +247,10 @@ class Subscriber:
         return False
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        if welcome.incarnation < self._incarnation:
-            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self._incarnation}"
+        if welcome.incarnation < self.incarnation:
+            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self.incarnation}"
             raise RemovedFromBus(f"{reason}: an older learner still runs there")
-        claimed, self._incarnation = self._held[0] == self._incarnation, welcome.incarnation
+        claimed, self.incarnation = self._held[0] == self.incarnation, welcome.incarnation
         if claimed and self._held[0] != welcome.incarnation and self.version == welcome.version:
             # the next incarnation may have taken what Join claims to hold for its own version: join without the claim
             self._dealer.send(m.Goodbye(session=self._session, reason="what it holds is of an earlier incarnation"))
@@ -326,10 +315,10 @@ class Subscriber:
     def _expected(self, begin: m.Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
         older = (begin.incarnation, begin.version) < self._held[:2]
-        if begin.epoch == self._epoch and begin.incarnation == self._incarnation and not older:
+        if begin.epoch == self._epoch and begin.incarnation == self.incarnation and not older:
             return True
         offered = f"v{begin.version} of incarnation {begin.incarnation} in epoch {begin.epoch}"
-        present = f"v{self.version} of incarnation {self._incarnation} in epoch {self._epoch}"
+        present = f"v{self.version} of incarnation {self.incarnation} in epoch {self._epoch}"
         log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
         return False
 

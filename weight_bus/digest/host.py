@@ -1,7 +1,5 @@
-"""The digest of contiguous elements in host memory, in NumPy.
-
-There a logical shift is one operation, and every intermediate result has its place in the cache.
-"""
+"""The digest of contiguous elements in host memory, in NumPy: a logical shift is one operation there, and every
+intermediate result has its place in the cache."""
 
 import functools
 import threading
