@@ -24,8 +24,7 @@ from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
 
-MAX_HOLD_S = 24 * 3600.0
-"""No engine may ask for more."""
+MAX_HOLD_S = 24 * 3600.0  # no engine may ask for more
 SPOILED = "its engine is spoiled and restarts,"
 
 

@@ -28,8 +28,7 @@ from replay.channel import (
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
 BEAT_SUFFIX = "/beat"
-REMEMBERED = 1024
-"""Messages of the publisher whose copies are known as such."""
+REMEMBERED = 1024  # messages of the publisher whose copies are known as such
 SWITCH_S = 0.0005
 
 

@@ -52,12 +52,10 @@ class Intake(Received):
         self._alignment = alignment
         self._transport = transport
         self._run_id = run_id
-        self._formed = 0
-        """Epoch of the present group, 0 for none."""
+        self._formed = 0  # epoch of the present group, 0 for none
         self.staging = staging or Staging()
         self._reader = ChangeReader(transport.device)
-        self._holds = ""
-        """Digest of the version whose bytes are staged, proven; empty when they may be anything."""
+        self._holds = ""  # digest of the version whose bytes are staged, proven; empty when they may be anything
 
     @property
     def facts(self) -> dict[str, str]:
@@ -135,10 +133,8 @@ class DirectIntake(Received):
         self._receiver = receiver
         self._run_id = run_id
         self._formed = 0
-        self._pausing: Begin | None = None
-        """What waits for Go."""
-        self._still = False
-        """The engine stands still, untouched."""
+        self._pausing: Begin | None = None  # what waits for Go
+        self._still = False  # the engine stands still, untouched
         self.ranks = receiver.ranks
         self.facts = direct_facts(config)
         self.manifest = Manifest((), ())

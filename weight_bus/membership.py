@@ -24,8 +24,7 @@ from weight_bus.messages import Applied, Holding, Join, Paused, Staged
 
 V = TypeVar("V")
 MAX_FENCED = 1024
-MAX_RANKS = 64
-"""Of one member: more would be no engine."""
+MAX_RANKS = 64  # of one member: more would be no engine
 
 
 class State(Enum):
@@ -58,29 +57,19 @@ class Member:
     identity: str
     pid: int
     host: str
-    since: float
-    """When the present state began."""
-    ranks: int = 1
-    """Consecutive ranks in a group."""
+    since: float  # when the present state began
+    ranks: int = 1  # consecutive ranks in a group
     heard_at: float
     state: State = State.WAITING
-    deadline: float = math.inf
-    """When the present state has lasted too long."""
-    epoch: int = 0
-    """Last epoch it was invited to."""
-    version: int = -1
-    """Version that it verifiably serves, -1 for none."""
-    target: int = -1
-    """Version on its way to it, with the digest `expected`."""
+    deadline: float = math.inf  # when the present state has lasted too long
+    epoch: int = 0  # last epoch it was invited to
+    version: int = -1  # version that it verifiably serves, -1 for none
+    target: int = -1  # version on its way to it, with the digest `expected`
     expected: str = ""
-    base: str = ""
-    """Digest of the version whose bytes it has beside its engine, proven; empty while that is not known."""
-    faults: int = 0
-    """Failed updates since the last verified one."""
-    retry_at: float = -math.inf
-    """Not sent anything before this time."""
-    hold: str = ""
-    """Why it is HOLDING."""
+    base: str = ""  # digest of the version whose bytes it has beside its engine, proven; empty while that is not known
+    faults: int = 0  # failed updates since the last verified one
+    retry_at: float = -math.inf  # not sent anything before this time
+    hold: str = ""  # why it is HOLDING
 
     def __str__(self) -> str:
         return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"

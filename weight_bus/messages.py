@@ -58,16 +58,14 @@ class Welcome(InSession):
     """The publisher admits this session."""
 
     incarnation: int
-    version: int
-    """Last published version, -1 before the first."""
+    version: int  # last published version, -1 before the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(InSession):
     """The sender lives. Subscribers send theirs from a thread of its own, so a broadcast cannot hold it up."""
 
-    activity: str = ""
-    """No end sets or reads it; the frame is part of the schema."""
+    activity: str = ""  # no end sets or reads it; the frame is part of the schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +132,8 @@ class Staged(OfVersion):
     """
 
     corrupt: list[str] = field(default_factory=list)
-    wire_s: float = 0.0
-    """From the first bucket to the last, as this subscriber saw it."""
-    verify_s: float = 0.0
-    """Digests of what came."""
+    wire_s: float = 0.0  # from the first bucket to the last, as this subscriber saw it
+    verify_s: float = 0.0  # digests of what came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +161,7 @@ class Abort(OfVersion):
 class Applied(OfVersion):
     """What the engine holds after a Commit. `differences` names wrong tensors; none means it serves `version`."""
 
-    digest: str
-    """Of what the engine holds; empty when it could not load."""
+    digest: str  # of what the engine holds; empty when it could not load
     differences: list[str] = field(default_factory=list)
     reason: str = ""
 

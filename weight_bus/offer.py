@@ -20,8 +20,7 @@ log = logging.getLogger(__name__)
 class Event:
     """Something worth counting or seeing."""
 
-    kind: str
-    """join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left."""
+    kind: str  # join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left
     version: int
     epoch: int
     name: str = ""
@@ -57,23 +56,18 @@ class Offer:
 
     version: int
     evaluate: bool
-    buffer: int
-    """Which of the two sets the buckets are."""
-    started_at: float
-    """Of `start_publish`."""
+    buffer: int  # which of the two sets the buckets are
+    started_at: float  # of `start_publish`
     manifest: Manifest
     buckets: list[torch.Tensor]
     progress: Progress
     posted_at: float = 0.0
     deadline: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
-    change: Change | None = None
-    """What leads here from the version before, where it is worth sending."""
-    wire_bytes: int = 0
-    """Of the last round, to each subscriber."""
+    change: Change | None = None  # what leads here from the version before, where it is worth sending
+    wire_bytes: int = 0  # of the last round, to each subscriber
     failed: dict[str, str] = field(default_factory=dict)
-    report: PublishReport | None = None
-    """Set once every member is settled."""
+    report: PublishReport | None = None  # set once every member is settled
     sent_at: float = 0.0
 
     @property

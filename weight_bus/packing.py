@@ -24,10 +24,8 @@ class Pieces:
     """A tensor that is put together, and cast, in its bucket."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    """What it becomes; the parts may be wider."""
-    parts: Sequence[torch.Tensor]
-    """Its elements in row-major order, in at least one flat part."""
+    dtype: torch.dtype  # what it becomes; the parts may be wider
+    parts: Sequence[torch.Tensor]  # its elements in row-major order, in at least one flat part
 
     def whole(self) -> torch.Tensor:
         """The tensor itself, a copy."""
@@ -86,8 +84,7 @@ class Packer:
         self._device = device
         self._layout: Manifest | None = None
         self._sets: list[list[torch.Tensor]] = [[], []]
-        self._views: list[list[torch.Tensor]] = [[], []]
-        """The tensors of each set, as far as they were packed once."""
+        self._views: list[list[torch.Tensor]] = [[], []]  # the tensors of each set, as far as they were packed once
 
     def room(self, into: int) -> tuple[Manifest, list[torch.Tensor]] | None:
         """Layout (without digests) and buckets of an update that is still to be packed; None before the first."""
@@ -155,8 +152,7 @@ class _Filling:
 
     def __init__(self, buckets: list[torch.Tensor], packed: Callable[[int], None]) -> None:
         self._buckets, self._packed = buckets, packed
-        self._entries: list[Entry] = []
-        """Of the bucket that is being filled."""
+        self._entries: list[Entry] = []  # of the bucket that is being filled
         self._targets: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = []
         self._under_way: deque[tuple[list[Entry], torch.Tensor, torch.cuda.Event | None]] = deque()

@@ -12,8 +12,7 @@ from weight_bus.offer import Offer
 from weight_bus.transports.base import FORMING, Formation, Labelled, Transport
 
 VERIFYING = "verifying what it received of"
-SLACK_S = 15.0
-"""Beside what the transport takes by its own timeout."""
+SLACK_S = 15.0  # beside what the transport takes by its own timeout
 
 
 class NotPacked(TransportError):
@@ -24,10 +23,8 @@ class NotPacked(TransportError):
 class Parcel:
     """What travels in a round."""
 
-    pieces: Sequence[torch.Tensor]
-    """Flat uint8, one broadcast each."""
-    change: Change | None
-    """None when they are the buckets themselves."""
+    pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
+    change: Change | None  # none when they are the buckets themselves
 
 
 class Sender:

@@ -30,8 +30,7 @@ class Staging:
         self._device = HOST
         self.manifest = Manifest((), ())
         self.buckets: list[torch.Tensor] = []
-        self._digesters: list[Digester] = []
-        """Of each bucket."""
+        self._digesters: list[Digester] = []  # of each bucket
         self._launched: dict[int, Launched] = {}
 
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:

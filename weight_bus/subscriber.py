@@ -104,8 +104,7 @@ class Subscriber:
         self._dealer = dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
-        self._held = NOTHING
-        """(incarnation, version, digest) that the engine verifiably holds."""
+        self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
         self._engaged: m.Begin | m.Commit | None = None
         """What the engine is loading, or is being paused for, at this moment."""
         self._heard_at, self._joined_at = time.monotonic(), -math.inf

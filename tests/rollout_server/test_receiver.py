@@ -27,8 +27,7 @@ from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
 from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
-from weight_bus.remote import Line, RemoteIntake, RemoteUpdate
-from weight_bus.remote.line import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Taken
+from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix

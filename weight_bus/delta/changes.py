@@ -20,22 +20,17 @@ from weight_bus.digest import slice_digest
 from weight_bus.errors import NotAvailable, WeightBusError
 from weight_bus.manifest import ITEM_SIZES, Manifest
 
-LEVEL = 1
-"""Of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time."""
+LEVEL = 1  # of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """What leads from one version to the next, ready to send."""
 
-    base: str
-    """Digest of the version that it is to be applied to."""
-    coded: torch.Tensor
-    """Flat uint8, all buckets one after the other; compressed with zstd where that is asked for."""
-    num_bytes: int
-    """Before compression."""
-    digest: str
-    """Of `coded`."""
+    base: str  # digest of the version that it is to be applied to
+    coded: torch.Tensor  # flat uint8, all buckets one after the other; compressed with zstd where that is asked for
+    num_bytes: int  # before compression
+    digest: str  # of `coded`
 
     def pieces(self, bucket_bytes: int) -> list[torch.Tensor]:
         """In broadcasts of at most `bucket_bytes`."""

@@ -25,20 +25,16 @@ import torch
 
 from replay.channel import WireError
 
-SECTION = 1 << 26
-"""Elements, in host memory."""
-CUDA_SECTION = 1 << 28
-"""The same on a GPU, which is waited for a few times a section."""
+SECTION = 1 << 26  # elements, in host memory
+CUDA_SECTION = 1 << 28  # the same on a GPU, which is waited for a few times a section
 WORD = 8
 HEADER = struct.Struct("<BBHIIIII")
 ALIGN = 8
-HEADERS_AT_ONCE = 1 << 16
-"""Bytes of headers that are read at first: more than any model has."""
+HEADERS_AT_ONCE = 1 << 16  # bytes of headers that are read at first: more than any model has
 LONG = 255
 SAME, CODED, WHOLE = 0, 1, 2
 INTEGERS = {2: torch.int16, 4: torch.int32}
-WORTH = 0.5
-"""A coded section or version that is not below this share of its bytes is sent whole."""
+WORTH = 0.5  # a coded section or version that is not below this share of its bytes is sent whole
 
 
 class Coded(NamedTuple):

@@ -11,7 +11,7 @@ one changed element always changes the digest; several changed ones do not with 
 count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
 
 The code here is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
-digester.py: host.py in NumPy, and device.py as a Triton kernel.
+digester.py: NumPy, and a Triton kernel (device.py).
 """
 
 import functools
@@ -27,8 +27,7 @@ CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
 INDEX_KEY = 0x85EBCA77
 BITS_KEY = 0x9E3779B1
-HIGH_KEY = 0xC2B2AE3D
-"""For the upper half of eight-byte elements."""
+HIGH_KEY = 0xC2B2AE3D  # for the upper half of eight-byte elements
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

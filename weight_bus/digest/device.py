@@ -23,8 +23,7 @@ from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, M
 BLOCK = 1024
 BLOCKS_PER_PROGRAM = 64
 WARPS = 4
-ALIGN = 16
-"""Bytes of a vector load; what begins elsewhere is read element by element."""
+ALIGN = 16  # bytes of a vector load; what begins elsewhere is read element by element
 BITS, HIGH, INDEX = tl.constexpr(BITS_KEY), tl.constexpr(HIGH_KEY), tl.constexpr(INDEX_KEY)
 FIRST, SECOND = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 STEP = tl.constexpr(BLOCK * INDEX_KEY & 0xFFFFFFFF)

@@ -13,8 +13,7 @@ PROTOCOL = "2"
 """Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
 every transport, so that two releases that differ in it refuse each other when they join."""
 
-FORMING = 4
-"""Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
+FORMING = 4  # collective timeouts that forming a group may take: meeting, communicator, first collective and its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +24,10 @@ class Formation:
     """
 
     epoch: int
-    rank: int
-    """0 is the publisher."""
+    rank: int  # 0 is the publisher
     size: int
     endpoint: str
-    prefix: str
-    """Unique per run, incarnation and epoch, so that no two groups meet."""
+    prefix: str  # unique per run, incarnation and epoch, so that no two groups meet
 
 
 def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:

@@ -14,8 +14,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixSto
 from configs.infrastructure import WeightBus
 from weight_bus.transports.base import PROTOCOL, Formation
 from weight_bus.transports.gloo import Collective
-from weight_bus.transports.group import GroupTransport
-from weight_bus.transports.meeting import Meeting
+from weight_bus.transports.meeting import GroupTransport, Meeting
 from weight_bus.transports.nccl import NcclCollective, nccl_facts
 
 
@@ -67,5 +66,4 @@ class DirectNccl(_OfEngines, NcclCollective):
 
 
 DIRECT_BACKENDS: dict[str, Callable[[WeightBus, str], Collective | NcclCollective]]
-DIRECT_BACKENDS = {"gloo": DirectGloo, "nccl": DirectNccl}
-"""The publisher's end, by weight_bus.backend."""
+DIRECT_BACKENDS = {"gloo": DirectGloo, "nccl": DirectNccl}  # the publisher's end, by weight_bus.backend

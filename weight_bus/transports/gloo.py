@@ -17,10 +17,9 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from weight_bus.transports.base import Formation, ignore
-from weight_bus.transports.group import GroupTransport, formed, naming
+from weight_bus.transports.meeting import GroupTransport, formed, naming
 
-TRIES = 5
-"""Timeouts for which gloo waits for a connection."""
+TRIES = 5  # timeouts for which gloo waits for a connection
 
 
 class Collective(GroupTransport):

@@ -31,8 +31,7 @@ from configs.infrastructure import WeightBus
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-from weight_bus.transports.group import GroupTransport, formed
-from weight_bus.transports.meeting import lost
+from weight_bus.transports.meeting import GroupTransport, formed, lost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL, Work
@@ -49,8 +48,7 @@ WATCHDOG = {
 """Read by the constructor of a group: the value for groups of the bus, and PyTorch's default for all others."""
 ABORT_S = 10.0
 POLL_S = 0.0002
-CLOSING = -1
-"""Number of the closing reduction among the buckets."""
+CLOSING = -1  # number of the closing reduction among the buckets
 
 
 def set_nccl_defaults(config: WeightBus) -> None:

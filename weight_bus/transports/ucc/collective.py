@@ -27,17 +27,15 @@ from configs.infrastructure import WeightBus
 from configs.schema import is_loopback
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation, ignore
-from weight_bus.transports.group import GroupTransport, formed
+from weight_bus.transports.meeting import GroupTransport, formed
 from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
 from weight_bus.transports.ucc.source import resolve_ucc, ucc_name
 
 log = logging.getLogger(__name__)
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
-START_S = 5.0
-"""How long forming a group waits for a process that starts anew, here and on the other members."""
-SLACK_S = 1.0
-"""For the process to say by itself what went wrong, past its own time-out."""
+START_S = 5.0  # how long forming a group waits for a process that starts anew, here and on the other members
+SLACK_S = 1.0  # for the process to say by itself what went wrong, past its own time-out
 
 
 class UccCollective(GroupTransport):

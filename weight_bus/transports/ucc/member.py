@@ -24,10 +24,8 @@ from weight_bus.transports.meeting import lost
 log = logging.getLogger(__name__)
 
 MODULE = "weight_bus.transports.ucc.process"
-HOPELESS_S = 60.0
-"""A starter that has not imported torch after so long is given up."""
-REAP_S = 3.0
-"""For the kernel to end or to fork a process."""
+HOPELESS_S = 60.0  # a starter that has not imported torch after so long is given up
+REAP_S = 3.0  # for the kernel to end or to fork a process
 MAX_ANSWER_BYTES = 64 * 1024
 
 

@@ -54,8 +54,7 @@ class Group:
     def __init__(self, memory: SharedBytes) -> None:
         self._memory = memory
         self._size = 0
-        self._buckets = 0
-        """Since the last closing sum."""
+        self._buckets = 0  # since the last closing sum
 
     def form(self, order: dict[str, Any]) -> None:
         """Meet all members, build the group and send something, for building alone does not touch UCC."""
