@@ -18,8 +18,7 @@ from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
 from weight_bus.membership import Admission, Member, State
 from weight_bus.offer import Board
-from weight_bus.round import Ends, Round
-from weight_bus.sender import Sender
+from weight_bus.round import Ends, Round, Sender
 from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
@@ -117,8 +116,7 @@ class Bus:
     def _pump(self, until: Callable[[], bool], deadline: float) -> None:
         """Serve the control plane until a condition holds or the deadline has passed.
 
-        Raises:
-            BusClosed: close() was called meanwhile.
+        Raises BusClosed: close() was called meanwhile.
         """
         while True:
             if self._board.closing:

@@ -121,10 +121,10 @@ class Router(_End):
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            symptoms = {zmq.EHOSTUNREACH: "closed", zmq.EAGAIN: "full"}
-            if error.errno not in symptoms:
+            symptom = {int(zmq.EHOSTUNREACH): "closed", int(zmq.EAGAIN): "full"}.get(error.errno)
+            if symptom is None:
                 raise
-            return symptoms[error.errno]
+            return symptom
         return ""
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
@@ -175,8 +175,7 @@ class Dealer(_End):
     def poll(self, timeout_s: float) -> Message | WireError | None:
         """The next message within `timeout_s`, None after that time or a wake-up.
 
-        Raises:
-            ChannelError: the publisher refuses this subscriber (keys).
+        Raises ChannelError: the publisher refuses this subscriber (keys).
         """
         if not self._arrives(timeout_s):
             self._handshake.check()

@@ -70,8 +70,7 @@ class Intake(Received):
     def take(self, begin: Begin) -> list[str]:
         """Receive every bucket; builds the group where the epoch is new. Blocks for broadcasts only.
 
-        Returns:
-            Names of tensors whose bytes are not the manifest's; none means that the version is staged.
+        Returns the names of tensors whose bytes are not the manifest's; none means that the version is staged.
 
         Raises:
             TransportError: a peer was lost. The group is gone.
@@ -161,8 +160,7 @@ class DirectIntake(Received):
     def take(self, begin: Begin) -> list[str]:
         """Receive every bucket into the engine. Nothing is known of the bytes, so nothing is ever named.
 
-        Raises:
-            EngineSpoiled: not all arrived.
+        Raises EngineSpoiled: not all arrived.
         """
         self._pausing, self._still = None, False
         if self._formed != begin.epoch:

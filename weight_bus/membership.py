@@ -87,9 +87,7 @@ class Admission:
 class Membership:
     """The members of one publisher, and its epochs.
 
-    Args:
-        silent_after_s: seconds without a heartbeat after which a member counts as silent.
-        max_faults: failed updates in a row that a member may heal from.
+    A member is silent after `silent_after_s` without a heartbeat; it heals from `max_faults` failed updates in a row.
     """
 
     def __init__(self, *, silent_after_s: float, max_faults: int) -> None:

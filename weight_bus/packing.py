@@ -107,8 +107,7 @@ class Packer:
             into: the set that is not being read.
             packed: called with how many buckets are whole and finite, as they get so.
 
-        Returns:
-            The layout (without digests) and the buckets, flat uint8.
+        Returns the layout (without digests) and the buckets, flat uint8.
 
         Raises:
             NonFiniteWeights: a tensor holds NaN or infinity.

@@ -8,7 +8,8 @@ Example:
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
@@ -18,7 +19,7 @@ from weight_bus.delta.changes import ChangeMaker
 from weight_bus.errors import WeightBusError
 from weight_bus.manifest import alignment_of
 from weight_bus.membership import Membership
-from weight_bus.offer import Board, Event, Offer, PublishReport
+from weight_bus.offer import Board, Offer, PublishReport
 from weight_bus.packing import Named, Packer, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 SILENT_BEATS = 3
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Publishes versions to all subscribers. Its methods are for one thread (except `members` and `stats`).
 
     Args:
@@ -64,14 +65,13 @@ class Publisher:
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
+        self.address = self._router.address
+        """Control address for subscribers, `tcp://host:port`."""
+        self.on_event = self._board.on_event
+        """Listeners to what happens on the bus; they run on its thread and must be quick."""
         self._last: Offer | None = None
         self._closed = False
         self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
-
-    @property
-    def address(self) -> str:
-        """Control address for subscribers, `tcp://host:port`."""
-        return self._router.address
 
     @property
     def version(self) -> int:
@@ -84,11 +84,6 @@ class Publisher:
         """Number of the last epoch that was started; 0 before the first."""
         with self._board.changed:
             return self._board.membership.epoch
-
-    @property
-    def on_event(self) -> list[Callable[[Event], None]]:
-        """Listeners to what happens on the bus; they run on its thread and must be quick."""
-        return self._board.on_event
 
     def publish(
         self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
@@ -153,8 +148,7 @@ class Publisher:
 
         On expiry (or after `deadline_s` from now) the report names the laggards in `failed`; the bus goes on with them.
 
-        Raises:
-            WeightBusError: nothing was published, or the bus thread has failed, with its cause.
+        Raises WeightBusError: nothing was published, or the bus thread has failed, with its cause.
         """
         offer = self._last
         if offer is None:
@@ -194,9 +188,6 @@ class Publisher:
         limit = self._config.deadline_s + self._config.collective_timeout_s
         if not self._bus.join(limit):
             log.error("weight bus: the publisher's thread did not end in %.0f s", limit)
-
-    def __enter__(self) -> "Publisher":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -152,11 +152,7 @@ class Line:
             raise self._lose(f"{self._peer} hung up ({error})", "closed") from error
 
     def receive(self, accepted: Registry, limit_s: float | None) -> Envelope | None:
-        """The next message; None when the other end has hung up.
-
-        Args:
-            accepted: kinds that may come.
-            limit_s: for the whole message; None waits without end.
+        """The next message, of the accepted kinds, within `limit_s` (None: without end); None when the other hung up.
 
         Raises:
             TimeoutError: it did not come in time.
@@ -176,8 +172,7 @@ class Line:
     def ask(self, order: Message, run_id: str, limit_s: float, what: str) -> Message:
         """The answer of the receiver to an order; `what`, for errors, does not come about without it.
 
-        Raises:
-            TransportError: the receiver is lost, now or since an earlier order.
+        Raises TransportError: the receiver is lost, now or since an earlier order.
         """
         if self._lost is not None:
             raise self._lost.during(f"{what}, {self._peer} is lost")
@@ -245,8 +240,6 @@ class RemoteIntake(Received):
 
     Args:
         connect: the line to the receiver; called once, by the thread that receives.
-        config: the weight_bus section.
-        run_id: of the subscriber.
         load: takes the place of the load callback, because there are no tensors here.
         slack_s: how late the receiver may be.
     """

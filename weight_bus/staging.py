@@ -36,8 +36,7 @@ class Staging:
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
         """Make room for an update; keeps the buffers while layout and device stay.
 
-        Raises:
-            WireError: there is not so much memory.
+        Raises WireError: there is not so much memory.
         """
         self._launched.clear()
         if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:

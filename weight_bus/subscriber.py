@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from configs.infrastructure import WeightBus
@@ -47,7 +48,7 @@ class _Engine(NamedTuple):
     quarantine: Quarantine
 
 
-class Subscriber:
+class Subscriber(AbstractContextManager["Subscriber"]):
     """Receives versions for one engine. `receive` and `close` belong to one thread, `stop` to any.
 
     Args:
@@ -152,8 +153,7 @@ class Subscriber:
             limit_s: seconds from now, applying included.
             reason: for logs and reports, such as "evaluation of version 12".
 
-        Raises:
-            WeightBusError: nothing is being applied.
+        Raises WeightBusError: nothing is being applied.
         """
         if self._engaged is None:
             raise WeightBusError("hold() is for the load callback: nothing is being applied")
@@ -174,9 +174,6 @@ class Subscriber:
         self._dealer.send(m.Goodbye(session=self._session, reason=reason))
         self._dealer.close()
         self._intake.close()
-
-    def __enter__(self) -> "Subscriber":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -324,8 +321,7 @@ class Subscriber:
     def _commit(self, commit: m.Commit, engine: _Engine) -> bool:
         """Apply, then hold what the engine says it holds against the manifest.
 
-        Raises:
-            EngineSpoiled: a refill would not help; the publisher knows.
+        Raises EngineSpoiled: a refill would not help; the publisher knows.
         """
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:

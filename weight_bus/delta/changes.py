@@ -48,11 +48,7 @@ class ChangeMaker:
         self._packer = zstandard().ZstdCompressor(level=LEVEL) if zstd else None
 
     def due(self, base: str) -> bool:
-        """Whether the next version may travel as a change; to be asked once for each.
-
-        Args:
-            base: digest of the version whose bytes are there to compare with; empty when there is none.
-        """
+        """Whether the next version may be a change of `base`, empty when there is none; to be asked once for each."""
         if not self._config.delta:
             return False
         self._since_full += 1
@@ -71,12 +67,9 @@ class ChangeMaker:
 
         Args:
             base: digest of the version whose bytes `old` are.
-            old: buckets, flat uint8.
-            new: the buckets of this version, on the same device.
-            layout: of both.
+            old, new: buckets of `layout`, flat uint8, on the same device.
 
-        Raises:
-            WeightBusError: zstd was asked for, and the buckets are on a GPU.
+        Raises WeightBusError: zstd was asked for, and the buckets are on a GPU.
         """
         parts = [
             coding.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
@@ -111,8 +104,7 @@ class ChangeReader:
     def room(self, num_bytes: int, bucket_bytes: int) -> list[torch.Tensor]:
         """Buffers for a change of that size, as it is broadcast. They are reused.
 
-        Raises:
-            WireError: there is not so much memory.
+        Raises WireError: there is not so much memory.
         """
         if self._room.numel() < num_bytes:
             try:
@@ -130,11 +122,9 @@ class ChangeReader:
 
         Args:
             buckets: flat uint8, on this reader's device.
-            wire_bytes: what has come into the room.
-            num_bytes: after decompression; the same number says that it is not compressed.
+            wire_bytes, num_bytes: what has come into the room, and after decompression; the same when not compressed.
 
-        Raises:
-            WireError: it cannot be what leads on from here. Nothing was written.
+        Raises WireError: it cannot be what leads on from here. Nothing was written.
         """
         coded = self._room[:wire_bytes]
         if wire_bytes != num_bytes:

@@ -58,8 +58,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None
     """The change from `old` to `new`.
 
     Args:
-        old: flat uint8, a bucket.
-        new: the same size, on the same device.
+        old, new: a bucket each, flat uint8 of one size on one device.
         width: bytes an element: 2, or 4 where every number of the bucket has so many.
         section: most elements that are coded at once; needs about 9 bytes for each of them meanwhile. None takes
             what suits the device.
@@ -77,12 +76,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None
 def apply(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> None:
     """Turn buckets that hold the base into the next version, in place; on a GPU it is awaited twice, no more.
 
-    Args:
-        buckets: flat uint8.
-        change: flat uint8 on the same device.
+    Both are flat uint8, on one device.
 
-    Raises:
-        WireError: it does not fit the buckets, whatever they hold. Nothing was written.
+    Raises WireError: it does not fit the buckets, whatever they hold. Nothing was written.
     """
     headers = _headers(buckets, change)
     updates: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -112,9 +108,6 @@ def apply(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> None:
         else:
             # each element once, so no addition has to be atomic
             place.scatter_(0, where, place.gather(0, where) + values)
-
-
-# ---- one section --------------------------------------------------------------------------------------------
 
 
 def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> tuple[bytes, list[torch.Tensor]]:

@@ -80,9 +80,7 @@ def _xorshift(h: torch.Tensor, shift: int) -> torch.Tensor:
 def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
     """Of each element, int32: a digest is the sum of these as signed numbers.
 
-    Args:
-        bits: the elements as integers of their width (one byte: unsigned).
-        keyed: (flat index + 1) * INDEX_KEY of each, int32.
+    `bits` are the elements as integers of their width (one byte: unsigned), `keyed` (flat index + 1) * INDEX_KEY.
     """
     if bits.dtype == torch.int64:
         bits = (bits >> 32).to(torch.int32).mul_(_signed(HIGH_KEY)).add_(bits.to(torch.int32))

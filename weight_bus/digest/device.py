@@ -28,8 +28,6 @@ BITS, HIGH, INDEX = tl.constexpr(BITS_KEY), tl.constexpr(HIGH_KEY), tl.constexpr
 FIRST, SECOND = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 STEP = tl.constexpr(BLOCK * INDEX_KEY & 0xFFFFFFFF)
 """What the index's term of a lane grows by from one block to the next."""
-COLUMNS = 8
-"""Numbers of a task in its table: address, columns, stride, chunks a row, base, row step, slot, first program."""
 ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -101,18 +99,30 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
 
 
 class Plan:
-    """The same tasks again and again. Their table is made once, and kept on the device.
+    """The same tasks again and again, into so many sums. Their table is made once, and kept on the device.
 
-    Args:
-        tasks: their columns contiguous, on `device`.
-        slots: how many sums.
-        device: a CUDA device (in Triton's interpreter, the CPU).
+    All is on one CUDA device (in Triton's interpreter, the CPU), the columns contiguous.
     """
 
     def __init__(self, tasks: Sequence[Task], slots: int, device: torch.device) -> None:
         self._slots, self._device = slots, device
         self._tasks = tasks  # their memory must live as long as the table that names it
-        self._launches = [(kind, *_table(batch, device)) for kind, batch in _by_kind(tasks).items()]
+        tables: dict[Kind, list[list[int]]] = defaultdict(list)
+        programs: dict[Kind, list[int]] = defaultdict(list)  # of each task
+        for task in tasks:
+            values, base, row_step = task.rows
+            (num_rows, cols), width, stride = values.shape, values.element_size(), values.stride(0)
+            aligned = values.data_ptr() % ALIGN == 0 and (num_rows == 1 or stride * width % ALIGN == 0)
+            kind, chunks = Kind(width, task.rounded, aligned), -(-cols // (BLOCK * BLOCKS_PER_PROGRAM))
+            first = tables[kind][-1][-1] + programs[kind][-1] if tables[kind] else 0
+            tables[kind].append([values.data_ptr(), cols, stride, chunks, base, row_step, task.slot, first])
+            programs[kind].append(num_rows * chunks)
+        self._launches: list[tuple[Kind, torch.Tensor, torch.Tensor]] = []
+        """With the table, int64[tasks, 8], and the task of each program, int32[programs]."""
+        for kind, table in tables.items():
+            numbers = torch.arange(len(table), dtype=torch.int32)
+            owners = torch.repeat_interleave(numbers, torch.tensor(programs[kind])).to(device)
+            self._launches.append((kind, torch.tensor(table, dtype=torch.int64).to(device), owners))
 
     def launch(self) -> torch.Tensor:
         """The sums of all tasks by slot, int64[slots] on the device, modulo 2^64, without waiting for them.
@@ -136,35 +146,3 @@ class Plan:
                     num_warps=WARPS,
                 )
         return sums
-
-
-def _table(batch: Sequence[Task], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tasks as int64[tasks, COLUMNS], and the task of each program, int32[programs]."""
-    rows: list[list[int]] = []
-    programs: list[int] = []
-    first = 0
-    for task in batch:
-        row, count = _row(task)
-        rows.append([*row, first])
-        programs.append(count)
-        first += count
-    owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
-    return torch.tensor(rows, dtype=torch.int64).to(device), owners.to(device)
-
-
-def _by_kind(tasks: Sequence[Task]) -> dict[Kind, list[Task]]:
-    found: dict[Kind, list[Task]] = defaultdict(list)
-    for task in tasks:
-        values = task.rows.values
-        width = values.element_size()
-        aligned = values.data_ptr() % ALIGN == 0 and (len(values) == 1 or values.stride(0) * width % ALIGN == 0)
-        found[Kind(width, task.rounded, aligned)].append(task)
-    return found
-
-
-def _row(task: Task) -> tuple[list[int], int]:
-    """A task's numbers in the table, but for its first program; and how many programs it takes."""
-    values, base, row_step = task.rows
-    num_rows, cols = values.shape
-    chunks = -(-cols // (BLOCK * BLOCKS_PER_PROGRAM))
-    return [values.data_ptr(), cols, values.stride(0), chunks, base, row_step, task.slot], num_rows * chunks

@@ -16,8 +16,7 @@ BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollect
 def make_transport(config: WeightBus, host: str) -> Transport:
     """The transport that the configuration names, bound to the interface `host`. Publisher only with apply `direct`.
 
-    Raises:
-        WeightBusError: it is not available here.
+    Raises WeightBusError: it is not available here.
     """
     if config.transport == "disk":
         return Disk(config, host)

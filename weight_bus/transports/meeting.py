@@ -44,12 +44,7 @@ class Meeting:
         return self._endpoint
 
     def at(self, formation: Formation) -> PrefixStore:
-        """The store of a group.
-
-        Raises:
-            TransportError: the endpoint is none.
-            RuntimeError: there is no store.
-        """
+        """The store of a group. Raises TransportError: the endpoint is none; RuntimeError: there is no store."""
         if self._store is None or formation.endpoint != self._endpoint:
             host, _, port = formation.endpoint.rpartition(":")
             if not host or not port.isdigit():
@@ -61,8 +56,7 @@ class Meeting:
     def show_up(self, store: PrefixStore, formation: Formation, within_s: float) -> None:
         """Barrier: wait until every member has registered, so that none connects to one that is absent.
 
-        Raises:
-            TransportError: which ranks did not register in time.
+        Raises TransportError: which ranks did not register in time.
         """
         keys = [f"{HERE}{rank}" for rank in range(formation.size)]
         store.set(keys[formation.rank], "1")

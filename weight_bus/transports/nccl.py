@@ -74,8 +74,7 @@ def nccl_facts() -> dict[str, str]:
 class NcclCollective(GroupTransport):
     """An NCCL group per epoch. Buckets live on the CUDA device that is current in the constructor.
 
-    Raises:
-        WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
+    Raises WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
     """
 
     backend = "nccl"

@@ -41,8 +41,7 @@ SLACK_S = 1.0  # for the process to say by itself what went wrong, past its own 
 class UccCollective(GroupTransport):
     """A UCC group per epoch, in a process per group. Buckets live in host memory.
 
-    Raises:
-        WeightBusError: there is no UCC here (`resolve_ucc`).
+    Raises WeightBusError: there is no UCC here (`resolve_ucc`).
     """
 
     backend = "ucc"
@@ -62,10 +61,8 @@ class UccCollective(GroupTransport):
     def facts(self) -> dict[str, str]:
         """The backend, where UCC comes from, and the protocol.
 
-        Returns when the process for a group is ready, so a transport that has stated them can form one at once.
-
-        Raises:
-            TransportError: it is not, after a minute.
+        Returns when the process for a group is ready, so a transport that has stated them can form one at once. Raises
+        TransportError: it is not, after a minute.
         """
         self._present().await_ready(HOPELESS_S)
         return {**super().facts(), "ucc": self._name}

@@ -77,8 +77,7 @@ class Starter:
     def await_ready(self, limit_s: float) -> None:
         """Wait until it has imported torch. One that is late goes on with that, unless it is hopeless.
 
-        Raises:
-            TransportError: it is not ready yet, or will never be.
+        Raises TransportError: it is not ready yet, or will never be.
         """
         if self._ready:
             return
