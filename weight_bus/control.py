@@ -4,7 +4,7 @@ import socket
 import sys
 import threading
 from collections import deque
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import zmq
 
@@ -78,6 +78,7 @@ class _End:
         self._sequence = sequence_numbers()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
+        self._watches = ExitStack()  # of the socket, closed before it
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self.wake.fileno(), zmq.POLLIN)
@@ -90,6 +91,7 @@ class _End:
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
+        self._watches.close()
         self._socket.close(linger=1000)
         self._context.term()
         self.wake.close()
@@ -100,12 +102,12 @@ class Router(_End):
 
     def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
         super().__init__(zmq.ROUTER, run_id)
-        self._gate: Gate | None = None
         try:
             configure(self._socket, Limits(), keys)
-            if keys is not None:
-                self._gate = Gate(self._context, self._socket, keys)
-            roster = self._gate.roster if self._gate is not None else None
+            gate = Gate(self._context, self._socket, keys) if keys is not None else None
+            if gate is not None:
+                self._watches.callback(gate.close)
+            roster = gate.roster if gate is not None else None
             self._arrivals = Arrivals(TO_PUBLISHER, Limits().max_message_bytes, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
@@ -136,12 +138,6 @@ class Router(_End):
             arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
         return arrived
 
-    def close(self) -> None:
-        """See `_End.close`."""
-        if self._gate is not None:
-            self._gate.close()
-        super().close()
-
 
 class Dealer(_End):
     """A subscriber's end, used by the thread that receives (except `wake`)."""
@@ -157,6 +153,7 @@ class Dealer(_End):
         self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
+        self._watches.callback(self._handshake.close)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
@@ -191,11 +188,6 @@ class Dealer(_End):
             return DuplicateMessage(f"{type(envelope.message).__name__} number {envelope.sequence} came before")
         self._had.append(envelope.sequence)
         return envelope.message
-
-    def close(self) -> None:
-        """See `_End.close`."""
-        self._handshake.close()
-        super().close()
 
 
 class Pulse:

@@ -274,12 +274,10 @@ class Round:
 
     def _transmit(self, parcel: Parcel, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
-        formation = None
-        if fresh:
-            prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
-            _, size = first_ranks(self._receivers)
-            formation = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
-        future = self._sender.send(self._offer, parcel, formation)
+        prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
+        _, size = first_ranks(self._receivers)
+        group = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
+        future = self._sender.send(self._offer, parcel, group if fresh else None)
         limit_s = self._sender.limit_s(parcel)
         self._ends.serve(future.done, time.monotonic() + limit_s)
         if not future.done():

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_bus.digest import add, digester, reference_digest, slice_digest, slice_digests
+from weight_bus.digest import add, definition, reference_digest, slice_digest, slice_digests
 from weight_bus.digest.definition import (
     BITS_KEY,
     CHUNK,
@@ -23,9 +23,9 @@ from weight_bus.digest.definition import (
     MIX_2,
     Part,
     Rows,
+    host_digest,
     rows_of,
 )
-from weight_bus.digest.digester import host_digest
 
 WORD = (1 << 32) - 1
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first: int) -> No
 @pytest.mark.parametrize("first", [0, (1 << 31) - 5, (1 << 32) - 40_000, (1 << 33) + 3])
 def test_numpy_and_torch_agree_at_any_place(dtype: torch.dtype, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever the number of threads chooses."""
-    monkeypatch.setattr(digester, "HOST_CHUNK", 5000)  # over its borders
+    monkeypatch.setattr(definition, "HOST_CHUNK", 5000)  # over its borders
     values = random_tensor((12_345,), dtype, 10)
     part = Part(values, (1 << 34,), (first,))
     found = host_digest(Rows(values.view(1, -1), first, 0), dtype)

@@ -1,10 +1,10 @@
 """A version as what has changed since the one before (coding.py): when it travels so, and what both ends do.
 
 The publisher codes against the bytes that it packed for the version before; a subscriber applies that to the bytes that
-it staged then. Which version those are is named by its digest, and the bytes of the change by another: a proven change
-of a proven base is a proven version, without a look at all of it. (A bit that flips in the staged memory in between
-shows in the digests of the live weights, which are always taken whole.) A receiver with another base, or whose last
-update failed, gets the full version; so do all when too much has changed, and every weight_bus.full_every versions.
+it staged then. One digest names those, another the change: a proven change of a proven base is a proven version,
+without a look at all of it. (A bit that flips in between shows in the digests of the live weights, always taken whole.)
+A receiver with another base, or whose last update failed, gets the full version; so do all when too much has changed,
+and every weight_bus.full_every versions.
 """
 
 from collections.abc import Sequence
@@ -88,9 +88,8 @@ class ChangeMaker:
         if self._packer is None:
             return coded
         if coded.is_cuda:
-            raise WeightBusError(
-                "weight_bus.compression: zstd works on host memory (gloo, ucc, disk); take none with nccl"
-            )
+            reason = "works on host memory (gloo, ucc, disk); take none with nccl"
+            raise WeightBusError(f"weight_bus.compression: zstd {reason}")
         return torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
 
 
@@ -127,9 +126,7 @@ class ChangeReader:
         Raises WireError: it cannot be what leads on from here. Nothing was written.
         """
         coded = self._room[:wire_bytes]
-        if wire_bytes != num_bytes:
-            coded = _decompressed(coded, num_bytes)
-        coding.apply(buckets, coded)
+        coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
 
 
 def digest_of(change: torch.Tensor) -> str:

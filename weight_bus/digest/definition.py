@@ -10,21 +10,24 @@ mix is a multiply-xorshift finaliser in 32 bits, with the constants of Wellons' 
 one changed element always changes the digest; several changed ones do not with a chance of about 2^-32. Positions
 count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
 
-The code here is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
+`rows_digest` is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
 digester.py: NumPy, and a Triton kernel (device.py).
 """
 
 import functools
 import hashlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
+HOST_CHUNK = 1 << 16  # the same in NumPy, at most as many
 INDEX_KEY = 0x85EBCA77
 BITS_KEY = 0x9E3779B1
 HIGH_KEY = 0xC2B2AE3D  # for the upper half of eight-byte elements
@@ -112,6 +115,40 @@ def rows_digest(rows: Rows, rounded: torch.dtype) -> int:
             piece = values[row : row + at_once, col : col + CHUNK].to(rounded)
             keyed = (begins + col).mul_(INDEX_KEY).to(torch.int32).unsqueeze(1) + lanes[: piece.shape[1]]
             total += int(mix(piece.view(VIEWS[piece.element_size()]), keyed).sum(dtype=torch.int64))
+    return total & MASK
+
+
+class _Scratch(threading.local):
+    """What a thread computes in, in NumPy."""
+
+    def __init__(self) -> None:
+        self.mixed, self.shifted = np.empty(HOST_CHUNK, np.uint32), np.empty(HOST_CHUNK, np.uint32)
+
+
+_scratch = _Scratch()
+
+
+def host_digest(rows: Rows, rounded: torch.dtype) -> int:
+    """`rows_digest` of a single row, in unsigned 32 bits."""
+    (values,), first, _ = rows
+    lanes, total = _lanes(values.device).numpy().view(np.uint32), 0
+    for begin in range(0, values.numel(), HOST_CHUNK):
+        piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
+        bits = piece.view(VIEWS[piece.element_size()]).numpy()
+        h, shifted = _scratch.mixed[: bits.size], _scratch.shifted[: bits.size]
+        np.copyto(h.view(np.int32), bits, casting="unsafe")  # spreads signs, or keeps the lower half
+        if bits.itemsize == 8:
+            np.copyto(shifted, bits >> 32, casting="unsafe")
+            h += np.multiply(shifted, np.uint32(HIGH_KEY), out=shifted)
+        h *= np.uint32(BITS_KEY)
+        h += lanes[: bits.size]
+        h += np.uint32((first + begin + 1) * INDEX_KEY & 0xFFFFFFFF)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        h *= np.uint32(MIX_1)
+        h ^= np.right_shift(h, np.uint32(15), out=shifted)
+        h *= np.uint32(MIX_2)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        total += int(h.view(np.int32).sum(dtype=np.int64))
     return total & MASK
 
 

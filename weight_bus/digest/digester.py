@@ -7,36 +7,19 @@ its place in the cache. All others, and all without Triton, take the definition 
 
 import functools
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 
-from weight_bus.digest.definition import (
-    BITS_KEY,
-    HIGH_KEY,
-    INDEX_KEY,
-    MASK,
-    MIX_1,
-    MIX_2,
-    VIEWS,
-    Part,
-    Rows,
-    Task,
-    add,
-    all_rows,
-    rows_digest,
-)  # fmt: skip
+from weight_bus.digest.definition import MASK, Part, Task, add, all_rows, host_digest, rows_digest
 
 if TYPE_CHECKING:
     from weight_bus.digest.device import Plan
 
 log = logging.getLogger(__name__)
 
-HOST_CHUNK = 1 << 16  # elements at once, as CHUNK of the definition
 TORCH_THREADS = 3
 """From so many on, torch is faster than NumPy, which has one and takes half to three quarters of the CPU time."""
 
@@ -133,43 +116,3 @@ def _plain_digest(part: Part) -> int:
     flat = part.tensor.device.type == "cpu" and all(len(piece.values) == 1 for piece in rows)
     digest = host_digest if flat and threads < TORCH_THREADS else rows_digest
     return add([digest(piece, part.rounded or part.tensor.dtype) for piece in rows])
-
-
-class _Scratch(threading.local):
-    """What a thread computes in, in NumPy."""
-
-    def __init__(self) -> None:
-        self.mixed, self.shifted = np.empty(HOST_CHUNK, np.uint32), np.empty(HOST_CHUNK, np.uint32)
-
-
-_scratch = _Scratch()
-
-
-@functools.cache
-def _host_lanes() -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """The index's term of the first HOST_CHUNK elements, less its constant."""
-    return np.arange(HOST_CHUNK, dtype=np.uint32) * np.uint32(INDEX_KEY)
-
-
-def host_digest(rows: Rows, rounded: torch.dtype) -> int:
-    """`rows_digest` of a single row, in unsigned 32 bits."""
-    (values,), first, _ = rows
-    total = 0
-    for begin in range(0, values.numel(), HOST_CHUNK):
-        piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
-        bits = piece.view(VIEWS[piece.element_size()]).numpy()
-        h, shifted = _scratch.mixed[: bits.size], _scratch.shifted[: bits.size]
-        np.copyto(h.view(np.int32), bits, casting="unsafe")  # spreads signs, or keeps the lower half
-        if bits.itemsize == 8:
-            np.copyto(shifted, bits >> 32, casting="unsafe")
-            h += np.multiply(shifted, np.uint32(HIGH_KEY), out=shifted)
-        h *= np.uint32(BITS_KEY)
-        h += _host_lanes()[: bits.size]
-        h += np.uint32((first + begin + 1) * INDEX_KEY & 0xFFFFFFFF)
-        h ^= np.right_shift(h, np.uint32(16), out=shifted)
-        h *= np.uint32(MIX_1)
-        h ^= np.right_shift(h, np.uint32(15), out=shifted)
-        h *= np.uint32(MIX_2)
-        h ^= np.right_shift(h, np.uint32(16), out=shifted)
-        total += int(h.view(np.int32).sum(dtype=np.int64))
-    return total & MASK
