@@ -33,10 +33,7 @@ SWITCH_S = 0.0005
 
 
 def wake_quickly() -> None:
-    """For threads of the bus in a process that computes: the interpreter is theirs after 0.5 ms, not after 5.
-
-    An update passes through a dozen such waits, one after the other.
-    """
+    """For threads of the bus beside computing ones: an update has a dozen waits for the interpreter, now of 0.5 ms."""
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
@@ -201,8 +198,7 @@ class Pulse:
         self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False, keys=keys)
         self._period_s = period_s
         self._stop = threading.Event()
-        self.session = ""
-        """Beats for this session; empty beats for none. Set by the receiving thread."""
+        self.session = ""  # beats for this session; empty beats for none. Set by the receiving thread
         self._thread = threading.Thread(target=self._run, name=f"weight-bus-pulse-{identity}", daemon=True)
         self._thread.start()
 

@@ -9,9 +9,8 @@ APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine 
 It is not waited for meanwhile, and counts as slow only after the time that it has asked for.
 
 With weight_bus.apply `direct` a Begin leads to PAUSING instead, then the engine stands still (PAUSED), and RECEIVING
-follows when all of the round do. HOLDING then comes before that, and ends in WAITING.
-
-A member leaves the table by `remove`; its later messages belong to no session and are ignored.
+follows when all of the round do. HOLDING then comes before that, and ends in WAITING. `remove` ends a session, and its
+later messages are ignored.
 """
 
 import math

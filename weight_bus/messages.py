@@ -41,14 +41,12 @@ class Join(InSession):
     """A subscriber wants updates. `version` and `digest` are what its engine verifiably holds, if anything."""
 
     name: str
-    instance: str
-    """Random per subscriber object; distinguishes a restarted server from one that reconnects."""
+    instance: str  # random per subscriber object; distinguishes a restarted server from one that reconnects
     pid: int
     host: str
     version: int = -1
     digest: str = ""
-    facts: dict[str, str] = field(default_factory=dict)
-    """What its transport must have in common with the publisher's."""
+    facts: dict[str, str] = field(default_factory=dict)  # what its transport must have in common with the publisher's
     ranks: int = 1
     """Consecutive ranks that it takes in a group; more than one only where the engine's processes are the members."""
 
@@ -92,26 +90,20 @@ class Begin(OfVersion):
 
     incarnation: int
     evaluate: bool
-    rank: int
-    """The first one of this subscriber."""
+    rank: int  # the first one of this subscriber
     size: int
-    endpoint: str
-    """Where the transport meets, as the publisher's transport names it."""
+    endpoint: str  # where the transport meets, as the publisher's transport names it
     bucket_bytes: int
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     digests: list[int]
-    digest: str
-    """Of the whole version."""
+    digest: str  # of the whole version
     base: str = ""
     """Digest of the staged version that what follows is a change of; empty says that the version comes whole."""
-    wire_bytes: int = 0
-    """Of the change, as it comes."""
-    change_bytes: int = 0
-    """Of the change after decompression; no more than wire_bytes where it is not compressed."""
-    change_digest: str = ""
-    """Of the change as it comes, see `delta.changes.digest_of`."""
+    wire_bytes: int = 0  # of the change, as it comes
+    change_bytes: int = 0  # of the change after decompression; no more than wire_bytes where it is not compressed
+    change_digest: str = ""  # of the change as it comes, see `delta.changes.digest_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

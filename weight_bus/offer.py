@@ -36,18 +36,15 @@ class PublishReport:
     """
 
     version: int
-    served: list[str]
-    """Subscribers whose engine verifiably holds this version."""
-    failed: dict[str, str]
-    """Subscribers that do not, or not yet, and why."""
+    served: list[str]  # subscribers whose engine verifiably holds this version
+    failed: dict[str, str]  # subscribers that do not, or not yet, and why
     held: dict[str, str]
     """Subscribers that finish an evaluation of an older version first, and why. They are not waited for."""
     seconds: dict[str, float]
     """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
     total."""
     epoch: int
-    num_bytes: int
-    """On the wire, to each subscriber."""
+    num_bytes: int  # on the wire, to each subscriber
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,11 +85,9 @@ class Board:
     def __init__(self, membership: Membership) -> None:
         self.changed = threading.Condition()
         self.membership = membership
-        self.pending: Offer | None = None
-        """Packed and not yet taken up by the bus thread."""
+        self.pending: Offer | None = None  # packed and not yet taken up by the bus thread
         self.current: Offer | None = None
-        self.called_off = (0, -1)
-        """Epoch and version that was sent last, or a part of it, and is not to be applied."""
+        self.called_off = (0, -1)  # epoch and version that was sent last, or a part of it, and is not to be applied
         self.failure: BaseException | None = None
         self.closing = ""
         self.counters: dict[str, float] = dict.fromkeys(

@@ -36,8 +36,7 @@ class Progress:
     """How far a version is packed: the bus sends bucket after bucket behind the packing. For any thread."""
 
     def __init__(self, buckets: int, packed: int) -> None:
-        self.called_off = ""
-        """Why the version is not to be applied, whatever was sent of it."""
+        self.called_off = ""  # why the version is not to be applied, whatever was sent of it
         self._changed = threading.Condition()
         self._buckets, self._packed = buckets, packed
         self._waited_in_vain = False

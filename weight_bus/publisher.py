@@ -65,8 +65,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
-        self.address = self._router.address
-        """Control address for subscribers, `tcp://host:port`."""
+        self.address = self._router.address  # control address for subscribers, `tcp://host:port`
         self.on_event = self._board.on_event
         """Listeners to what happens on the bus; they run on its thread and must be quick."""
         self._last: Offer | None = None

@@ -97,8 +97,7 @@ class Line:
 
     def __init__(self, connection: socket.socket, peer: str = RECEIVER) -> None:
         self._socket, self._peer = connection, peer
-        self.facts: dict[str, str] = {}
-        """Of a receiver's transport."""
+        self.facts: dict[str, str] = {}  # of a receiver's transport
         self._sequence = sequence_numbers()
         self._lost: TransportError | None = None
 

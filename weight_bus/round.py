@@ -112,14 +112,11 @@ class Sender:
 class Outcome:
     """What a round leaves to be done."""
 
-    error: TransportError | None = None
-    """Why the group broke; None when all was sent."""
+    error: TransportError | None = None  # why the group broke; None when all was sent
     suspects: frozenset[str] = frozenset()
     """Sessions of the receivers of a broken group, any of which may have broken it."""
-    charged: Member | None = None
-    """The only receiver of a broken group."""
-    spoiled: tuple[Member, ...] = ()
-    """`direct` only: their engines hold a part of the version."""
+    charged: Member | None = None  # the only receiver of a broken group
+    spoiled: tuple[Member, ...] = ()  # `direct` only: their engines hold a part of the version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,7 @@ MAX_NAMED = 16
 JOIN_AGAIN_BEATS = 10
 NOTHING = (-1, -1, "")
 
-Activate = Callable[[int, bool], None]
-"""(version, evaluate): the engine verifiably holds this version and may serve it."""
+Activate = Callable[[int, bool], None]  # (version, evaluate): the engine verifiably holds this version and may serve it
 Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
 

@@ -239,7 +239,7 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
 
 
 def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_bus.remote.intake.FORMING", -2)
+    monkeypatch.setattr("weight_bus.remote.FORMING", -2)
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
         started = time.monotonic()

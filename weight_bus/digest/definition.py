@@ -1,9 +1,8 @@
 """Position-keyed digests of tensors that add up over slices (invariant 5).
 
 The digest of a logical tensor is  sum over elements of mix(bits of the element, its flat index)  mod 2^64.
-A sum over elements is independent of which process holds which slice: FSDP shards, tensor-parallel slices and rows of a
-fused projection each digest what they hold, in place, and the parts are added. Keying by position makes
-swapped elements visible, which a plain XOR or sum is blind to.
+A sum does not depend on which process holds which slice: FSDP shards, tensor-parallel slices and rows of a fused
+projection each digest what they hold, in place, and the parts are added. Keyed by position, it shows swapped elements.
 
 mix is a multiply-xorshift finaliser in 32 bits, with the constants of Wellons' "lowbias32" (Hash Function Prospector,
 2018), read as a signed number. For a fixed position it is a bijection of the bits of an element of up to four bytes, so
@@ -39,12 +38,9 @@ VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Part(NamedTuple):
     """A slice of a logical tensor."""
 
-    tensor: torch.Tensor
-    """The elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides."""
-    full_shape: Sequence[int] | None = None
-    """Of the whole tensor; None says that this is all of it."""
-    start: Sequence[int] | None = None
-    """First index of the slice in each dimension; None is the origin."""
+    tensor: torch.Tensor  # the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides
+    full_shape: Sequence[int] | None = None  # of the whole tensor; None says that this is all of it
+    start: Sequence[int] | None = None  # first index of the slice in each dimension; None is the origin
     rounded: torch.dtype | None = None
     """Digest the elements as they are after a cast to this dtype, such as a float32 master weight in bfloat16."""
 
@@ -61,10 +57,8 @@ class Rows(NamedTuple):
 class Task(NamedTuple):
     """What the kernel is to digest."""
 
-    rows: Rows
-    """Not empty."""
-    slot: int
-    """Which sum to add it to."""
+    rows: Rows  # not empty
+    slot: int  # which sum to add it to
     rounded: torch.dtype | None
     """Digest float32 elements as if they had been rounded to this dtype; None takes the bits as they are."""
 

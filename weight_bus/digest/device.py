@@ -1,9 +1,8 @@
 """The digest as a Triton kernel, for tensors on a CUDA device: one launch for all of a kind.
 
-Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. A task is
-rows of contiguous elements, `row_step` flat indices apart in the logical tensor and `stride` elements apart in memory,
-which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
-rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
+Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. Rows are
+`row_step` flat indices apart in the logical tensor and `stride` elements apart in memory. All tasks of one kind
+(element, rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
 
 The arithmetic is that of `mix` in definition.py in unsigned 32 bits, where every sum and product is modulo 2^32
 by itself and a right shift fills with zeros. (index + 1) * INDEX_KEY is not multiplied out for each element: it grows

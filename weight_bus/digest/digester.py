@@ -34,8 +34,7 @@ def slice_digest(
 def slice_digests(parts: Iterable[Part]) -> list[int]:
     """`slice_digest` of each part, in order. On a CUDA device all are launched first and awaited once.
 
-    What is on a device must stay unchanged until this returns; work that was queued on the current stream before
-    is waited for by the device itself.
+    What is on a device must stay unchanged until this returns; the device waits for earlier work on the current stream.
     """
     return Digester(parts).launch().sums()
 
@@ -43,8 +42,7 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
 class Digester:
     """Digests of the same parts again and again, of what lies in their memory then.
 
-    What can be worked out once is worked out here: for the tensors of a model on a GPU that takes longer than the
-    kernel itself.
+    For the tensors of a model on a GPU, what is worked out once takes longer than the kernel itself.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:

@@ -115,8 +115,7 @@ class DirectReceiver(Protocol):
         """Leave the group, if there is one."""
 
 
-TransportFactory = Callable[[WeightBus, str], Transport]
-"""(config, host of the interface to bind) -> a transport."""
+TransportFactory = Callable[[WeightBus, str], Transport]  # (config, host of the interface to bind) -> a transport
 
 
 REMEDIES = {

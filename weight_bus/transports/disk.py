@@ -1,9 +1,8 @@
 """Versions as safetensors files in a folder that learner rank 0 and all rollout servers see.
 
-For clusters without a route between their GPUs, and for engines that come and go: there is no group, so no member
-waits for another, and a late one reads what is there. Each bucket is a file of its own, which takes its name only when
-it is whole, so readers begin while the next one is written. A version that travels whole is a model folder that any
-reader of safetensors can open:
+For clusters without a route between their GPUs, and for engines that come and go: no member waits for another, and a
+late one reads what is there. Each bucket is a file, which takes its name only when it is whole, so readers begin while
+the next one is written. A version that travels whole is a model folder that any reader of safetensors can open:
 
     <weight_bus.folder>/<run id>-<incarnation>/
         publisher.json                           host and pid of the writer
@@ -11,9 +10,8 @@ reader of safetensors can open:
         v000012/model.safetensors.index.json     which tensor is in which file; last
         v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta/coding.py
 
-The control plane says which version to read, as with every transport; only the bytes go this way. The two newest
-versions are kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What
-earlier incarnations of the run have left is removed when the first reader of the next one joins.
+The control plane says which version to read. The two newest are kept, so a slower reader finds its files gone, says so,
+and gets the newest. What earlier incarnations have left is removed when the first reader of the next one joins.
 """
 
 import json

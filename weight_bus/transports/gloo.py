@@ -1,13 +1,13 @@
 """Buckets as broadcasts in a gloo group of the current epoch, through host memory.
 
-The group is a bare gloo backend over a prefix of a TCPStore: it is registered nowhere, never touches the
-default group of torch.distributed, and so can be dropped and built anew while the learner trains.
+The group is a bare gloo backend over a prefix of a TCPStore: registered nowhere, apart from the default group of
+torch.distributed, it can be dropped and built anew while the learner trains.
 
-Measured behaviour that the bus is built around: when a peer dies or hangs in a broadcast, the others block
-for the full group timeout; abort from another thread does not wake them; a broken group fails at once, and a
-new group under another prefix builds in milliseconds in the same processes. A peer that is lost while the group is
-being built, between its address and its connection, holds the others for five timeouts. So all meet first, with the
-whole timeout, and the group is then built with a fifth of it.
+Measured behaviour that the bus is built around: when a peer dies or hangs in a broadcast, the others block for the full
+group timeout; abort from another thread does not wake them; a broken group fails at once, and a new one under another
+prefix builds in milliseconds in the same processes. A peer that is lost while the group is being built, between its
+address and its connection, holds the others for five timeouts. So all meet first, with the whole timeout, and the group
+is then built with a fifth of it.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,6 @@
 """Buckets as broadcasts in an NCCL group of the current epoch, from GPU to GPU.
 
-The group is a bare NCCL backend over a prefix of a TCPStore, registered nowhere, like the gloo one. What keeps a
-lost peer from costing more than a timeout:
+The group is bare, as the gloo one. What keeps a lost peer from costing more than a timeout:
 
 - The communicator is non-blocking: even building it ends after TORCH_NCCL_NONBLOCKING_TIMEOUT. It is built by the
   first collective, after all members have shown up in the store.
@@ -131,11 +130,10 @@ class NcclCollective(GroupTransport):
         """Abort the communicator: its kernels end, whatever the peers do."""
         group, self._group = self._group, None
         self._launched.clear()
-        if group is None:
-            return
         try:
-            with self._here():
-                group.abort()
+            if group is not None:
+                with self._here():
+                    group.abort()
         except RuntimeError as error:
             log.warning("weight bus: the communicator was not aborted in %.0f s: %s", ABORT_S, error)
 

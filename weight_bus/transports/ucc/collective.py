@@ -5,12 +5,11 @@ std::terminate, and a destroy and an interpreter exit that never ended. So no co
 or serves. Each group has a process of its own (process.py), which may die or hang:
 
 - It is forked from one that has imported torch and does nothing else, so a new group costs no seconds.
-- Buckets are copied into memory that both sides share, and out of it on the other side. Through the sockets between
-  them (member.py) go orders and answers of a few bytes, as msgpack.
+- Buckets pass through memory that both share; only orders and answers of a few bytes go between them (member.py).
 - Every order has a limit by this side's clock. A process that misses it, or hangs up, is killed and reaped. A group
   ends with its process, also a healthy one.
-- A returned broadcast is no delivery. A sum over all members, taken after the last bucket, is: it comes out right only
-  when every member has counted every bucket.
+- A returned broadcast is no delivery. The sum after the last bucket is: it comes out right only when every member has
+  counted every bucket.
 """
 
 import logging
