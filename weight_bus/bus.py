@@ -42,13 +42,8 @@ class Bus:
             config=config, router=router, board=board, sender=sender, incarnation=incarnation, serve=self._pump
         )
         self._suspects: frozenset[str] = frozenset()
-        self._thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end. False when it has not."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         wake_quickly()
@@ -59,7 +54,8 @@ class Bus:
                 if receivers:
                     self._run_round(receivers)
                 else:
-                    self._pump(self._has_work, time.monotonic() + self._config.heartbeat_s)
+                    due = time.monotonic() + self._config.heartbeat_s
+                    self._pump(lambda: bool(self._board.pending or self._receivers()), due)
         except BusClosed as closed:
             self._say_goodbye(str(closed))
         except Exception as error:
@@ -109,9 +105,6 @@ class Bus:
             if offer is None or offer.progress.stalled:
                 return []
             return self._membership.needing(offer.version, time.monotonic())
-
-    def _has_work(self) -> bool:
-        return self._board.pending is not None or bool(self._receivers())
 
     def _pump(self, until: Callable[[], bool], deadline: float) -> None:
         """Serve the control plane until a condition holds or the deadline has passed.

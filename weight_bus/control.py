@@ -44,10 +44,7 @@ class WakeUp:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        """What to poll."""
-        return self._reader.fileno()
+        self.fd = self._reader.fileno()
 
     def set(self) -> None:
         """End the poll, the present or the next one."""
@@ -78,11 +75,11 @@ class _End:
         self._watches = ExitStack()  # of the socket, closed before it
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fileno(), zmq.POLLIN)
+        self._poller.register(self.wake.fd, zmq.POLLIN)
 
     def _arrives(self, timeout_s: float) -> bool:
         """Wait for a message or a wake-up; whether there is a message."""
-        if self.wake.fileno() in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
+        if self.wake.fd in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
             self.wake.clear()
         return bool(self._socket.poll(0))
 

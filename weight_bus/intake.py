@@ -49,9 +49,7 @@ class Intake(Received):
         self, transport: Transport, run_id: str, alignment: int = ALIGNMENT, staging: Staging | None = None
     ) -> None:
         super().__init__()
-        self._alignment = alignment
-        self._transport = transport
-        self._run_id = run_id
+        self._transport, self._run_id, self._alignment = transport, run_id, alignment
         self._formed = 0  # epoch of the present group, 0 for none
         self.staging = staging or Staging()
         self._reader = ChangeReader(transport.device)
@@ -115,8 +113,7 @@ class Intake(Received):
 
     def forget(self, *, resume: bool = True) -> None:
         """Drop the group and what is staged; the buffers stay."""
-        self.staged = None
-        self._formed = 0
+        self.staged, self._formed = None, 0
         self._transport.leave()
 
     def close(self) -> None:
@@ -129,8 +126,7 @@ class DirectIntake(Received):
 
     def __init__(self, receiver: DirectReceiver, config: WeightBus, run_id: str) -> None:
         super().__init__()
-        self._receiver = receiver
-        self._run_id = run_id
+        self._receiver, self._run_id = receiver, run_id
         self._formed = 0
         self._pausing: Begin | None = None  # what waits for Go
         self._still = False  # the engine stands still, untouched

@@ -15,6 +15,7 @@ import torch
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import ALIGNMENT, Entry, Manifest, Planner, aligned
 from weight_bus.staging import DTYPES, HOST, NAMES, view_of
+from weight_bus.transports.base import ignore
 
 Named = Iterable[tuple[str, "torch.Tensor | Pieces"]]
 
@@ -66,10 +67,6 @@ class Progress:
             return there
 
 
-def ignore(packed: int) -> None:
-    """For callers of `pack` that do not follow its progress."""
-
-
 class Packer:
     """Two alternating sets of buckets: one is sent and kept for joins while the other is filled.
 
@@ -78,9 +75,7 @@ class Packer:
     """
 
     def __init__(self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._alignment = alignment
-        self._device = device
+        self._bucket_bytes, self._device, self._alignment = bucket_bytes, device, alignment
         self._layout: Manifest | None = None
         self._sets: list[list[torch.Tensor]] = [[], []]
         self._views: list[list[torch.Tensor]] = [[], []]  # the tensors of each set, as far as they were packed once

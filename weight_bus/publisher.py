@@ -32,7 +32,6 @@ class Publisher(AbstractContextManager["Publisher"]):
     """Publishes versions to all subscribers. Its methods are for one thread (except `members` and `stats`).
 
     Args:
-        config: the weight_bus section.
         host: address of the interface that control and data plane bind.
         run_id: subscribers of another run are refused.
         incarnation: the learner's start within the run; part of every group's name.
@@ -155,9 +154,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         now = time.monotonic()
         limit = offer.deadline if deadline_s is None else min(offer.deadline, now + deadline_s)
         with self._board.changed:
-            self._board.changed.wait_for(
-                lambda: offer.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
-            )
+            self._board.changed.wait_for(lambda: offer.report or self._board.failure, timeout=max(0.0, limit - now))
             self._raise_failure()
             return self._board.report(offer, time.monotonic())
 
@@ -185,7 +182,8 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._board.closing = reason
         self._router.wake.set()
         limit = self._config.deadline_s + self._config.collective_timeout_s
-        if not self._bus.join(limit):
+        self._bus.thread.join(limit)
+        if self._bus.thread.is_alive():
             log.error("weight bus: the publisher's thread did not end in %.0f s", limit)
 
     def __exit__(self, *_: object) -> None:

@@ -53,11 +53,9 @@ class Subscriber(AbstractContextManager["Subscriber"]):
     Args:
         address: control address of the publisher.
         name: of this rollout server; the newest subscriber of a name wins.
-        config: the weight_bus section.
         host: address of this machine's interface that the data plane binds.
         run_id: must be the publisher's.
         transport_factory: makes the data plane; none takes the configured one.
-        dealer: socket of the control plane.
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
@@ -137,8 +135,8 @@ class Subscriber(AbstractContextManager["Subscriber"]):
                 raise BusClosed(f"subscriber {self.name!r} was stopped")
             self._watch(message is not None, entered)
             if isinstance(message, WireError):
-                text = "weight bus: %r refused a message of %s: %s [%s]"
-                log.warning(text, self.name, self.address, message, message.symptom)
+                refused = f"{message} [{message.symptom}]"
+                log.warning("weight bus: %r refused a message of %s: %s", self.name, self.address, refused)
             elif message is not None and self._handle(message, engine):
                 return self._held[1]
 

@@ -174,9 +174,8 @@ def _headers(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[tupl
                 raise WireError(f"a change of {change.numel()} bytes ends within a header")
             header = HEADER.unpack_from(head, begin)
             kind, width, zero, elements, changed, long_gaps, long_values, end = header
-            if kind > WHOLE or width not in INTEGERS or zero or end:
-                raise WireError(f"a change has a header that cannot be: {header}")
-            if changed > elements or max(long_gaps, long_values) > changed or (kind == CODED) != (changed > 0):
+            counts = changed <= elements and max(long_gaps, long_values) <= changed and (kind == CODED) == (changed > 0)
+            if kind > WHOLE or width not in INTEGERS or zero or end or not counts:
                 raise WireError(f"a change has a header that cannot be: {header}")
             size = elements * width
             if not 0 < size <= bucket.numel() - done or done % width:

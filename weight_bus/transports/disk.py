@@ -47,10 +47,8 @@ class Disk:
         self._root = Path(config.folder).absolute()
         self._patience_s = config.collective_timeout_s
         self._folder: Path | None = None
-        self._rank = 0
-        self._version = -1
+        self._rank, self._version, self._version_folder = 0, -1, Path()
         self._entries: Sequence[Sequence[Entry]] | None = None
-        self._version_folder = Path()
 
     def facts(self) -> dict[str, str]:
         """The transport and the protocol; where the folder is mounted may differ."""
