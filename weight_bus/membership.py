@@ -84,10 +84,7 @@ class Admission:
 
 
 class Membership:
-    """The members of one publisher, and its epochs.
-
-    A member is silent after `silent_after_s` without a heartbeat; it heals from `max_faults` failed updates in a row.
-    """
+    """The members of a publisher: silent after `silent_after_s`, healing from `max_faults` failed updates in a row."""
 
     def __init__(self, *, silent_after_s: float, max_faults: int) -> None:
         self.members: dict[str, Member] = {}
@@ -143,10 +140,8 @@ class Membership:
         return member
 
     def needing(self, version: int, now: float) -> list[Member]:
-        """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first.
-
-        A member that keeps failing must not take a healthy one down with it in the same group.
-        """
+        """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first."""
+        # a member that keeps failing must not take a healthy one down with it in the same group
         idle = [m for m in self.members.values() if m.state in IDLE and m.version != version and now >= m.retry_at]
         fewest = min((m.faults for m in idle), default=0)
         return [m for m in idle if m.faults == fewest]
@@ -181,10 +176,7 @@ class Membership:
     def begin(
         self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
     ) -> None:
-        """READY, or IDLE in the formed group → RECEIVING (PAUSING with `pause`) of a version and its digest.
-
-        They are the group from now on.
-        """
+        """READY, or IDLE in the formed group → RECEIVING (PAUSING with `pause`) of (version, digest), as the group."""
         for member in members:
             assert member.state is State.READY or member.session in self.group, member.state
             self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
@@ -233,10 +225,7 @@ class Membership:
         return member
 
     def applied(self, applied: Applied, now: float) -> Member | None:
-        """APPLYING or HOLDING → LIVE when the engine's digest is the expected one, else → QUARANTINED.
-
-        None for late messages.
-        """
+        """APPLYING or HOLDING → LIVE with the expected digest, else → QUARANTINED. None for late messages."""
         member = self._in(applied.session, applied.epoch, applied.version, State.APPLYING, State.HOLDING)
         if member is None:
             return None
@@ -251,10 +240,7 @@ class Membership:
         return member
 
     def holding(self, holding: Holding, now: float) -> Member | None:
-        """APPLYING or PAUSING, or HOLDING already → HOLDING, slow only after `limit_s` from now.
-
-        None for late messages.
-        """
+        """APPLYING, PAUSING or HOLDING → HOLDING, slow only after `limit_s` from now. None for late messages."""
         states = (State.APPLYING, State.PAUSING, State.HOLDING)
         member = self._in(holding.session, holding.epoch, holding.version, *states)
         if member is not None:

@@ -41,8 +41,7 @@ class PublishReport:
     held: dict[str, str]
     """Subscribers that finish an evaluation of an older version first, and why. They are not waited for."""
     seconds: dict[str, float]
-    """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
-    total."""
+    """By phase: gather (and pack) and encode (delta) on the caller's thread; queue, epoch, send, apply, total."""
     epoch: int
     num_bytes: int  # on the wire, to each subscriber
 

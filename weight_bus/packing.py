@@ -68,11 +68,8 @@ class Progress:
 
 
 class Packer:
-    """Two alternating sets of buckets: one is sent and kept for joins while the other is filled.
-
-    Costs twice the size of the model in the wire dtype, in host memory or, with a transport between GPUs, in the
-    memory of learner rank 0's GPU.
-    """
+    """Two alternating sets of buckets, each of the model's size in the wire dtype: in host memory or, with a transport
+    between GPUs, in that of learner rank 0's GPU."""
 
     def __init__(self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT) -> None:
         self._bucket_bytes, self._device, self._alignment = bucket_bytes, device, alignment
@@ -139,8 +136,8 @@ class Packer:
 class _Filling:
     """Copies into one set, and looks for NaN and infinity in buckets as they get full.
 
-    On a GPU the copies of a bucket are launched together: one by one they take longer than their bytes do. There the
-    look is one bucket behind: the next one is being filled while the sum of this one is on its way here.
+    On a GPU the copies of a bucket are launched together, which takes less time than one by one, and the look is one
+    bucket behind: the next one is being filled while the sum of this one is on its way here.
     """
 
     def __init__(self, buckets: list[torch.Tensor], packed: Callable[[int], None]) -> None:

@@ -100,8 +100,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         Args:
             version: above every version published before.
             named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
-            digests: of the parameters as the learner holds them, taken from its own shards. They are what
-                the engines' digests are held against, so they must not come from `named_tensors`.
+            digests: of the parameters, taken from the learner's own shards. The engines' digests are held against them,
+                so they must not come from `named_tensors`.
             evaluate: subscribers keep this version for an evaluation.
 
         Raises:
@@ -212,17 +212,13 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._router.wake.set()
 
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
-        """The set of buffers that the bus does not use, and the version in the other one.
-
-        A version it has not begun gives its set up.
-        """
+        """The set of buffers that the bus does not use, and the version in the other one."""
         with self._board.changed:
             self._raise_failure()
-            waiting = self._board.pending
-            if waiting is not None:
+            waiting, current = self._board.pending, self._board.current
+            if waiting is not None:  # the bus has not begun it, so it gives its set up
                 self._board.pending = None
                 self._board.supersede(waiting, version, time.monotonic())
-            current = self._board.current
             return (1 - current.buffer if current is not None else 0), current
 
     def _raise_failure(self) -> None:

@@ -22,8 +22,7 @@ def view_of(buckets: list[torch.Tensor], entry: Entry) -> torch.Tensor:
 class Staging:
     """Where an update is received before it touches the engine. Costs the model once, on the device of `prepare`.
 
-    It may outlive a subscriber, whose successor receives into the same buckets: an engine has them mapped by then, and
-    a second set would not fit beside them.
+    Its buckets outlive a subscriber: an engine has them mapped by then, and a second set would not fit beside them.
     """
 
     def __init__(self) -> None:

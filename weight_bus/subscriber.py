@@ -117,9 +117,8 @@ class Subscriber(AbstractContextManager["Subscriber"]):
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
 
-        Call it again without long pauses: a subscriber that does not answer for an epoch is removed from the
-        bus, and joins anew with its next call. Nothing touches the engine before every byte is verified, unless it
-        receives by itself (`direct`).
+        Call it again soon: a subscriber that does not answer for an epoch is removed, and joins anew with its next call.
+        Nothing touches the engine before every byte is verified, unless it receives by itself (`direct`).
 
         Raises:
             EngineSpoiled: with `direct`, an update did not arrive whole; the engine must be restarted.
@@ -316,10 +315,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         return False
 
     def _commit(self, commit: m.Commit, engine: _Engine) -> bool:
-        """Apply, then hold what the engine says it holds against the manifest.
-
-        Raises EngineSpoiled: a refill would not help; the publisher knows.
-        """
+        """Apply, then hold what the engine holds against the manifest. Raises EngineSpoiled."""
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
