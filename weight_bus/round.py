@@ -319,11 +319,10 @@ class Round:
 
     def _release(self, member: Member, error: TransportError) -> bool:
         """Abort a member with an untouched engine; False when it has staged the version, or has left."""
-        what = (member.session, self._epoch, self._offer.version)
-        preparing = member.state is not State.HOLDING and self._membership.preparing(*what) is not None
+        session, epoch, version = member.session, self._epoch, self._offer.version
+        preparing = member.state is not State.HOLDING and self._membership.preparing(session, epoch, version)
         if not preparing and not self._is_receiving(member):
             return False
-        session, epoch, version = what
         abort = Abort(session=session, epoch=epoch, version=version, reason=str(error))
         self._ends.router.send(member.identity, abort)
         self._membership.release(member, time.monotonic())

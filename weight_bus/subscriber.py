@@ -117,7 +117,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
 
-        Call it again soon: a subscriber that does not answer for an epoch is removed, and joins anew with its next call.
+        Call it again soon: a subscriber that does not answer for an epoch is removed, and then joins anew.
         Nothing touches the engine before every byte is verified, unless it receives by itself (`direct`).
 
         Raises:

@@ -79,18 +79,14 @@ class ChangeMaker:
         if whole.num_bytes >= coding.WORTH * layout.num_bytes:
             self._skip, self._wait = self._wait, min(2 * self._wait, self._config.full_every)
             return None
-        coded = whole.joined(new[0].device)
         self._wait = 1
-        wire = self._compressed(coded)
+        wire = coded = whole.joined(new[0].device)
+        if self._packer is not None:
+            if coded.is_cuda:
+                needs = "zstd works on host memory (gloo, ucc, disk); take none with nccl"
+                raise WeightBusError(f"weight_bus.compression: {needs}")
+            wire = torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
         return Change(base=base, coded=wire, num_bytes=coded.numel(), digest=digest_of(wire))
-
-    def _compressed(self, coded: torch.Tensor) -> torch.Tensor:
-        if self._packer is None:
-            return coded
-        if coded.is_cuda:
-            reason = "works on host memory (gloo, ucc, disk); take none with nccl"
-            raise WeightBusError(f"weight_bus.compression: zstd {reason}")
-        return torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
 
 
 class ChangeReader:

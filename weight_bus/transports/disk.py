@@ -20,6 +20,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -131,13 +132,10 @@ def _remove_older(folder: Path, prefix: str, first: int) -> None:
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
     """What a safetensors file begins with, its data being the bucket as it is."""
     if entries is None:
-        tensors = {"change": {"dtype": "U8", "shape": [bucket.numel()], "data_offsets": [0, bucket.numel()]}}
+        found = [("change", "U8", (bucket.numel(),), 0, bucket.numel())]
     else:
-        ends = [entry.offset + entry.num_bytes for entry in entries]
-        tensors = {
-            entry.name: {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": [entry.offset, end]}
-            for entry, end in zip(entries, ends, strict=True)
-        }
+        found = [(e.name, DTYPES[e.dtype], e.shape, e.offset, e.offset + e.num_bytes) for e in entries]
+    tensors = {name: {"dtype": kind, "shape": shape, "data_offsets": ends} for name, kind, shape, *ends in found}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -160,26 +158,21 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
 
 def _holds(path: Path, header: bytes, bucket: torch.Tensor) -> bool:
     """Whether a file is there and is exactly this."""
-    if not path.exists():
-        return False
     found = torch.empty_like(bucket)
-    try:
+    with suppress(TransportError):
         _read(path, header, found)
-    except TransportError:
-        return False
-    return torch.equal(found, bucket)
+        return torch.equal(found, bucket)
+    return False
 
 
 def _read(path: Path, header: bytes, bucket: torch.Tensor) -> None:
     """Read a file whose header must be exactly this into a bucket."""
     try:
-        with path.open("rb", buffering=0) as file:
-            found = file.read(len(header))
-            if found != header:
+        with path.open("rb") as file:
+            if file.read(len(header)) != header:
                 raise TransportError(f"{path}: its header is not that of the update", "corrupt")
-            view, done = bucket.numpy().data, 0
-            while done < len(view) and (count := file.readinto(view[done:])):
-                done += count
+            view = bucket.numpy().data
+            done = file.readinto(view)
             if done < len(view) or file.read(1):
                 raise TransportError(f"{path}: {done} bytes of data or more, not {len(view)}", "corrupt")
     except OSError as error:
