@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 MAX_HOLD_S = 24 * 3600.0  # no engine may ask for more
 SPOILED = "its engine is spoiled and restarts,"
+ENGAGED = (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
 
 
 class Bus:
@@ -37,7 +38,7 @@ class Bus:
         self._membership = board.membership
         self._facts = transport.facts()
         self._next_beat = 0.0
-        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake.set)
+        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake)
         self._ends = Ends(
             config=config, router=router, board=board, sender=sender, incarnation=incarnation, serve=self._pump
         )
@@ -147,7 +148,9 @@ class Bus:
             quiet = time.monotonic() - member.heard_at
             earlier = offer.failed.get(member.name) if offer is not None else None
             before = f"; before: {earlier}" if earlier is not None else ""
-            reason = f"{why} while {self._activity(member)}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
+            doing = f"{member.state.value} v{member.target}" if member.state in ENGAGED else member.state.value
+            doing = self._ends.sender.doing(member.target) if member.state is State.RECEIVING else doing
+            reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
             log.warning("weight bus: v%d epoch %d: %s %s; removed", version, epoch, member, reason)
             self._router.send(member.identity, m.Removed(session=member.session, reason=reason, rejoin=rejoin))
             self._membership.remove(member, rejoin=rejoin)
@@ -155,13 +158,6 @@ class Bus:
             if offer is not None and offer.report is None and member.version != version:
                 offer.failed[member.name] = reason
             self._board.emit("removed", version, member.name, reason, symptom)
-
-    def _activity(self, member: Member) -> str:
-        """What a member is doing, in words."""
-        if member.state is State.RECEIVING:
-            return self._ends.sender.doing(member.target)
-        engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
-        return f"{member.state.value} v{member.target}" if engaged else member.state.value
 
     def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
         if isinstance(envelope, WireError):

@@ -37,50 +37,33 @@ def wake_quickly() -> None:
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
-class WakeUp:
-    """Lets any thread end another thread's poll."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self.fd = self._reader.fileno()
-
-    def set(self) -> None:
-        """End the poll, the present or the next one."""
-        with suppress(OSError):  # full of wake-ups already, or closed
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        """Forget the wake-ups so far."""
-        with suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        """Close both ends."""
-        self._reader.close()
-        self._writer.close()
-
-
 class _End:
     """What both ends share: a socket, a poll that can be woken, the numbers of what is sent."""
 
     def __init__(self, kind: int, run_id: str) -> None:
         self.run_id = run_id
-        self.wake = WakeUp()
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
         self._sequence = sequence_numbers()
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._watches = ExitStack()  # of the socket, closed before it
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fd, zmq.POLLIN)
+        self._poller.register(self._wakes.fileno(), zmq.POLLIN)
+
+    def wake(self) -> None:
+        """End the poll, the present or the next one; from any thread."""
+        with suppress(OSError):  # full of wake-ups already, or closed
+            self._waker.send(b"\0")
 
     def _arrives(self, timeout_s: float) -> bool:
         """Wait for a message or a wake-up; whether there is a message."""
-        if self.wake.fd in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
-            self.wake.clear()
+        if self._wakes.fileno() in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
+            with suppress(BlockingIOError):
+                while self._wakes.recv(4096):
+                    pass
         return bool(self._socket.poll(0))
 
     def close(self) -> None:
@@ -88,7 +71,8 @@ class _End:
         self._watches.close()
         self._socket.close(linger=1000)
         self._context.term()
-        self.wake.close()
+        self._wakes.close()
+        self._waker.close()
 
 
 class Router(_End):
@@ -117,10 +101,11 @@ class Router(_End):
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            symptom = {int(zmq.EHOSTUNREACH): "closed", int(zmq.EAGAIN): "full"}.get(error.errno)
-            if symptom is None:
-                raise
-            return symptom
+            if error.errno == zmq.EHOSTUNREACH:
+                return "closed"
+            if error.errno == zmq.EAGAIN:
+                return "full"
+            raise
         return ""
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:

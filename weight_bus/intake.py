@@ -70,9 +70,7 @@ class Intake(Received):
 
         Returns the names of tensors whose bytes are not the manifest's; none means that the version is staged.
 
-        Raises:
-            TransportError: a peer was lost. The group is gone.
-            WireError: the manifest is not consistent.
+        Raises TransportError: a peer was lost. The group is gone; WireError: the manifest is not consistent.
         """
         self.staged = None
         manifest = manifest_of(begin, self._alignment)

@@ -180,7 +180,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         self._closed = True
         with self._board.changed:
             self._board.closing = reason
-        self._router.wake.set()
+        self._router.wake()
         limit = self._config.deadline_s + self._config.collective_timeout_s
         self._bus.thread.join(limit)
         if self._bus.thread.is_alive():
@@ -196,7 +196,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         with self._board.changed:
             self._raise_failure()
             last, self._last, self._board.pending = self._last, offer, offer
-        self._router.wake.set()
+        self._router.wake()
         return last
 
     def _pack_behind(self, offer: Offer, named_tensors: Named) -> None:
@@ -209,7 +209,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         try:
             self._packer.pack(named_tensors, offer.buffer, packed)
         finally:
-            self._router.wake.set()
+            self._router.wake()
 
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
         """The set of buffers that the bus does not use, and the version in the other one."""

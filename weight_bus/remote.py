@@ -117,9 +117,7 @@ class Line:
     def accept(cls, listener: socket.socket, limit_s: float) -> "Line":
         """From a receiver that connects and says what its transport is; `limit_s` for each.
 
-        Raises:
-            NotAvailable: it lacks what it would receive with.
-            TransportError: none came, or it ended.
+        Raises TransportError: none came, or it ended; NotAvailable: it lacks what it would receive with.
         """
         listener.settimeout(limit_s)
         try:
@@ -153,9 +151,7 @@ class Line:
     def receive(self, accepted: Registry, limit_s: float | None) -> Envelope | None:
         """The next message, of the accepted kinds, within `limit_s` (None: without end); None when the other hung up.
 
-        Raises:
-            TimeoutError: it did not come in time.
-            WireError: what came cannot be used.
+        Raises TimeoutError: it did not come in time; WireError: what came cannot be used.
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:

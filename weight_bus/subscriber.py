@@ -159,7 +159,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         """Make `receive` raise BusClosed, from any thread."""
         self._stopping.set()
         if not self._closed:
-            self._dealer.wake.set()
+            self._dealer.wake()
 
     def close(self, reason: str = "the rollout server is done") -> None:
         """Leave the bus."""

@@ -19,13 +19,12 @@ import triton.language as tl
 
 from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
 
-BLOCK = 1024
-BLOCKS_PER_PROGRAM = 64
+BLOCK, BLOCKS = tl.constexpr(1024), tl.constexpr(64)  # elements at once, and how often a program does so
 WARPS = 4
 ALIGN = 16  # bytes of a vector load; what begins elsewhere is read element by element
 BITS, HIGH, INDEX = tl.constexpr(BITS_KEY), tl.constexpr(HIGH_KEY), tl.constexpr(INDEX_KEY)
 FIRST, SECOND = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
-STEP = tl.constexpr(BLOCK * INDEX_KEY & 0xFFFFFFFF)
+STEP = tl.constexpr(BLOCK.value * INDEX_KEY & 0xFFFFFFFF)
 """What the index's term of a lane grows by from one block to the next."""
 ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -65,8 +64,6 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     ROUND: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     """Each program adds up BLOCKS blocks of a row of its task, and adds the sum to the task's slot."""
     program = tl.program_id(0)
@@ -112,7 +109,7 @@ class Plan:
             values, base, row_step = task.rows
             (num_rows, cols), width, stride = values.shape, values.element_size(), values.stride(0)
             aligned = values.data_ptr() % ALIGN == 0 and (num_rows == 1 or stride * width % ALIGN == 0)
-            kind, chunks = Kind(width, task.rounded, aligned), -(-cols // (BLOCK * BLOCKS_PER_PROGRAM))
+            kind, chunks = Kind(width, task.rounded, aligned), -(-cols // (BLOCK.value * BLOCKS.value))
             first = tables[kind][-1][-1] + programs[kind][-1] if tables[kind] else 0
             tables[kind].append([values.data_ptr(), cols, stride, chunks, base, row_step, task.slot, first])
             programs[kind].append(num_rows * chunks)
@@ -140,8 +137,6 @@ class Plan:
                     ROUND=None if kind.rounded is None else ROUNDED[kind.rounded],
                     WIDE=kind.width == 8,
                     ALIGNED=kind.aligned,
-                    BLOCK=BLOCK,
-                    BLOCKS=BLOCKS_PER_PROGRAM,
                     num_warps=WARPS,
                 )
         return sums

@@ -131,9 +131,8 @@ def _remove_older(folder: Path, prefix: str, first: int) -> None:
 
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
     """What a safetensors file begins with, its data being the bucket as it is."""
-    if entries is None:
-        found = [("change", "U8", (bucket.numel(),), 0, bucket.numel())]
-    else:
+    found: list[tuple[str, str, tuple[int, ...], int, int]] = [("change", "U8", (bucket.numel(),), 0, bucket.numel())]
+    if entries is not None:
         found = [(e.name, DTYPES[e.dtype], e.shape, e.offset, e.offset + e.num_bytes) for e in entries]
     tensors = {name: {"dtype": kind, "shape": shape, "data_offsets": ends} for name, kind, shape, *ends in found}
     text = json.dumps(tensors, separators=(",", ":")).encode()

@@ -16,9 +16,7 @@ def resolve_ucc() -> Literal["native", "plugin"]:
 
     torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
 
-    Raises:
-        NotAvailable: there is none.
-        WeightBusError: the plugin cannot be loaded.
+    Raises NotAvailable: there is none; WeightBusError: the plugin cannot be loaded.
     """
     if dist.is_ucc_available():
         return "native"
