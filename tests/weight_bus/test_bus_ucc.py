@@ -40,9 +40,8 @@ from tests.support.bus_receiver import CONFIG as GLOO
 from tests.support.bus_receiver import HOST, RUN, Faulty, Rollout, digests, printed, receiver_process, until, weights
 from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
 from weight_bus.transports import Formation, make_transport, resolve_ucc
-from weight_bus.transports.ucc import collective, member, process
+from weight_bus.transports.ucc import collective, member, process, ucc_name
 from weight_bus.transports.ucc.collective import SLACK_S
-from weight_bus.transports.ucc.source import ucc_name
 
 BOUND_S = CONFIG.collective_timeout_s + SLACK_S + 1.5
 """Of one call whose peer is lost, and what two busy cores add."""

@@ -20,7 +20,7 @@ from tests.support.bus_receiver import HOST
 from weight_bus import TransportError
 from weight_bus.transports import Formation
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.ucc import UccCollective
+from weight_bus.transports.ucc.collective import UccCollective
 from weight_bus.transports.ucc.member import MODULE
 
 STUB = Path(__file__).parent / "ucc_stub"

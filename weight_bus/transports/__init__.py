@@ -7,7 +7,8 @@ from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
 from weight_bus.transports.disk import Disk
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
-from weight_bus.transports.ucc import UccCollective, resolve_ucc
+from weight_bus.transports.ucc import resolve_ucc
+from weight_bus.transports.ucc.collective import UccCollective
 
 BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollective, "ucc": UccCollective}
 """The collective transport, by weight_bus.backend."""

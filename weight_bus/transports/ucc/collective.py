@@ -27,8 +27,8 @@ from configs.schema import is_loopback
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation, ignore
 from weight_bus.transports.meeting import GroupTransport, formed
+from weight_bus.transports.ucc import resolve_ucc, ucc_name
 from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
-from weight_bus.transports.ucc.source import resolve_ucc, ucc_name
 
 log = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ import torch.distributed as dist
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 from weight_bus.transports.meeting import Meeting
+from weight_bus.transports.ucc import resolve_ucc
 from weight_bus.transports.ucc.member import SharedBytes
-from weight_bus.transports.ucc.source import resolve_ucc
 
 log = logging.getLogger("weight_bus.ucc_process")
 
