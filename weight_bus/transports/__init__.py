@@ -23,9 +23,9 @@ def make_transport(config: WeightBus, host: str) -> Transport:
         return Disk(config, host)
     backends = DIRECT_BACKENDS if config.apply == "direct" else BACKENDS
     if config.backend not in backends:
-        pair = f"{config.backend!r} is not available in this version with weight_bus.apply {config.apply!r}"
         raise NotAvailable(
-            f"weight_bus.backend {pair}; take weight_bus.apply: staged, or weight_bus.backend: gloo or nccl"
+            f"weight_bus.backend {config.backend!r} is not available in this version with weight_bus.apply"
+            f" {config.apply!r}; take weight_bus.apply: staged, or weight_bus.backend: gloo or nccl"
         )
     return backends[config.backend](config, host)
 
