@@ -23,7 +23,7 @@ from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
 from weight_bus.manifest import alignment_of
 from weight_bus.messages import Begin
-from weight_bus.remote.line import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
+from weight_bus.remote import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
 from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
 
