@@ -41,11 +41,6 @@ class Fault:
     classes: frozenset[str] = GONE
     needs: Needs = ""
 
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether no log has to say anything of it."""
-        return not self.says
-
 
 LOST_CLOSED = r"replay: lost '{server}'.*\[closed\]"
 LOST_SILENT = r"replay: lost '{server}'.*\[silent\]"
@@ -102,17 +97,10 @@ FAULTS = (
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
-def possible(needs: Needs, *, keys: bool, num_ranks: int) -> bool:
-    """Whether a run can have a fault of such needs."""
-    return {"": True, "open": not keys, "keys": keys, "two ranks": num_ranks > 1}[needs]
-
-
 def as_markdown() -> list[str]:
     """The rows of the table in docs/faults.md."""
-    rows = [
-        "| fault | what is done | what some log must say | classes that may appear | aimed at |",
-        "|---|---|---|---|---|",
-    ]
+    head = "| fault | what is done | what some log must say | classes that may appear | aimed at |"
+    rows = [head, "|---|---|---|---|---|"]
     for fault in FAULTS:
         says = " or ".join(f"`{pattern}`".replace("|", "\\|") for pattern in fault.says) or "nothing changes"
         classes = ", ".join(sorted(fault.classes))

@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -51,11 +52,10 @@ def of_role(root: int, role: str) -> list[int]:
 
 def send(pid: int, sig: signal.Signals) -> bool:
     """Send a signal to a process that was found before; False when it has ended since."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, sig)
-    except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 def state(pid: int) -> str:
@@ -68,13 +68,6 @@ def state(pid: int) -> str:
 def is_alive(pid: int) -> bool:
     """Whether it runs and is no zombie."""
     return state(pid) not in ("", "Z")
-
-
-def environment(pid: int) -> list[bytes]:
-    """Variables of a process; none when it has ended."""
-    with suppress(OSError):
-        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    return []
 
 
 # ---- faults of a process, which last as long as their context ------------------------------------------------
@@ -142,17 +135,18 @@ def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
+@cache
 def may_cut() -> bool:
     """Whether the kernel lets this process reach the sockets of its children."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as child:
-        process = os.pidfd_open(child.pid)
         try:
-            copy = LIBC.syscall(SYS_PIDFD_GETFD, process, 0, 0)
-            if copy >= 0:
+            copy = _copy(child.pid, 0)
+            if copy is not None:
                 os.close(copy)
-            return bool(copy >= 0)
+            return copy is not None
+        except PermissionError:
+            return False
         finally:
-            os.close(process)
             child.kill()
 
 
@@ -163,33 +157,34 @@ def close_connections(pid: int) -> int:
         ProcessLookupError: it has ended.
         PermissionError: the kernel does not let this process reach that one's sockets.
     """
+    closed = 0
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith("socket:"):
+                closed += _close(_copy(pid, int(entry.name)))
+    return closed
+
+
+def _copy(pid: int, number: int) -> int | None:
+    """A file descriptor of another process, as one of this one; None where it was closed meanwhile."""
     process = os.pidfd_open(pid)
     try:
-        return sum(_close(process, number) for number in _sockets(pid))
+        copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
+        if copy < 0 and ctypes.get_errno() == errno.EPERM:
+            raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
+        return copy if copy >= 0 else None
     finally:
         os.close(process)
 
 
-def _sockets(pid: int) -> Iterator[int]:
-    for entry in (PROC / str(pid) / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(entry).startswith("socket:"):
-                yield int(entry.name)
-
-
-def _close(process: int, number: int) -> bool:
-    copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
-    if copy < 0:
-        error = ctypes.get_errno()
-        if error == errno.EPERM:
-            raise PermissionError(error, "may not reach into another process (pidfd_getfd)")
-        return False  # closed meanwhile
+def _close(copy: int | None) -> bool:
+    if copy is None:
+        return False
     with socket.socket(fileno=copy) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return False
-        try:
+        with suppress(OSError):  # it listens, or has no peer any more
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it listens, or has no peer any more
-            return False
-    return True
+            return True
+    return False

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -33,29 +34,40 @@ class Intercept:
     """Of the message that was changed."""
 
 
-@dataclass(slots=True)
 class Link:
-    """One proxied address."""
+    """One proxied address, whose state other threads may change at any time."""
 
-    upstream: tuple[str, int]
-    address: str = ""
-    delay_s: float = 0.0
-    """Wait before each message."""
-    frozen: set[Direction] = field(default_factory=set)
-    """Nothing passes in these directions; connections stay open."""
-    closed_until: float = 0.0
-    """No connection is accepted before this monotonic time."""
-    intercepts: dict[Direction, list[Intercept]] = field(default_factory=lambda: {"up": [], "down": []})
-    holding: dict[Direction, str] = field(default_factory=dict)
-    """A kind of message that freezes its direction when it comes, before it passes."""
-    held: dict[Direction, threading.Event] = field(
-        default_factory=lambda: {"up": threading.Event(), "down": threading.Event()}
-    )
-    passed: dict[str, int] = field(default_factory=dict)
-    """Messages by kind."""
-    orphans: bool = False
-    """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
-    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        self.upstream, self.address = upstream, ""
+        self.delay_s = 0.0
+        """Wait before each message."""
+        self.frozen: set[Direction] = set()
+        """Nothing passes in these directions; connections stay open."""
+        self.closed_until = 0.0
+        """No connection is accepted before this monotonic time."""
+        self.intercepts: dict[Direction, list[Intercept]] = {"up": [], "down": []}
+        self.holding: dict[Direction, str] = {}
+        """A kind of message that freezes its direction when it comes, before it passes."""
+        self.held: dict[Direction, threading.Event] = {"up": threading.Event(), "down": threading.Event()}
+        self.passed: Counter[str] = Counter()
+        """Messages by kind."""
+        self.orphans = False
+        """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
+        self.writers: set[asyncio.StreamWriter] = set()
+
+    def intercept(self, direction: Direction, message: ZmtpMessage) -> Intercept | None:
+        """The first intercept that wants this message; it is used up."""
+        for intercept in self.intercepts[direction] if message.is_message else ():
+            if intercept.wanted(message):
+                self.intercepts[direction].remove(intercept)
+                intercept.kind = message.kind
+                return intercept
+        return None
+
+    def abort(self) -> None:
+        """Close its connections at both ends, in the thread of the proxy."""
+        for writer in self.writers:
+            writer.transport.abort()
 
 
 class Proxy:
@@ -87,7 +99,7 @@ class Proxy:
     def cut(self, link: Link, *, closed_for_s: float = 0.0) -> None:
         """Close its connections at both ends, and accept none for a while."""
         link.closed_until = time.monotonic() + closed_for_s
-        self._call(self._abort(link))
+        self._loop.call_soon_threadsafe(link.abort)
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
@@ -97,16 +109,12 @@ class Proxy:
         link.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._servers.append(server)
 
-    async def _abort(self, link: Link) -> None:
-        for writer in list(link._open):
-            writer.transport.abort()
-
     async def _close(self) -> None:
         for server in self._servers:
             server.close()
         for link in self._links:
             link.frozen, link.orphans = set(), False
-            await self._abort(link)
+            link.abort()
 
     async def _serve(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a rollout server."""
@@ -117,8 +125,7 @@ class Proxy:
         except OSError:
             writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
             return
-        mine = {writer, up_writer}
-        link._open |= mine
+        link.writers |= {writer, up_writer}
         up = asyncio.create_task(self._pump(link, "up", reader, up_writer))
         down = asyncio.create_task(self._pump(link, "down", up_reader, writer))
         try:
@@ -129,9 +136,9 @@ class Proxy:
             for task in (up, down):
                 task.cancel()
             await asyncio.gather(up, down, return_exceptions=True)
-            for end in mine:
+            for end in (writer, up_writer):
                 end.transport.abort()
-            link._open -= mine
+                link.writers.discard(end)
 
     async def _pump(
         self, link: Link, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -146,15 +153,15 @@ class Proxy:
                 await self._wait(link, direction, message)
                 pieces = [message.wire()]
                 if late is None:
-                    intercept = _intercept(link, direction, message)
-                    if intercept is not None:
-                        pieces = intercept.change(message)
-                        if intercept.hold_for_next:
-                            late, behind, pieces = intercept, pieces, []
-                        else:
-                            intercept.done.set()
+                    late = link.intercept(direction, message)
+                    if late is not None:
+                        pieces = late.change(message)
+                        if late.hold_for_next:
+                            behind, pieces = pieces, []
+                            continue
                 elif message.is_message:
                     pieces += behind
+                if late is not None and message.is_message:
                     late.done.set()
                     late = None
                 writer.writelines(pieces)
@@ -168,7 +175,7 @@ class Proxy:
                 del link.holding[direction]
                 link.frozen.add(direction)
                 link.held[direction].set()
-            link.passed[kind] = link.passed.get(kind, 0) + 1
+            link.passed[kind] += 1
             if link.delay_s:
                 await asyncio.sleep(link.delay_s)
         while direction in link.frozen:  # noqa: ASYNC110 (another thread lets it go)
@@ -184,15 +191,3 @@ async def _pass_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWri
             raise ConnectionError("ended in the greeting")
         left -= len(piece)
         writer.write(piece)
-
-
-def _intercept(link: Link, direction: Direction, message: ZmtpMessage) -> Intercept | None:
-    """The first intercept that wants this message; it is used up."""
-    if not message.is_message:
-        return None
-    for intercept in link.intercepts[direction]:
-        if intercept.wanted(message):
-            link.intercepts[direction].remove(intercept)
-            intercept.kind = message.kind
-            return intercept
-    return None

@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Config
@@ -38,7 +38,6 @@ VARIANTS = (
         ("replay.async_lag=4", "replay.partial_rollouts=true", "replay.journal_keep=all"),
     ),
 )
-
 SMALL = (
     "rollout.group_size=4",
     "rollout.groups_per_step=8",
@@ -78,28 +77,15 @@ def reward(sample):
 '''
 
 
-@dataclass(slots=True)
-class Pace:
-    """How long the reward of one trajectory takes in a run; every rollout server has one reward process."""
-
-    work: Path
-    _seconds: str = field(default="")
-
-    def __post_init__(self) -> None:
-        self.set(0.0)
-        reward = REWARD.format(pace=str(self.work / "pace"))
-        (self.work / "paced_reward.py").write_text(reward, encoding="utf-8")
-
-    def set(self, seconds: float) -> None:
-        """From now on."""
-        text = f"{seconds:.6f}"
-        if text != self._seconds:
-            replace_text(self.work / "pace", text)
-            self._seconds = text
+def set_pace(work: Path, seconds: float) -> None:
+    """How long the reward of one trajectory takes from now on; every rollout server has one reward process."""
+    replace_text(work / "pace", f"{seconds:.6f}")
 
 
 def run_settings(work: Path, data: Path) -> list[str]:
-    """Settings of every run in a work folder that has a `Pace`."""
+    """Settings of every run in a work folder; writes the paced reward."""
+    set_pace(work, 0.0)
+    (work / "paced_reward.py").write_text(REWARD.format(pace=str(work / "pace")), encoding="utf-8")
     return [
         f"run.dir={work}",
         "run.name=run",

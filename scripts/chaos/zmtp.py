@@ -6,7 +6,6 @@ are no commands make messages; the MORE flag says that another frame of the same
 
 import asyncio
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgpack
@@ -88,5 +87,4 @@ async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
 
 def largest_array(message: ZmtpMessage) -> int:
     """Position of the largest frame behind the header; the header's own when there is none with bytes."""
-    sizes: Sequence[int] = [0 if i == 0 else len(frame.body) for i, frame in enumerate(message.frames)]
-    return max(range(len(sizes)), key=sizes.__getitem__)
+    return max(range(len(message.frames)), key=lambda i: len(message.frames[i].body) if i else 0)

@@ -167,7 +167,7 @@ def test_an_engine_that_held_something_else_has_proven_nothing(doctored):
 
 
 def test_tokens_of_a_version_that_was_not_proven_on_their_server_are_found(doctored):
-    sampled = Judge(doctored.work, doctored.facts).account.sampled[LATE]
+    sampled = Judge(doctored.work, doctored.facts).history.sampled[LATE]
     unproven = max(sampled)
     doctored.diary(lambda events: [e for e in events if e.get("version") != unproven])
     assert doctored.wrong().wrong == [f"{LATE}: tokens of versions [{unproven}] that were not proven on it"]

@@ -13,13 +13,12 @@ from typing import Any
 
 from learner.report.summary import evaluations, summarize
 from scripts.chaos import checker
-from scripts.chaos.checker.account import Account
-from scripts.chaos.checker.journal import read
 from scripts.chaos.polling import JsonLines
 from scripts.chaos.watch import Probe
 
 FIRST = "first"
 """The rollout server that is there from the beginning."""
+MID_UPDATE, FAR = "in the middle of an update", "far from the next one"
 EXIT_CODES = {"SIGTERM": 0, "SIGKILL": -9}
 
 
@@ -55,53 +54,51 @@ class Judge:
     def __init__(self, work: Path, facts: Facts) -> None:
         self.facts, self.run = facts, work / "run"
         self.probes = {name: Probe(work / "probes" / name) for name in facts.started}
-        self.account = Account()
-        self.report = checker.check(self.run, acks=[probe.record.path for probe in self.probes.values()])
-        if not any(text.startswith("journal:") for text in self.report.violations):
-            for record in read(self.run / "journal")[0]:
-                self.account.apply(record)
+        acks = [probe.record.path for probe in self.probes.values()]
+        self.report, self.history = checker.examine(self.run, acks=acks)
         self.rows = JsonLines.read(self.run / "metrics.jsonl")
         self.steps = [row for row in self.rows if "training/lag_histogram" in row]
-        self.proven: dict[str, set[int]] = {name: set() for name in self.probes}
-        """Versions by server."""
+        self.unreached = self._unreached()
         self.leases_before_proof = 0
 
     def verdict(self) -> tuple[dict[str, Any], list[str]]:
         """The line of JSON, and everything that is not in order."""
-        proofs = [text for name in self.probes for text in self._proofs(name)]
         joins = [self._join(name) for name in self.facts.joins]
-        wrong = [*self.report.as_json()["wrong"], *self._learner(), *self._numbers_of_servers(), *self._servers()]
-        wrong += [*self._departures(), *proofs, *(text for join in joins for text in join.pop("wrong"))]
         reward = self._reward()
+        wrong = [*self.report.as_json()["wrong"], *self._learner(), *self._numbers_of_servers()]
+        for name in self.probes:
+            wrong += [f"{name}: {text}" for text in (*self._server(name), *self._proofs(name))]
+        wrong += [text for join in joins for text in join.pop("wrong")]
         if not reward["reached"]:
             wrong.append(f"reward: {reward['reward_last']} at the end, the target is {reward['target']}")
         return self._result(joins, reward, wrong), wrong
 
     def _result(self, joins: list[dict[str, Any]], reward: dict[str, Any], wrong: list[str]) -> dict[str, Any]:
-        facts, account = self.facts, self.account
+        facts, history, report = self.facts, self.history, self.report
         found = summarize(self.run, None)
+        lives = {name: {e["version"] for e in p.events if e["event"] == "live"} for name, p in self.probes.items()}
         return {
             "steps": len({row["training/global_step"] for row in self.steps}),
             "servers": self._counts(),
             "joins": joins,
             "leaves": [
-                {"server": name, "signal": sig, "exit_code": facts.exits[name], "leases_moved": account.moved[name]}
+                {"server": name, "signal": sig, "exit_code": facts.exits[name], "leases_moved": history.moved[name]}
                 for name, sig in facts.leaves.items()
             ],
-            "groups_by_server": {name: account.trained[name] for name in facts.started},
+            "groups_by_server": {name: history.trained[name] for name in facts.started},
             "largest_share": self._largest_share(),
-            "versions_by_server": {name: len(set(probe.versions("live"))) for name, probe in self.probes.items()},
-            "trained": self.report.trained,
-            "lost": len(self.report.lost),
-            "trained_twice": len(self.report.trained_twice),
-            "violations": len(self.report.violations),
-            "learner_restarts": account.incarnations - 1,
+            "versions_by_server": {name: len(versions) for name, versions in lives.items()},
+            "trained": report.trained,
+            "lost": len(report.lost),
+            "trained_twice": len(report.trained_twice),
+            "violations": len(report.violations),
+            "learner_restarts": history.incarnations - 1,
             "leases_before_proof": self.leases_before_proof,
             **reward,
             "greedy_first": found["greedy_before"],
             "greedy_last": found["greedy_after"],
             "max_lag": found["max_lag"],
-            "not_proven_everywhere": {str(version): names for version, names in self._unreached().items()},
+            "not_proven_everywhere": {str(version): names for version, names in self.unreached.items()},
             "seconds": facts.seconds,
             "wrong": len(wrong),
         }
@@ -110,55 +107,72 @@ class Judge:
 
     def _proofs(self, name: str) -> Iterator[str]:
         """What a server was given before a proof, by the order of what its probe recorded."""
-        proven, leases, live = self.proven[name], 0, None
+        proven: set[int] = set()
+        leases, live = 0, None
         for event in self.probes[name].events:
             match event["event"]:
                 case "proven":
-                    true = self.account.digests.get(event["version"])
+                    true = self.history.digests.get(event["version"])
                     if event["digest"] == true:
                         proven.add(event["version"])
                     else:
-                        yield f"{name}: its engine held {event['digest']} as v{event['version']}, the learner {true}"
+                        yield f"its engine held {event['digest']} as v{event['version']}, the learner {true}"
                 case "live":
                     live = event["version"]
                     if live not in proven:
-                        yield f"{name}: asked for leases with v{live}, which was not proven on it before"
+                        yield f"asked for leases with v{live}, which was not proven on it before"
                 case "dark":
                     live = None
                 case "lease":
                     leases += 1
                     if live not in proven:
                         self.leases_before_proof += 1
-                        yield f"{name}: lease {event['group']} came before any proven version was live"
-        unproven = self.account.sampled.get(name, set()) - proven
+                        yield f"lease {event['group']} came before any proven version was live"
+        unproven = self.history.sampled[name] - proven
         if unproven:
-            yield f"{name}: tokens of versions {sorted(unproven)} that were not proven on it"
+            yield f"tokens of versions {sorted(unproven)} that were not proven on it"
         if not leases:
-            yield f"{name}: its probe saw no lease"
+            yield "its probe saw no lease"
+
+    def _server(self, name: str) -> Iterator[str]:
+        """Its work, and how it ended."""
+        code, sig = self.facts.exits.get(name), self.facts.leaves.get(name)
+        if not self.history.trained[name]:
+            yield "none of its groups was trained"
+        if sig is None and code != 0:
+            yield f"ended with exit code {code}"
+        if sig is not None:
+            held = self.history.held_by(name)
+            if code != EXIT_CODES[sig]:
+                yield f"exit code {code} after {sig}, not {EXIT_CODES[sig]}"
+            if not self.facts.leases_left[name] or not self.history.moved[name]:
+                yield "held no lease when it left, so that nothing had to move"
+            if held:
+                yield f"{held} leases are still with it"
 
     def _learner(self) -> Iterator[str]:
-        facts, account = self.facts, self.account
+        facts, history = self.facts, self.history
         if facts.exits.get("learner") != 0:
             yield f"the learner's launcher ended with exit code {facts.exits.get('learner')}"
         steps = [row["training/global_step"] for row in self.steps]
-        if steps != list(range(1, facts.steps + 1)) or account.version != facts.steps:
-            yield f"{len(steps)} steps in metrics.jsonl and {account.version} in the journal, not 1 to {facts.steps}"
-        if account.incarnations != 1 or account.boots != 1:
-            yield f"the learner started {account.incarnations} times, replay {account.boots} times"
+        if steps != list(range(1, facts.steps + 1)) or history.version != facts.steps:
+            yield f"{len(steps)} steps in metrics.jsonl and {history.version} in the journal, not 1 to {facts.steps}"
+        if history.incarnations != 1 or history.boots != 1:
+            yield f"the learner started {history.incarnations} times, replay {history.boots} times"
         if len(facts.ranks) != 2 or not facts.ranks[0] or facts.ranks[0] != facts.ranks[1]:
             yield f"the learner ranks are not the same processes before and after: {facts.ranks}"
-        for version, names in self._unreached().items():
+        for version, names in self.unreached.items():
             if not names or set(names) - set(facts.leaves):
                 yield f"version {version} was not proven on every server: {', '.join(names) or 'no log says on which'}"
 
     def _unreached(self) -> dict[int, list[str]]:
         """Versions that some member of the bus did not prove, with the names that the learner's log gives."""
         log = (self.run / "logs" / "learner-0.log").read_text(encoding="utf-8", errors="replace")
-        missed: dict[int, list[str]] = {}
+        unequal = [row["weight_sync/version"] for row in self.rows if row.get("weight_sync/digests_equal") is False]
+        missed: dict[int, list[str]] = {version: [] for version in unequal}
         for version, name in re.findall(r"version (\d+) did not reach '([^']+)'", log):
             missed.setdefault(int(version), []).append(name)
-        unequal = [row["weight_sync/version"] for row in self.rows if row.get("weight_sync/digests_equal") is False]
-        return {version: missed.get(version, []) for version in {*unequal, *missed}}
+        return missed
 
     def _counts(self) -> list[int]:
         """Rollout servers of replay at the first step, at most, and at the last one."""
@@ -169,7 +183,7 @@ class Judge:
         """Of a step's groups, how many came from one server: the median over steps with all servers on the bus."""
         most = len(self.facts.started)
         full = [int(row["training/global_step"]) for row in self.steps if row.get("weight_sync/members") == most]
-        shares = [max(share.values()) / share.total() for step in full if (share := self.account.shares.get(step))]
+        shares = [max(s.values()) / s.total() for step in full if (s := self.history.shares.get(step))]
         return round(median(shares), 3) if shares else None
 
     def _numbers_of_servers(self) -> Iterator[str]:
@@ -181,22 +195,6 @@ class Judge:
         if members != most:
             yield f"at most {members} rollout servers were served by one broadcast, not {most}"
 
-    def _servers(self) -> Iterator[str]:
-        for name in self.probes:
-            if not self.account.trained[name]:
-                yield f"{name}: none of its groups was trained"
-            if name not in self.facts.leaves and self.facts.exits.get(name) != 0:
-                yield f"{name}: ended with exit code {self.facts.exits.get(name)}"
-
-    def _departures(self) -> Iterator[str]:
-        for name, sig in self.facts.leaves.items():
-            if self.facts.exits.get(name) != EXIT_CODES[sig]:
-                yield f"{name}: exit code {self.facts.exits.get(name)} after {sig}, not {EXIT_CODES[sig]}"
-            if not self.facts.leases_left[name] or not self.account.moved[name]:
-                yield f"{name}: held no lease when it left, so that nothing had to move"
-            if self.account.held_by(name):
-                yield f"{name}: {self.account.held_by(name)} leases are still with it"
-
     def _join(self, name: str) -> dict[str, Any]:
         """How a late server was filled: its numbers, and what is wrong with them."""
         probe, how = self.probes[name], self.facts.joins[name]
@@ -206,9 +204,9 @@ class Judge:
         later = next((e for e in probe.events if e["event"] == "begin" and e["version"] > live["version"]), None)
         at_once = live["version"] == welcome["version"]
         wrong = []
-        if how == "in the middle of an update" and not self._is_in_an_update(asked["at"]):
+        if how == MID_UPDATE and not self._is_in_an_update(asked["at"]):
             wrong.append(f"{name}: no update was on its way to {FIRST!r} when it joined")
-        if how == "far from the next one" and not (at_once and later is not None and later["at"] > live["at"]):
+        if how == FAR and not (at_once and later is not None and later["at"] > live["at"]):
             wrong.append(f"{name}: was not filled before the next broadcast")
         return {
             "server": name,

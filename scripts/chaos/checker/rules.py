@@ -35,18 +35,9 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Counts, and the first few of what is wrong."""
-        return {
-            "acked": self.acked,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "buffered": self.buffered,
-            "leased_again": self.leased_again,
-            "repeated_steps": self.repeated_steps,
-            "lost": len(self.lost),
-            "trained_twice": len(self.trained_twice),
-            "violations": len(self.violations),
-            "wrong": [*self.lost, *self.trained_twice, *self.violations][:20],
-        }
+        lists = ("lost", "trained_twice", "violations")
+        counts = {key: len(value) if key in lists else value for key, value in vars(self).items()}
+        return {**counts, "wrong": [*self.lost, *self.trained_twice, *self.violations][:20]}
 
 
 def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None = None) -> Report:
@@ -58,19 +49,20 @@ def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None
             replay.journal_keep all.
         acks: records of producers, one JSON line for each Ack; default run/logs/acks-*.jsonl.
     """
+    return examine(run, journal=journal, acks=acks)[0]
+
+
+def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None = None) -> tuple[Report, History]:
+    """The same, and what the journal tells; of a damaged journal that is nothing."""
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    rules = Rules(
-        async_lag=config["replay"]["async_lag"],
-        on_stale=config["replay"]["on_stale"],
-        groups_per_step=config["rollout"]["groups_per_step"],
-    )
-    report = Report()
+    replay = config["replay"]
+    rules = Rules(replay["async_lag"], replay["on_stale"], config["rollout"]["groups_per_step"])
+    report, history = Report(), History(rules)
     try:
         records, _ = read(journal or run / "journal")
     except Damage as damage:
         report.violations.append(f"journal: {damage}")
-        return report
-    history = History(rules)
+        return report, history
     for record in records:
         history.apply(record)
     report.violations += history.wrong
@@ -86,7 +78,7 @@ def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None
     ]
     _fates(history, report)
     report.violations += [*ledger_differences(run / "ledger.jsonl", history), *lag_rows(run / "metrics.jsonl", rules)]
-    return report
+    return report, history
 
 
 def _fates(history: History, report: Report) -> None:
