@@ -10,24 +10,32 @@
 CAMPAIGN --help lists the options. With --work, a campaign goes on where one with the same arguments was ended.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
 
 from scripts.chaos.report import drive
 
-CAMPAIGNS = ("chaos", "resume", "bus", "weights changes", "weights flips", "elastic")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 only when all was in order."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] in (["-h"], ["--help"]) or words in (["weights"], ["weights", "--help"]):
-        print(__doc__)
-        return 0
-    name = next((name for name in CAMPAIGNS if words[: len(name.split())] == name.split()), "")
-    module = importlib.import_module(f"scripts.chaos.campaigns.{(name or 'chaos').split()[-1]}")
-    return drive(module, name or "chaos", words[len(name.split()) :])
+    match words:
+        case ["-h" | "--help"] | ["weights"] | ["weights", "-h" | "--help"]:
+            print(__doc__)
+            return 0
+        case ["resume", *rest]:
+            from scripts.chaos.campaigns import resume as campaign
+        case ["bus", *rest]:
+            from scripts.chaos.campaigns import bus as campaign
+        case ["weights", "changes", *rest]:
+            from scripts.chaos.campaigns import changes as campaign
+        case ["weights", "flips", *rest]:
+            from scripts.chaos.campaigns import flips as campaign
+        case ["elastic", *rest]:
+            from scripts.chaos.campaigns import elastic as campaign
+        case ["chaos", *rest] | [*rest]:
+            from scripts.chaos.campaigns import chaos as campaign
+    return drive(campaign, " ".join(words[: len(words) - len(rest)]) or "chaos", rest)
 
 
 if __name__ == "__main__":

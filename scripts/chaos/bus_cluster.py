@@ -22,20 +22,17 @@ from weight_bus.digest import slice_digest
 FORKS = multiprocessing.get_context("forkserver")
 """Importing torch anew for each receiver would take longer than most faults."""
 HOST, RUN = "127.0.0.1", "chaos-bus"
-KEPT = 64
-"""Versions whose bytes are remembered; an older one that is activated is wrong in any case."""
+KEPT = 64  # versions whose bytes are remembered; an older one that is activated is wrong in any case
 END_S = 60.0
 
 Weights = dict[str, torch.Tensor]
 
 
 def digests_of(named: Weights) -> dict[str, int]:
-    """As the bus defines them."""
     return {name: slice_digest(tensor) for name, tensor in named.items()}
 
 
 def bytes_of(named: Weights) -> dict[str, bytes]:
-    """A copy of every tensor's bytes."""
     return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in named.items()}
 
 
@@ -85,8 +82,8 @@ class Receiver(threading.Thread):
     """A rollout server whose engine holds copies of what it is sent.
 
     `observe` is called with name, version and live weights when the engine is to serve a version; `spoil` with place
-    (staged, base, live), tensor name and tensor, as each is loaded. With `restarts`, one that is removed for good starts
-    anew, as its launcher would have it.
+    (staged, base, live), tensor name and tensor, as each is loaded. With `restarts`, one that is removed for good
+    starts anew, as its launcher would have it.
     """
 
     def __init__(
@@ -108,7 +105,6 @@ class Receiver(threading.Thread):
         self._observe, self._spoil, self._restarts = observe, spoil, restarts
 
     def run(self) -> None:
-        """Receive until the bus ends."""
         while not self.closed:
             with self._subscriber() as subscriber:
                 try:
@@ -167,7 +163,6 @@ class BusCluster(logging.Handler):
             receiver.join(END_S)
 
     def add(self, name: str, *, address: str = "", **options: Any) -> None:
-        """One more receiver, a thread of this process."""
         address = address or self.publisher.address
         self.receivers[name] = Receiver(address, name, self.config, self.oracle.look, **options)
         self.receivers[name].start()
@@ -179,7 +174,6 @@ class BusCluster(logging.Handler):
 
     @property
     def next_version(self) -> int:
-        """From 1 on."""
         return max(self.publisher.version, 0) + 1
 
     def start_publish(self, named: Weights, *, reach: Callable[[], None] = lambda: None) -> int:
@@ -195,7 +189,6 @@ class BusCluster(logging.Handler):
         return newest == [version] and self.oracle.holds(version, self.receivers[name].live)
 
     def wait(self, condition: Callable[[], object], what: str, deadline_s: float) -> None:
-        """Raises Hung after the deadline."""
         wait_until(condition, what, deadline_s, state=lambda: f"members {self.publisher.members()}")
 
 
@@ -209,7 +202,6 @@ def start_receiver(address: str, config: WeightBus, name: str, folder: Path) -> 
 
 
 def receive(address: str, config: str, name: str, folder: Path) -> None:
-    """The life of one receiver, in its own process."""
     die_with_parent()
     torch.set_num_threads(1)
     logging.basicConfig(filename=folder / "receiver.log", format="%(asctime)s %(message)s", level=logging.INFO)

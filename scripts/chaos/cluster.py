@@ -3,13 +3,13 @@
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -34,8 +34,7 @@ from scripts.chaos.watch import Logs, Probe, Watch
 
 TICK_S, PACE_EVERY_S, RESTART_S = 0.004, 0.3, 0.2
 LAUNCHER = "launcher"
-CLOCKS = ("replay", "learner", "server", LAUNCHER)
-"""Roles whose clock can be shifted, in the order of site_start.ROLES."""
+CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
 
 @dataclass(slots=True)
@@ -43,10 +42,7 @@ class Started:
     """A process of the cluster."""
 
     process: "subprocess.Popen[bytes]"
-    command: Sequence[str]
-    environment: dict[str, str]
-    restarts: bool
-    """It is started again when it ends."""
+    again: Callable[[], None] | None  # how it is started again when it ends, where it is
     may_end: bool = False
     restart_at: float = 0.0
 
@@ -54,30 +50,23 @@ class Started:
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    Args:
-        work: folder for everything; the run folder is work/run.
-        probes: rollout servers and learner rank 0 get probes.
-        pace: seconds that the reward of one trajectory takes, asked again and again.
+    Everything is in the folder `work`, the run in work/run. With `probes`, rollout servers and learner rank 0 get
+    probes. `pace` is asked again and again for the seconds that the reward of one trajectory takes.
     """
 
     config: Config
 
     def __init__(self, work: Path, *, probes: bool = True, pace: Callable[[], float] = lambda: 0.0) -> None:
-        work.mkdir(parents=True, exist_ok=True)
+        (work / "site").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self.work, self.folder = work, work / "run"
         self.watch = Watch(self.folder, work / "journal")
-        self.history = self.watch.history
-        self.logs = Logs(self.folder / "logs", [])
-        self.proxy = Proxy()
+        self.history, self.logs, self.proxy = self.watch.history, Logs(self.folder / "logs", []), Proxy()
         self.links: dict[str, Link] = {}
         self.started: dict[str, Started] = {}
-        self.total_steps: int | None = None
-        """Steps after which processes may end."""
         self._pace, self._paced_at = pace, 0.0
         self._clock = work / "clock"
         self._clock.write_bytes(bytes(site_start.DOUBLE.size * len(CLOCKS)))
-        (work / "site").mkdir(exist_ok=True)
-        shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -116,36 +105,30 @@ class Cluster:
                 env=self._environment | environment,
                 start_new_session=True,
             )
-        self.started[name] = Started(process, command, environment, restarts)
+        again = partial(self.start, name, *command, restarts=True, **environment)
+        self.started[name] = Started(process, again if restarts else None)
 
-    def launch(
-        self, settings: Sequence[str] = (), *, command: Sequence[str] = (), local: bool = False, **environment: str
-    ) -> None:
+    def launch(self, settings: Sequence[str] = (), *command: str, local: bool = False, **environment: str) -> None:
         """Start the learner side, until it says where replay listens; with `local` rollout servers it does not."""
         words, boots = command or (sys.executable, "-m", "learner.main"), self.history.boots
         self.output(LAUNCHER).unlink(missing_ok=True)
-        sets = [word for value in settings for word in ("--set", value)]
-        self.start(LAUNCHER, *words, *sets, **environment)
+        self.start(LAUNCHER, *words, *(word for value in settings for word in ("--set", value)), **environment)
         what = "the start of replay"
         self.wait(lambda: self.address or (local and self.history.boots > boots), what, 2 * START_S)
         self.config = load(self.folder / "config.yaml", [])
-        self.total_steps = self.config.learner.total_steps
 
     def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
         """Start a small run with rollout servers behind proxies, until its first step."""
         steps = f"learner.total_steps={total_steps}"
         self.launch([*run_settings(self.work, data), *variant_settings(variant, self.work), steps])
         for name in SERVERS:
-            self.serve(name)
+            self.links[name] = self.proxy.link(self.address)
+            self.serve(name, self.links[name].address, restarts=True)
         self.wait(lambda: self.history.version > 0, "the first step", 2 * START_S)
 
-    def serve(self, name: str, *command: str, proxied: bool = True, restarts: bool = True) -> None:
+    def serve(self, name: str, address: str, *command: str, restarts: bool = False) -> None:
         """Start a rollout server with a probe."""
         self.watch.probes[name] = Probe(self.work / "probes" / name)
-        address = self.address
-        if proxied:
-            self.links[name] = self.proxy.link(self.address)
-            address = self.links[name].address
         own = (sys.executable, "-m", "rollout_server.main", "--parent", str(os.getpid()), "--replay", address)
         words = [*(command or own), "--config", f"{self.folder}/config.yaml", "--server-name", name]
         self.start(name, *words, restarts=restarts, REPLAY=address)
@@ -159,7 +142,6 @@ class Cluster:
         return found[1].rstrip(":") if found else ""
 
     def output(self, name: str) -> Path:
-        """What a process prints."""
         return self.work / f"{name}.out"
 
     def last_words(self, name: str = LAUNCHER) -> str:
@@ -171,23 +153,22 @@ class Cluster:
     @property
     def is_over(self) -> bool:
         """Whether processes may end by themselves."""
-        return self.total_steps is not None and self.history.version >= self.total_steps
+        return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
         """Look at everything once: journal, probes, dead servers, pace."""
         self.watch.poll()
         now = time.monotonic()
-        for name, started in list(self.started.items()):
-            if started.restarts and started.process.poll() is not None and not self.is_over:
+        for started in list(self.started.values()):
+            if started.again is not None and started.process.poll() is not None and not self.is_over:
                 started.restart_at = started.restart_at or now + RESTART_S
                 if now >= started.restart_at:
-                    self.start(name, *started.command, restarts=True, **started.environment)
+                    started.again()
         if now - self._paced_at > PACE_EVERY_S:
             self.set_pace()
         time.sleep(TICK_S)
 
     def set_pace(self) -> None:
-        """Let rewards take as long as is wanted now."""
         self._paced_at = time.monotonic()
         set_pace(self.work, self._pace())
 
@@ -202,7 +183,7 @@ class Cluster:
         def look() -> None:
             for name, started in self.started.items():
                 gone = started.process.poll() is not None
-                if gone and not (started.restarts or started.may_end or self.is_over):
+                if gone and not (started.again or started.may_end or self.is_over):
                     code = started.process.returncode
                     raise Ended(f"{name!r} ended with exit code {code} before {what}: {self.last_words(name)}")
             self.tick()
@@ -210,7 +191,6 @@ class Cluster:
         return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.history.version}")
 
     def rest(self, seconds: float) -> None:
-        """Tick for a while."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.tick()
@@ -267,7 +247,7 @@ class Cluster:
         """Set the wall clock of a role off by so much."""
         with self._clock.open("r+b") as file:
             file.seek(CLOCKS.index(role) * site_start.DOUBLE.size)
-            file.write(struct.pack("<d", seconds))
+            file.write(site_start.DOUBLE.pack(seconds))
 
 
 def _has(pid: int, variable: str) -> bool:

@@ -12,22 +12,17 @@ from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
 from scripts.chaos.cluster import CLOCKS, LAUNCHER, Cluster
 from scripts.chaos.polling import Hung
-from scripts.chaos.proxy import Direction, Intercept
+from scripts.chaos.proxy import Direction, Intercept, ZmtpMessage
 from scripts.chaos.settings import START_S
-from scripts.chaos.zmtp import ZmtpMessage, largest_array
 
-AIM_S = 15.0
-"""How long to wait for a point before the fault happens at any moment."""
+AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
 HOLD_S = 1.0
 """Longest that a gate holds a receiver: less than the collective timeout, so that holding alone breaks nothing."""
-MIN_REPEATED = 3
-"""Steps that must be there to repeat before the learner is killed for it."""
+MIN_REPEATED = 3  # steps that must be there to repeat before the learner is killed for it
 CLOCK_S = {"forward": 3600.0, "backward": -3600.0}
 CUT_S, SLOW_FOR_S, SLOW_BY_S, SKEW_FOR_S, FULL_FOR_S = 3.0, 3.0, 0.1, 2.0, 2.0
-MESSAGE_S = 20.0
-"""How long an intercept waits for the message that it changes."""
-FILLING_S = 20.0
-"""How long a journal may take to reach the end of its disk."""
+MESSAGE_S = 20.0  # how long an intercept waits for the message that it changes
+FILLING_S = 20.0  # how long a journal may take to reach the end of its disk
 LOG_ROOM_BYTES = 4 * 1024
 KINDS: dict[str, tuple[str, ...]] = {
     "up": ("Group", "LeaseRequest", "Renew", "Heartbeat"),
@@ -53,16 +48,16 @@ class Aim:
         self._mark = cluster.logs.mark()
         self._direction: Direction = rng.choice(["up", "down"])
         self._reached = False
-        watch = cluster.watch
+        watch, history = cluster.watch, cluster.history
         self._is_there: Callable[[], bool] = {
             "any": lambda: True,
             "in flight": self._link.held[self._direction].is_set,
-            "formed": lambda: watch.batch_is_formed,
+            "formed": lambda: history.newest_take == history.version + 1,
             "committed": lambda: not watch.newest_is_live,
             "broadcast": lambda: self._gate.arrived,
             "checkpoint": lambda: watch.writes_checkpoint,
             "reading": lambda: cluster.logs.first([r"replay ready at"], self._mark) is None,
-            "repeating": lambda: watch.is_repeating,
+            "repeating": lambda: history.version < history.high,
         }[point]
 
     def reach(self) -> None:
@@ -70,11 +65,11 @@ class Aim:
         with suppress(Hung):
             self._bring_about()
             if self.point != "reading":  # which may be over already
-                self._until(self._is_there, AIM_S)
+                self._until(self._is_there)
             self._reached = True
 
     def _bring_about(self) -> None:
-        cluster, watch = self.cluster, self.cluster.watch
+        cluster = self.cluster
         match self.point:
             case "any":
                 cluster.rest(self.rng.uniform(0.0, 0.5))
@@ -89,10 +84,10 @@ class Aim:
                 self._mark = cluster.logs.mark()
                 time.sleep(self.rng.uniform(0.0, 1.0))
             case "repeating":
-                self._until(lambda: watch.steps_to_repeat >= MIN_REPEATED, AIM_S)
-                before = watch.history.incarnations
+                self._until(lambda: cluster.watch.steps_to_repeat >= MIN_REPEATED)
+                before = cluster.history.incarnations
                 cluster.kill("learner")
-                self._until(lambda: watch.history.incarnations > before, START_S)
+                self._until(lambda: cluster.history.incarnations > before, START_S)
 
     def was_hit(self) -> str:
         """The point at which the fault has really met the run: asked right after it."""
@@ -100,13 +95,12 @@ class Aim:
         return self.point if self._reached and self._is_there() else "any"
 
     def release(self) -> None:
-        """Let go of what is held."""
         self._link.holding.pop(self._direction, None)
         if self.point == "in flight":
             self._link.frozen.discard(self._direction)
         self._gate.release()
 
-    def _until(self, condition: Callable[[], bool], deadline_s: float) -> None:
+    def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
         self.cluster.wait(condition, f"the point {self.point!r}", deadline_s)
 
 
@@ -118,8 +112,7 @@ class Injector:
 
     def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
         self.cluster, self.server, self.rng = cluster, server, rng
-        self.detail = ""
-        """What was done in particular, for the protocol of the run."""
+        self.detail = ""  # what was done in particular, for the protocol of the run
         silent_s = cluster.config.network.silent_after_s
         self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
 
@@ -261,7 +254,7 @@ class Injector:
         return [message.flipped(0, self.rng.random()).wire()]
 
     def _flip_array(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(largest_array(message), self.rng.random()).wire()]
+        return [message.flipped(message.largest_array, self.rng.random()).wire()]
 
 
 def _twice(message: ZmtpMessage) -> list[bytes]:

@@ -42,16 +42,8 @@ from weight_bus.transports.base import Labelled, ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
-MOMENTS: dict[type[Message], str] = {
-    messages.Join: "joining",
-    messages.EpochReady: "EpochReady",
-    messages.Staged: "Staged",
-    messages.Applied: "Applied",
-    messages.Epoch: "Epoch",
-    messages.Begin: "Begin",
-    messages.Commit: "Commit",
-}
-"""Behind a message that a receiver has sent, or has received."""
+PASSED = {messages.EpochReady, messages.Staged, messages.Applied, messages.Epoch, messages.Begin, messages.Commit}
+"""Messages of a receiver behind which there is a moment of their name, when they are sent or have come."""
 
 
 class Recorder:
@@ -105,7 +97,9 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             sent = super().send(message)
             if isinstance(message, messages.Join):
                 recorder.note("join")
-            gate.reach(MOMENTS.get(type(message), ""))
+                gate.reach("joining")
+            if type(message) in PASSED:
+                gate.reach(type(message).__name__)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
@@ -114,7 +108,8 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
                 recorder.note("welcome", version=message.version)
             elif isinstance(message, messages.Begin):
                 recorder.note("begin", version=message.version, digest=message.digest)
-            gate.reach(MOMENTS.get(type(message), ""))  # type: ignore[arg-type]
+            if type(message) in PASSED:
+                gate.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
@@ -146,10 +141,10 @@ def gated(gate: Gate) -> TransportFactory:
     """A transport factory whose data plane has a gate."""
 
     def make(config: WeightBus, host: str) -> Transport:
-        if (config.transport, config.backend, config.apply) == ("collective", "gloo", "staged"):
-            meeting = GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate)
-            return GatedTransport(Collective(config, host, meeting), gate)  # type: ignore[return-value]
-        return GatedTransport(make_transport(config, host), gate)  # type: ignore[return-value]
+        inner = make_transport(config, host)
+        if type(inner) is Collective:
+            inner = Collective(config, host, GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate))
+        return GatedTransport(inner, gate)
 
     return make
 
@@ -233,8 +228,7 @@ class GatedStore(Store):
         return self._inner.add(key, number)
 
     def has_extended_api(self) -> bool:
-        """No: then only the methods above are called."""
-        return False
+        return False  # then only the methods above are called
 
 
 def main() -> int:

@@ -19,8 +19,7 @@ ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learn
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
-SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
-"""Two thirds of the time stopped, never for as long as a heartbeat."""
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1  # two thirds of the time stopped, never for as long as a heartbeat
 
 
 def table() -> Iterator[tuple[int, int, str, str]]:
@@ -75,7 +74,6 @@ def is_alive(pid: int) -> bool:
 
 @contextmanager
 def killed(pid: int) -> Iterator[None]:
-    """SIGKILL."""
     send(pid, signal.SIGKILL)
     yield
 
@@ -122,7 +120,7 @@ def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
     over = threading.Event()
 
     def run() -> None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             while not over.is_set():
                 turn(over)
 
@@ -158,6 +156,7 @@ def close_connections(pid: int) -> int:
         PermissionError: the kernel does not let this process reach that one's sockets.
     """
     closed = 0
+    os.close(os.pidfd_open(pid))
     for entry in (PROC / str(pid) / "fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile
             if os.readlink(entry).startswith("socket:"):
@@ -180,10 +179,8 @@ def _copy(pid: int, number: int) -> int | None:
 def _close(copy: int | None) -> bool:
     if copy is None:
         return False
-    with socket.socket(fileno=copy) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-            return False
-        with suppress(OSError):  # it listens, or has no peer any more
+    with socket.socket(fileno=copy) as connection, suppress(OSError):  # it listens, or has no peer any more
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
             return True

@@ -23,9 +23,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "work": (None, "folder for logs and runs, also to go on in; default: a new one"),
     "keep": (False, "leave the folder there also when all is in order"),
 }
-"""(default, help) of every campaign's options; values have the type of the default, None is a path, lines are printed."""
-ELSEWHERE = ("work", "keep", "data", "log", "judge")
-"""Options that change nothing of what is done."""
+"""(default, help) of every campaign's options. Values have the default's type; None stands for a path, and a tuple of
+lines is printed."""
+ELSEWHERE = ("work", "keep", "data", "log", "judge")  # options that change nothing of what is done
 
 
 class State:
@@ -40,8 +40,7 @@ class State:
         self.work = (work or Path(tempfile.mkdtemp(prefix=f"chaos-{campaign}-"))).resolve()
         self._path = self.work / STATE
         self._head = {"campaign": campaign, "arguments": dict(arguments)}
-        self.done: list[Any] = []
-        """A JSON value for each part that is over."""
+        self.done: list[Any] = []  # a JSON value for each part that is over
         if self._path.exists():
             found = json.loads(self._path.read_text(encoding="utf-8"))
             self.done = found.pop("done")
@@ -53,7 +52,6 @@ class State:
         self._write()
 
     def add(self, part: Any) -> None:
-        """One more part is over."""
         self.done.append(part)
         self._write()
 
@@ -107,7 +105,6 @@ def drive(campaign: ModuleType, name: str, argv: Sequence[str]) -> int:
 
 
 def make_parser(name: str, description: str, options: Mapping[str, tuple[Any, str]]) -> argparse.ArgumentParser:
-    """Options from their table."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(f"python -m scripts.chaos {name}", description=description, formatter_class=raw)
     for option, (default, text) in options.items():
@@ -145,7 +142,7 @@ def end_on_sigterm() -> None:
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
     """Show all threads and exit when this process itself hangs; for what runs in it, and no processes below."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
         yield
     finally:

@@ -32,19 +32,17 @@ class Gate:
 
     def reach(self, moment: str) -> None:
         """This process is at a moment: wait, if it is aimed at."""
-        try:
+        with suppress(FileNotFoundError):
             limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
-        except FileNotFoundError:
-            return
-        if aimed == moment:
-            self._at.touch()
-            until = time.monotonic() + float(limit)
-            while self._aim.exists() and time.monotonic() < until:
-                time.sleep(GATE_POLL_S)
+            if aimed == moment:
+                self._at.touch()
+                until = time.monotonic() + float(limit)
+                while self._aim.exists() and time.monotonic() < until:
+                    time.sleep(GATE_POLL_S)
 
     def take_spoil(self) -> bool:
         """Whether a flip was asked for; once."""
-        asked = self._spoil.exists()
+        asked = not self.spoiled
         self._spoil.unlink(missing_ok=True)
         return asked
 
@@ -85,21 +83,17 @@ class Probe:
     """The harness's end of a probe (scripts/chaos/probe.py): its record and its gate."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.gate = folder, Gate(folder)
-        self.record = JsonLines(folder / "events.jsonl")
-        self.live = -1
-        """Newest version that leases were asked for with."""
+        self.folder, self.gate, self.record = folder, Gate(folder), JsonLines(folder / "events.jsonl")
+        self.live = -1  # newest version that leases were asked for with
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All events so far."""
         for event in self.record.poll():
             if event["event"] == "live":
                 self.live = event["version"]
         return self.record.events
 
     def first(self, event: str) -> dict[str, Any] | None:
-        """The first event of a kind."""
         return next((e for e in self.events if e["event"] == event), None)
 
 
@@ -108,13 +102,10 @@ class Watch:
 
     def __init__(self, folder: Path, archive: Path) -> None:
         archive.mkdir(parents=True, exist_ok=True)
-        self.folder, self.archive = folder, archive
+        self.folder, self.archive, self.history, self._tail = folder, archive, History(), Tail(archive)
         self.probes: dict[str, Probe] = {}
-        self.history = History()
-        self._tail = Tail(archive)
 
     def poll(self) -> None:
-        """Take in what is new."""
         for path in (self.folder / "journal").glob("*.seg"):
             with suppress(FileExistsError, FileNotFoundError):
                 os.link(path, self.archive / path.name)  # the same file: it grows here as it grows there
@@ -122,11 +113,6 @@ class Watch:
             self.history.apply(record)
         for probe in self.probes.values():
             _ = probe.events
-
-    @property
-    def batch_is_formed(self) -> bool:
-        """A batch was handed out and its step is not committed."""
-        return self.history.newest_take == self.history.version + 1
 
     @property
     def newest_is_live(self) -> bool:
@@ -137,11 +123,6 @@ class Watch:
     def served(self) -> int:
         """The newest version with which all rollout servers have asked for leases."""
         return min(probe.live for probe in self.probes.values())
-
-    @property
-    def is_repeating(self) -> bool:
-        """The learner has come back and has not yet repeated all journalled steps."""
-        return self.history.version < self.history.high
 
     @property
     def steps_to_repeat(self) -> int:
@@ -168,7 +149,6 @@ class Line:
 
     @property
     def classes(self) -> set[str]:
-        """Symptom classes that it names."""
         return set(CLASS.findall(self.text))
 
 
@@ -192,7 +172,6 @@ class Logs:
                 yield Line(path.name, text)
 
     def first(self, patterns: Iterable[str], mark: dict[Path, int]) -> Line | None:
-        """The first line since `mark` in which any of the patterns is found."""
         any_of = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
         return next((line for line in self.since(mark) if any_of.search(line.text)), None)
 

@@ -8,7 +8,6 @@ import zmq
 from replay.channel import Dealer, WireError, decode, encode
 from replay.messages import FROM_REPLAY, TO_REPLAY, Cancel, Heartbeat, Renew
 from scripts.chaos.proxy import Intercept, Proxy
-from scripts.chaos.zmtp import largest_array
 
 
 @pytest.fixture
@@ -63,7 +62,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(ends, frame):
     intercept = intercept_on(
         link,
         "up",
-        change=lambda message: [message.flipped(largest_array(message) if frame == "array" else 0, 0.5).wire()],
+        change=lambda message: [message.flipped(message.largest_array if frame == "array" else 0, 0.5).wire()],
     )
     dealer.send(Renew(leases=[[0, 1, 1, 5]], token_ids=[1, 2, 3]))
     with pytest.raises(WireError):

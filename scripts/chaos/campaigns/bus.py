@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos.campaigns.bus_points import FAULTS, NAMED, POINTS, Outcome, Point, totals
+from scripts.chaos.campaigns.bus_points import FAULTS, NAMED, POINTS, Outcome, totals
 from scripts.chaos.campaigns.bus_receivers import ROLE as RECEIVER
 from scripts.chaos.campaigns.bus_receivers import Receivers
 from scripts.chaos.campaigns.bus_run import CONCERNED, ROLES, TrainingRun
@@ -27,23 +27,17 @@ from scripts.chaos.report import State, say
 from scripts.chaos.settings import make_data
 
 QUICK = (("kill", "middle bucket"), ("slow", "applying"), ("cut", "between updates"), ("stop", "first bucket"))
+LISTED = {point.name: point.what for point in POINTS} | {name: what for name, (what, _) in FAULTS.items()}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "points": (len(POINTS), "how many, drawn"),
     "roles": (",".join((RECEIVER, *ROLES)), "with commas between"),
     "faults": (",".join(FAULTS), "with commas between"),
     "only": ("", "points by name, with commas between"),
     "quick": (False, f"{len(QUICK)} cases of a receiver, less than a minute"),
-    "list": (
-        tuple(
-            f"{name:15}  {what}"
-            for name, what in [*((p.name, p.what) for p in POINTS), *((n, w) for n, (w, _) in FAULTS.items())]
-        ),
-        "print the points and faults, and end",
-    ),
+    "list": (tuple(f"{name:15}  {what}" for name, what in LISTED.items()), "print the points and faults, and end"),
     "data": (Path("data/sort6"), "of make_sort6"),
 }
-Case = tuple[str, str, str]
-"""Role, fault, point."""
+Case = tuple[str, str, str]  # role, fault, point
 
 
 def plan(args: argparse.Namespace) -> list[Case]:
@@ -65,17 +59,14 @@ def make_plan(roles: Sequence[str], faults: Sequence[str], points: int, seed: in
     for role in roles:
         among = CONCERNED if role in ROLES else POINTS
         drawn = sorted(rng.sample(range(len(among)), min(points, len(among))))
-        cases += [(role, fault, among[i].name) for i in drawn for fault in faults if is_possible(role, fault, among[i])]
+        # a receiver can be stuck only at a gate; the processes of a run have none that would hold so long
+        stuck = {point.name for point in POINTS if role == RECEIVER and point.moment}
+        names = [among[i].name for i in drawn]
+        cases += [(role, fault, name) for name in names for fault in faults if fault != "stuck" or name in stuck]
     return cases
 
 
-def is_possible(role: str, fault: str, point: Point) -> bool:
-    """A receiver can be stuck only at a gate; the processes of a run have none that would hold so long."""
-    return fault != "stuck" or (role == RECEIVER and bool(point.moment))
-
-
 def run(cases: list[Case], state: State, args: argparse.Namespace) -> None:
-    """All cases that are not done, a role after the other; after one that hung the next gets new processes."""
     print(f"{'':11}{'role':8}  {'fault':5}  {'point':15}  {'s':>6}  {'digests':9}  which log says what", flush=True)
     done = {(case.role, case.fault, case.point) for case in outcomes(state)}
     left = [case for case in possible(cases) if case not in done]
@@ -103,12 +94,10 @@ def possible(cases: list[Case]) -> list[Case]:
 
 
 def outcomes(state: State) -> list[Outcome]:
-    """All cases so far."""
     return [Outcome(**part["case"]) for part in state.done if "case" in part]
 
 
 def verdict(state: State, _hung: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Totals; what hung, was unnamed or differed, and what the checker found in the runs."""
     planned, found = plan(args), outcomes(state)
     violations = [text for part in state.done for text in part.get("violations", ())]
     wrong = [o.row() for o in found if o.hung or o.wrong or not o.digests_equal]

@@ -16,8 +16,7 @@ class Point:
     """Where an update stands. Example: Point("Staged", "Staged", "all has come and is proven, the publisher knows")"""
 
     name: str
-    moment: str
-    """Of scripts/chaos/probe.py, at which a receiver is held; empty where it need not be."""
+    moment: str  # of scripts/chaos/probe.py, at which a receiver is held; empty where it need not be
     what: str
 
 
@@ -44,8 +43,7 @@ POINTS = (
     Point("refill", "middle bucket", "bytes were corrupt, the version is being sent again"),
 )
 NAMED = {point.name: point for point in POINTS}
-JOINING = ("before Join", "joining", "late join")
-"""Points that a receiver passes once in its life."""
+JOINING = ("before Join", "joining", "late join")  # points that a receiver passes once in its life
 
 FAULTS: dict[str, tuple[str, Callable[[int], AbstractContextManager[None]]]] = {
     "kill": ("SIGKILL", processes.killed),
@@ -65,20 +63,14 @@ class Outcome:
     role: str
     fault: str
     point: str
-    seconds: float = 0.0
-    """From the fault until the next version was live wherever the fault did not hit."""
-    culprit: str = ""
-    """The line of a log that names the hit process; "changes nothing" where none may."""
-    digests_equal: bool = False
-    """Afterwards, everywhere."""
-    hung: str = ""
-    """Which wait was not over at its deadline."""
-    wrong: list[str] = field(default_factory=list)
-    """No line names the hit process, or another one was named or removed."""
+    seconds: float = 0.0  # from the fault until the next version was live wherever the fault did not hit
+    culprit: str = ""  # the line of a log that names the hit process; "changes nothing" where none may
+    digests_equal: bool = False  # afterwards, everywhere
+    hung: str = ""  # which wait was not over at its deadline
+    wrong: list[str] = field(default_factory=list)  # no line names the hit process, or another one was named or removed
     deadline_s: float = 0.0
 
     def row(self) -> str:
-        """A line of the table."""
         state = "HUNG: " + self.hung if self.hung else "equal" if self.digests_equal else "DIFFERENT"
         words = "; ".join(f"WRONG: {wrong}" for wrong in self.wrong) or self.culprit
         return f"{self.role:8}  {self.fault:5}  {self.point:15}  {self.seconds:6.2f}  {state:9}  {words}"
@@ -98,8 +90,7 @@ class Bench:
     """
 
     role: str
-    began = 0.0
-    """Monotonic time at which the fault met the process; 0 before."""
+    began = 0.0  # monotonic time at which the fault met the process; 0 before
 
     def case(self, fault: str, point: Point) -> Outcome:
         """A fault at a point, until everything is as it was before."""
@@ -129,8 +120,6 @@ class Bench:
 
 
 def totals(outcomes: Sequence[Outcome], skipped: int, violations: int) -> dict[str, Any]:
-    """The last line of the output."""
-
     def longest(of: Sequence[Outcome]) -> dict[str, Any]:
         seconds = round(max((o.seconds for o in of), default=0.0), 2)
         return {"cases": len(of), "longest_s": seconds, "deadline_s": max((o.deadline_s for o in of), default=0.0)}

@@ -23,8 +23,7 @@ SHAPES = {"first": (64, 256), "middle": (1024, 1024), "between": (64, 256), "las
 The others are small, so that a busy machine has time for a hundred faults."""
 VICTIM, SURVIVORS = "rollout-2", ("rollout-0", "rollout-1")
 ALL = (*SURVIVORS, VICTIM)
-BUSY_S = 5.0
-"""What a machine with fewer cores than processes adds."""
+BUSY_S = 5.0  # what a machine with fewer cores than processes adds
 CLASSES = {"closed", "silent", "slow"}
 """Of a peer that was killed, stopped, cut off or stuck, depending on the observer and the moment."""
 
@@ -86,13 +85,9 @@ class Receivers(Bench):
 
     def duration_s(self, fault: str) -> float:
         config, silence = self.config, SILENT_BEATS * self.config.heartbeat_s
-        noticed = {
-            "stop": max(silence, config.collective_timeout_s, config.deadline_s),
-            "cut": silence,
-            "slow": silence,
-            "stuck": config.deadline_s,
-        }
-        return noticed[fault] + 1.0 if fault in noticed else 0.0
+        longest = max(silence, config.collective_timeout_s, config.deadline_s)
+        lasts = {"kill": 0.0, "stop": longest + 1.0, "stuck": config.deadline_s + 1.0}
+        return lasts.get(fault, silence + 1.0)
 
     def approach(self, point: Point, hold_s: float, strike: Callable[[], None]) -> None:
         """Bring the bus to the point. A new member makes the next version begin a new epoch, with all of its steps."""
@@ -106,11 +101,8 @@ class Receivers(Bench):
             self._bus.wait(lambda: self._serve([VICTIM]), "a new victim to be filled", return_s(self.config))
         self._bus.removed.clear()
         self._mark = len(self._bus.lines)
-        if point.name == "between updates":
-            strike()
-            return
-        if point.name == "gathering":
-            self._publish(strike)
+        if point.name in ("between updates", "gathering"):
+            strike() if point.name == "between updates" else self._publish(strike)
             return
         if point.name == "refill":
             gate.spoil()
@@ -185,7 +177,6 @@ class Receivers(Bench):
 
 
 def weights(version: int) -> Weights:
-    """The tensors of a version."""
     rng = torch.Generator().manual_seed(version)
     return {name: torch.rand(shape, generator=rng) for name, shape in SHAPES.items()}
 

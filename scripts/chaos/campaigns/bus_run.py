@@ -24,13 +24,11 @@ VARIANT = Variant(
     "lag 1, two ranks",
     ("replay.async_lag=1", "placement.split=2:2", "weight_bus.bucket_bytes=65536", "learner.batch_deadline_s=20"),
 )
-TOTAL_STEPS = 120_000
-"""More than any campaign takes: the run is ended from outside."""
+TOTAL_STEPS = 120_000  # more than any campaign takes: the run is ended from outside
 PACE_S, CUT_S = 0.005, 4.0
 CONCERNED = tuple(point for point in POINTS if point.name != "overtaken")
 """The learner waits for each version before it publishes the next, so a healthy run has no such point."""
-NEW_EPOCH = ("Epoch", "EpochReady", "forming")
-"""Points that an update has only where the members have changed."""
+NEW_EPOCH = ("Epoch", "EpochReady", "forming")  # points that an update has only where the members have changed
 GO_ON = 2
 """Versions above the last committed one; the first of them may be under way already, with a batch that was formed."""
 LOST_RANK = r"lost 'learner-1'.*\[(closed|silent)\]"

@@ -16,14 +16,13 @@ import random
 import re
 import time
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
-from scripts.chaos.bus_cluster import BusCluster, Weights
+from scripts.chaos.bus_cluster import BusCluster
 from scripts.chaos.campaigns.message_faults import AlteredTransport, ControlFaults, DataFaults
 from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.polling import Hung
@@ -31,30 +30,22 @@ from scripts.chaos.probe import wrapping
 from scripts.chaos.proxy import Proxy
 from scripts.chaos.report import State, ends_within
 
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "versions": (200, "to publish"),
-    "log": (None, "file for what the bus logs"),
-}
-STARTING_S, PER_VERSION_S = 120.0, 3.0
-"""Before this process takes itself for one that hangs."""
+OPTIONS: dict[str, tuple[Any, str]] = {"versions": (200, "to publish"), "log": (None, "file for what the bus logs")}
+STARTING_S, PER_VERSION_S = 120.0, 3.0  # before this process takes itself for one that hangs
 CONFIG = WeightBus(
     delta=True, full_every=20, bucket_bytes=32 * 1024, heartbeat_s=0.2, collective_timeout_s=0.5, deadline_s=1.0
 )
 NAMES = ("subscriber-0", "subscriber-1")
-HEAL_S = 30.0
-SLACK_S = 5.0
-"""A publish that takes so much longer than its deadline has hung."""
+SLACK_S = 5.0  # a publish that takes so much longer than its deadline has hung
 REFUSED = re.compile(r"'(?P<name>[^']+)': v(?P<version>\d+) (did not arrive|arrived with corrupt)")
 
 
 def plan(args: argparse.Namespace) -> Policy:
-    """The versions, made as they are published."""
     torch.set_num_threads(1)
     return Policy(args.seed)
 
 
 def run(policy: Policy, state: State, args: argparse.Namespace) -> None:
-    """All of it is one part."""
     if state.done:
         return
     if args.log is not None:
@@ -64,9 +55,7 @@ def run(policy: Policy, state: State, args: argparse.Namespace) -> None:
 
 
 def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """As it was found."""
-    result, wrong = state.done[0] if state.done else ({}, [])
-    return result, wrong
+    return state.done[0] if state.done else ({}, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,45 +75,41 @@ class Changes:
     """
 
     def __init__(
-        self,
-        seed: int,
-        policy: Policy,
-        *,
-        chances: Chances = Chances(),
-        pace_s: float = 0.1,
-        heal_s: float = HEAL_S,
+        self, seed: int, policy: Policy, *, chances: Chances = Chances(), pace_s: float = 0.1, heal_s: float = 30.0
     ) -> None:
         self._rng, self._policy, self._chances = random.Random(seed), policy, chances
         self._pace_s, self._heal_s = pace_s, heal_s
         self.bus, self.data, self._proxy = BusCluster(CONFIG), DataFaults(seed), Proxy()
         self.oracle = self.bus.oracle
         self._kinds: Counter[str] = Counter()
-        self._as_changes = 0
-        self._longest_s = 0.0
+        self._as_changes, self._longest_s = 0, 0.0
 
     def __enter__(self) -> "Changes":
-        with ExitStack() as stack:
-            stack.enter_context(self._proxy)
-            stack.enter_context(self.bus)  # the receivers end before their proxy
-            links = {name: self._proxy.link(self.bus.publisher.address) for name in NAMES}
-            self.control = ControlFaults(self._rng.randrange(1 << 30), links)
-            for name, link in links.items():
-                self.bus.add(name, address=link.address, transport_factory=wrapping(AlteredTransport, self.data, name))
-            self.bus.wait_for_all()
-            self._stack = stack.pop_all()
+        self._proxy.__enter__()
+        self.bus.__enter__()
+        links = {name: self._proxy.link(self.bus.publisher.address) for name in NAMES}
+        self.control = ControlFaults(self._rng.randrange(1 << 30), links)
+        for name, link in links.items():
+            self.bus.add(name, address=link.address, transport_factory=wrapping(AlteredTransport, self.data, name))
+        self.bus.wait_for_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.bus.__exit__()  # the receivers end before their proxy
+        self._proxy.__exit__()
 
     def run(self, versions: int) -> tuple[dict[str, Any], list[str]]:
         """Publish so many versions among faults; what came of it, ready for JSON, and what is wrong."""
-        started = time.monotonic()
+        started, publisher = time.monotonic(), self.bus.publisher
         for _ in range(versions):
             kind, named = self._policy.next()
             self._kinds[kind] += 1
             self._plan(kind)
-            self._publish(named)
+            began, before = time.monotonic(), publisher.stats()["changes"]
+            version = self.bus.start_publish(named)
+            self.oracle.claims(version, publisher.wait().served)  # the learner goes on whatever becomes of it
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
+            self._as_changes += publisher.stats()["changes"] > before
             time.sleep(self._pace_s)
         self.control.clear()
         self.data.due.clear()
@@ -142,7 +127,6 @@ class Changes:
         return self.bus.publisher.members().get(name) == ("live", version) and self.bus.serves(version, name)
 
     def _plan(self, kind: str) -> None:
-        """Faults for the next version, which is of this kind."""
         chances = self._chances
         for name in NAMES:
             if self._rng.random() < chances.control:
@@ -153,15 +137,6 @@ class Changes:
                 self.data.plan(name)
             if self._rng.random() < chances.base:
                 self.control.plan_other_base(name)
-
-    def _publish(self, named: Weights) -> None:
-        """One version; the learner goes on whatever becomes of it."""
-        publisher = self.bus.publisher
-        began, before = time.monotonic(), publisher.stats()["changes"]
-        version = self.bus.start_publish(named)
-        self.oracle.claims(version, publisher.wait().served)
-        self._longest_s = max(self._longest_s, time.monotonic() - began)
-        self._as_changes += publisher.stats()["changes"] > before
 
     def _result(self, versions: int, healed: str, seconds: float) -> tuple[dict[str, Any], list[str]]:
         oracle, stats, receivers = self.oracle, self.bus.publisher.stats(), self.bus.receivers.values()

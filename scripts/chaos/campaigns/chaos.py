@@ -15,12 +15,20 @@ from typing import Any
 
 from scripts.chaos import checker
 from scripts.chaos.cluster import Cluster
-from scripts.chaos.faults import BY_NAME, FAULTS, INSTANT, POINTS, as_markdown
+from scripts.chaos.faults import (
+    BY_NAME,
+    FAULTS,
+    INSTANT,
+    POINTS,
+    Planned,
+    PlannedRun,
+    as_markdown,
+    make_plan,
+)
 from scripts.chaos.injection import Aim, Injector
-from scripts.chaos.plan import Planned, PlannedRun, make_plan
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import make_data, naming_s
+from scripts.chaos.settings import Variant, make_data, naming_s
 
 OPTIONS = {
     "faults": (20, "faults in all"),
@@ -29,33 +37,33 @@ OPTIONS = {
     "data": (Path("data/sort6"), "of make_sort6"),
     "table": (tuple(as_markdown()), "print the table of docs/faults.md and end"),
 }
-GAP_S = (0.2, 1.5)
-"""Between a run that goes on and the next fault."""
+GAP_S = (0.2, 1.5)  # between a run that goes on and the next fault
 STEPS_PER_FAULT, SPARE_STEPS = 12, 30
 PACES_S = (0.01, 0.05, 0.5)
 """Seconds that the reward of one trajectory takes (four make a group) while the run is where its faults are, ahead of
 them, and so far ahead that it would end before they do."""
 
+KEYS = (
+    *("faults", "acked", "trained", "dropped", "lost", "trained_twice", "hung", "unnamed", "ended_early"),
+    *("violations", "buffered", "repeated_steps"),
+)
 Part = dict[str, Any]
 """What came of one run, or the sums over all; JSON. `coverage` counts by `fault at point`, where the fault has really
 met the run; `recovery_s` is the time from each fault's end until the run had gone on."""
 
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
-    """The runs and their faults."""
     return make_plan(args.seed, args.faults, args.per_run, args.only)
 
 
 def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> None:
-    """All runs that are not done."""
-    for number, one in list(enumerate(planned, start=1))[len(state.done) :]:
+    for number, (variant, faults) in list(enumerate(planned, start=1))[len(state.done) :]:
         work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
-        say(f"run {number}: {one.variant.name}, {len(one.faults)} faults, in {work}")
-        state.add(Trial(one, work, make_data(args.data), rng).run())
+        say(f"run {number}: {variant.name}, {len(faults)} faults, in {work}")
+        state.add(Trial(variant, faults, work, make_data(args.data), rng).run())
 
 
 def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[Part, list[str]]:
-    """Sums, after a table of how often each fault has met a run at each point."""
     found = total(state.done)
     width = max(len(fault.name) for fault in FAULTS)
     print(f"{'':{width}}  " + "  ".join(POINTS))
@@ -63,54 +71,43 @@ def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[Part, 
         cells = (f"{found['coverage'][f'{fault.name} at {point}'] or '-':>{len(point)}}" for point in POINTS)
         print(f"{fault.name:{width}}  " + "  ".join(cells))
     groups = [*found["lost"], *found["trained_twice"], *found["violations"]]
-    return as_json(found), [*found["hung"], *found["ended"], *found["unnamed"], *groups[:20]]
+    return as_json(found), [*found["hung"], *found["ended_early"], *found["unnamed"], *groups[:20]]
 
 
 def new_part() -> Part:
-    """Of a run that begins."""
-    lists: Part = {name: [] for name in ("hung", "unnamed", "ended", "recovery_s")}
+    lists: Part = {name: [] for name in ("hung", "unnamed", "ended_early", "recovery_s")}
     return {"faults": 0, "coverage": Counter(), **lists, **vars(checker.Report())}
 
 
 def total(parts: Iterable[Part]) -> Part:
-    """The sums."""
     sums = new_part()
     for part in parts:
         for name, value in part.items():
-            sums[name] = sums[name] + (Counter(value) if isinstance(value, dict) else value)
+            sums[name] += Counter(value) if isinstance(value, dict) else value
     return sums
 
 
 def as_json(part: Part) -> Part:
-    """The last line of the output."""
-    return {
-        **{name: part[name] for name in ("faults", "acked", "trained", "dropped")},
-        **{name: len(part[name]) for name in ("lost", "trained_twice", "hung", "unnamed")},
-        "ended_early": len(part["ended"]),
-        "violations": len(part["violations"]),
-        "buffered": part["buffered"],
-        "repeated_steps": part["repeated_steps"],
-        "pairs_hit": len(part["coverage"]),
-        "max_recovery_s": round(max(part["recovery_s"], default=0.0), 1),
-    }
+    shown = {key: len(part[key]) if isinstance(part[key], list) else part[key] for key in KEYS}
+    longest = round(max(part["recovery_s"], default=0.0), 1)
+    return {**shown, "pairs_hit": len(part["coverage"]), "max_recovery_s": longest}
 
 
 class Trial:
     """One run and its faults."""
 
-    def __init__(self, planned: PlannedRun, work: Path, data: Path, rng: random.Random) -> None:
-        self.planned, self.work, self.data, self.rng = planned, work, data, rng
+    def __init__(self, variant: Variant, faults: list[Planned], work: Path, data: Path, rng: random.Random) -> None:
+        self.variant, self.faults, self.work, self.data, self.rng = variant, faults, work, data, rng
         self.result = new_part()
         self.cluster = Cluster(work, pace=self._pace)
 
     def run(self) -> Part:
-        """The run, its faults, its end, its check."""
         try:
             with self.cluster as cluster:
-                steps = STEPS_PER_FAULT * len(self.planned.faults) + SPARE_STEPS
-                cluster.start_small(self.planned.variant, self.data, steps)
+                steps = STEPS_PER_FAULT * len(self.faults) + SPARE_STEPS
+                cluster.start_small(self.variant, self.data, steps)
                 before: frozenset[str] = frozenset()
-                for fault in self.planned.faults:
+                for fault in self.faults:
                     cluster.wait_for_peers(fault.server)
                     cluster.rest(self.rng.uniform(*GAP_S))
                     self._fault(fault, before)
@@ -119,7 +116,7 @@ class Trial:
                 if code != 0:
                     raise Ended(f"exit code {code}: {cluster.last_words()}")
         except (Hung, Ended) as error:
-            kind = "hung" if isinstance(error, Hung) else "ended"
+            kind = "hung" if isinstance(error, Hung) else "ended_early"
             self.result[kind].append(f"{self.work}: {error}")
             say(f"{kind.upper()}: {error}")
         if (self.cluster.folder / "config.yaml").exists():
@@ -130,7 +127,7 @@ class Trial:
 
     def _pace(self) -> float:
         """Steps must last as long as faults do: slow when the run is ahead of them."""
-        if self.result["faults"] >= len(self.planned.faults):
+        if self.result["faults"] >= len(self.faults):
             return 0.0
         ahead = self.cluster.history.high // STEPS_PER_FAULT - self.result["faults"]
         return PACES_S[max(0, min(ahead, len(PACES_S) - 1))]
@@ -166,7 +163,6 @@ class Trial:
         cluster = self.cluster
         try:
             what, limit = f"a line of {patterns}", naming_s(cluster.config)
-            line = patterns and cluster.wait(lambda: cluster.logs.first(patterns, mark), what, limit)
+            return cluster.wait(lambda: cluster.logs.first(patterns, mark), what, limit).text[:160] if patterns else ""
         except Hung:
             return "UNNAMED"
-        return line.text[:160] if line else ""

@@ -24,19 +24,16 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "data": (None, "of make_sort6 (default: data/sort6-seed<seed>)"),
     "judge": (None, "only judge an earlier run's folder"),
 }
-MID_UPDATE_HOLD_S = 2.0
-"""Longest that a broadcast is held while a server joins; below weight_bus.collective_timeout_s."""
+MID_UPDATE_HOLD_S = 2.0  # longest that a broadcast is held for a join; below weight_bus.collective_timeout_s
 START_S, STEP_S, END_S = 90.0, 60.0, 180.0
 """For the start of a process on a busy machine; for anything that the next few steps bring; for the end of the run."""
 JOINING_S, LEAVING_S, TOO_SOON_S = 1.5, 1.2, 10.0
 """How long one server is busy with the rewards of a step: while others start; while servers that hold leases leave; and
 when the steps are used up faster than the plan allows."""
-STANDSTILL_S = 1.0
-"""How long the reward of one answer takes while a server joins far from the next update, or leaves."""
-CAUGHT_S = 0.2
-"""Leases that have lasted so long since will last; a quick reward may have been on its way."""
-QUIET_S = 2.0
-"""Without a new version before a server joins far from one, and after it is served."""
+STANDSTILL_S = 1.0  # reward of one answer while a server joins far from the next update, or leaves
+CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
+QUIET_S = 2.0  # without a new version before a server joins far from one, and after it is served
+LATEST = 0.75  # share of all steps at which the last departure is over; the run is slowed down where it would be later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +41,13 @@ class Plan:
     """One run. Example: FULL goes from 1 to 4 to 2 rollout servers."""
 
     steps: int
-    joins: dict[str, str]
-    """How each late rollout server joins."""
-    leaves: dict[str, Signals]
-    """How a rollout server leaves, while it holds leases."""
-    alone: int
-    """Steps with the first server only."""
-    between: int
-    """Steps with all of them, after each has had a group trained; and steps after each departure."""
+    joins: dict[str, str]  # how each late rollout server joins
+    leaves: dict[str, Signals]  # how a rollout server leaves, while it holds leases
+    alone: int  # steps with the first server only
+    between: int  # steps with all of them, after each has had a group trained; and after each departure
     samples_per_step: int
-    settings: tuple[str, ...] = ()
-    """What differs from the quick start."""
-    target: float | None = None
-    """Sampled accuracy, mean of the last three evaluations; None where nothing is evaluated."""
-    latest: float = 0.75
-    """Share of all steps at which the last departure is over; the run is slowed down where it would be later."""
+    settings: tuple[str, ...] = ()  # what differs from the quick start
+    target: float | None = None  # sampled accuracy, mean of the last three evaluations, where there are any
 
 
 FULL = Plan(
@@ -70,6 +59,7 @@ FULL = Plan(
     samples_per_step=512,
     target=0.9,
 )
+LITTLE = "rollout.groups_per_step=16 evaluation.every_steps=0 checkpoint.every_steps=0 placement.split=1:1"
 SHORT = Plan(
     steps=30,
     joins={"late-1": MID_UPDATE},
@@ -77,12 +67,7 @@ SHORT = Plan(
     alone=2,
     between=2,
     samples_per_step=128,
-    settings=(
-        "rollout.groups_per_step=16",
-        "evaluation.every_steps=0",
-        "checkpoint.every_steps=0",
-        "placement.split=1:1",
-    ),
+    settings=tuple(LITTLE.split()),
 )
 
 
@@ -95,14 +80,12 @@ def plan(args: argparse.Namespace) -> Plan:
 
 
 def run(planned: Plan, state: State, args: argparse.Namespace) -> None:
-    """The whole of it is one part. Raises Hung or Ended."""
     if not state.done:
         data = make_data(args.data or Path(f"data/sort6-seed{args.seed}"), seed=args.seed)
         state.add(asdict(ElasticRun(planned, state.fresh("cluster")).play(data, args.seed)))
 
 
 def verdict(state: State, hung: str, _args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """The judge's."""
     if not state.done:
         return {"ended_early": hung}, []
     return Judge(state.work / "cluster", Facts(**state.done[0])).verdict()
@@ -115,23 +98,20 @@ class ElasticRun:
         self.plan, self.work = planned, work
         self.facts = Facts(steps=planned.steps, target=planned.target)
         self.cluster = Cluster(work, pace=self._pace)
-        self.watch, self.history, self.wait = self.cluster.watch, self.cluster.history, self.cluster.wait
-        self._step_s = 0.0
-        """How long one server shall be busy with the rewards of a step; 0 is as quick as it gets."""
+        self.history, self.wait, self.probes = self.cluster.history, self.cluster.wait, self.cluster.watch.probes
+        self._step_s = 0.0  # how long one server shall be busy with the rewards of a step; 0 is as quick as it gets
 
     def play(self, data: Path, seed: int) -> Facts:
-        """The whole run."""
+        """The whole run. Raises Hung or Ended."""
         began, planned, facts = time.monotonic(), self.plan, self.facts
-        with self.cluster:
+        with self.cluster as cluster:
             # the checker tells the life of every group from the first record on
             more = (f"learner.total_steps={planned.steps}", "replay.journal_keep=all")
             command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
-            settings = [*run_settings(self.work, data), *planned.settings, *more]
-            self.cluster.launch(settings, command=command, PORT="0")
+            cluster.launch([*run_settings(self.work, data), *planned.settings, *more], *command, PORT="0")
             self._serve(FIRST, "bash", "scripts/start_rollout_nodes.sh")
-            alone = planned.alone
-            self.wait(lambda: self.history.version >= alone, f"step {alone} with one rollout server", START_S)
-            facts.ranks.append(self.cluster.pids("learner"))
+            self._reach_step(planned.alone, START_S)
+            facts.ranks.append(cluster.pids("learner"))
             self._set_step_s(JOINING_S)
             for name, how in planned.joins.items():
                 if how in (MID_UPDATE, FAR):
@@ -140,21 +120,24 @@ class ElasticRun:
             for name, how in planned.joins.items():
                 self._join(name, how)
             self._set_step_s(0.0)
-            self._all_train()
+            names, trained = list(facts.started), self.history.trained
+            self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
+            self._reach_step(self.history.version + planned.between)
+            self._say(f"{len(names)} rollout servers, groups trained so far: {dict(trained)}")
             for name, sig in planned.leaves.items():
                 self._leave(name, sig)
-            facts.ranks.append(self.cluster.pids("learner"))
+            facts.ranks.append(cluster.pids("learner"))
             self._finish()
         facts.seconds = round(time.monotonic() - began, 1)
         return facts
 
     def _serve(self, name: str, *command: str) -> None:
-        self.cluster.serve(name, *command, proxied=False, restarts=False)
+        self.cluster.serve(name, self.cluster.address, *command)
         self.facts.started[name] = time.monotonic()
         self._say(f"{name} started: {' '.join(command) or 'python -m rollout_server.main'}")
 
     def _join(self, name: str, how: str) -> None:
-        probe, first = self.watch.probes[name], self.watch.probes[FIRST]
+        probe, first = self.probes[name], self.probes[FIRST]
         self.facts.joins[name] = how
         if how in (MID_UPDATE, FAR):
             self.wait(lambda: probe.gate.arrived, f"{name!r} at the gate before its Join", START_S)
@@ -166,8 +149,8 @@ class ElasticRun:
             first.gate.release()
         elif how == FAR:
             self._set_step_s(STANDSTILL_S * self.plan.samples_per_step)
-            self._quiet()
-            last, others = self.history.version, [p for p in self.watch.probes.values() if p.live >= 0]
+            self._stand_still()
+            last, others = self.history.version, [p for p in self.probes.values() if p.live >= 0]
             self.wait(lambda: min(p.live for p in others) >= last, f"v{last} at all rollout servers", STEP_S)
             probe.gate.release()
         live = self.wait(lambda: probe.first("live"), f"the first version that {name!r} serves", START_S)
@@ -176,29 +159,23 @@ class ElasticRun:
         took = live["at"] - asked["at"]
         self._say(f"{name} joined {how}: {took:.2f} s from its Join to serving v{live['version']}")
         if how == FAR:
-            self._quiet()
+            self._stand_still()
         self._set_step_s(JOINING_S)
-
-    def _all_train(self) -> None:
-        names, trained = list(self.facts.started), self.history.trained
-        self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
-        self._steps(self.plan.between)
-        self._say(f"{len(names)} rollout servers, trained so far: " + ", ".join(f"{n} {trained[n]}" for n in names))
 
     def _leave(self, name: str, sig: Signals) -> None:
         """End a server while it holds leases, and go on without it."""
-        started, facts = self.cluster.started[name], self.facts
+        started, facts, history = self.cluster.started[name], self.facts, self.history
         self._catch_at_work(name)
         started.may_end = True
         started.process.send_signal(sig)
         left_at = time.monotonic()
-        facts.leaves[name], facts.leases_left[name] = sig.name, self.history.held_by(name)
+        facts.leaves[name], facts.leases_left[name] = sig.name, history.held_by(name)
         self.wait(lambda: started.process.poll() is not None, f"the end of {name!r} after {sig.name}", STEP_S)
-        self.wait(lambda: not self.history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
+        self.wait(lambda: not history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
         moved = f"its {facts.leases_left[name]} leases moved in {time.monotonic() - left_at:.2f} s"
         self._say(f"{name} left by {sig.name} (exit code {started.process.returncode}); {moved}")
         self._set_step_s(0.0)
-        self._steps(self.plan.between)
+        self._reach_step(history.version + self.plan.between)
 
     def _catch_at_work(self, name: str) -> None:
         """Wait until a server holds leases that it cannot finish at once."""
@@ -214,27 +191,24 @@ class ElasticRun:
     def _finish(self) -> None:
         self._say(f"training goes on to step {self.plan.steps} with what is left")
         for name, started in self.cluster.started.items():  # the launcher first
-            process = started.process
-            limit = END_S if name == LAUNCHER else STEP_S
+            process, limit = started.process, END_S if name == LAUNCHER else STEP_S
             self.wait(lambda: process.poll() is not None, f"the end of {name!r}", limit)  # noqa: B023
             self.facts.exits["learner" if name == LAUNCHER else name] = process.returncode
-        self.watch.poll()
+        self.cluster.watch.poll()
         self._say(f"the run ended with exit code {self.facts.exits['learner']}")
 
     # ---- waiting and pace --------------------------------------------------------------------------------
 
-    def _steps(self, number: int) -> None:
-        goal = self.history.version + number
-        self.wait(lambda: self.history.version >= goal, f"step {goal}", STEP_S + TOO_SOON_S * number)
+    def _reach_step(self, goal: int, deadline_s: float = 0.0) -> None:
+        limit = deadline_s or STEP_S + TOO_SOON_S * (goal - self.history.version)
+        self.wait(lambda: self.history.version >= goal, f"step {goal}", limit)
 
-    def _quiet(self) -> None:
+    def _stand_still(self) -> None:
         """Wait until no step has come for a while."""
-        seen = [self.history.version, time.monotonic()]
+        seen = {self.history.version: time.monotonic()}
 
         def is_quiet() -> bool:
-            if self.history.version != seen[0]:
-                seen[:] = [self.history.version, time.monotonic()]
-            return time.monotonic() - seen[1] > QUIET_S
+            return time.monotonic() - seen.setdefault(self.history.version, time.monotonic()) > QUIET_S
 
         self.wait(is_quiet, f"{QUIET_S:g} s without a step", STEP_S)
 
@@ -244,7 +218,7 @@ class ElasticRun:
 
     def _pace(self) -> float:
         """The reward of each answer takes its share of a step."""
-        late = self.history.version > self.plan.latest * self.plan.steps and len(self.facts.ranks) < 2
+        late = self.history.version > LATEST * self.plan.steps and len(self.facts.ranks) < 2
         return (TOO_SOON_S if late else self._step_s) / self.plan.samples_per_step
 
     def _say(self, text: str) -> None:

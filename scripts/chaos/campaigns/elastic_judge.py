@@ -7,6 +7,7 @@ a server when the digest of what its engine held is the one that the learner has
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,8 +17,7 @@ from scripts.chaos import checker
 from scripts.chaos.polling import JsonLines
 from scripts.chaos.watch import Probe
 
-FIRST = "first"
-"""The rollout server that is there from the beginning."""
+FIRST = "first"  # the rollout server that is there from the beginning
 MID_UPDATE, FAR = "in the middle of an update", "far from the next one"
 EXIT_CODES = {"SIGTERM": 0, "SIGKILL": -9}
 
@@ -28,28 +28,18 @@ class Facts:
 
     steps: int
     target: float | None
-    started: dict[str, float] = field(default_factory=dict)
-    """Monotonic time at which each rollout server was started."""
-    joins: dict[str, str] = field(default_factory=dict)
-    """How each late server joined, in words."""
-    leaves: dict[str, str] = field(default_factory=dict)
-    """Signal that ended a server."""
-    leases_left: dict[str, int] = field(default_factory=dict)
-    """Leases that it held then."""
-    exits: dict[str, int] = field(default_factory=dict)
-    """Exit codes, the learner side's under `learner`."""
+    started: dict[str, float] = field(default_factory=dict)  # monotonic time of each rollout server's start
+    joins: dict[str, str] = field(default_factory=dict)  # how each late server joined, in words
+    leaves: dict[str, str] = field(default_factory=dict)  # signal that ended a server
+    leases_left: dict[str, int] = field(default_factory=dict)  # leases that it held then
+    exits: dict[str, int] = field(default_factory=dict)  # codes, the learner side's under `learner`
     ranks: list[list[int]] = field(default_factory=list)
     """Pids of the learner ranks before the first join and after the last departure."""
     seconds: float = 0.0
 
 
 class Judge:
-    """Judges one run when all its processes have ended.
-
-    Args:
-        work: folder with run/ and probes/.
-        facts: of the harness.
-    """
+    """Judges one run, of which `work` has run/ and probes/, when all its processes have ended."""
 
     def __init__(self, work: Path, facts: Facts) -> None:
         self.facts, self.run = facts, work / "run"
@@ -63,21 +53,18 @@ class Judge:
 
     def verdict(self) -> tuple[dict[str, Any], list[str]]:
         """The line of JSON, and everything that is not in order."""
-        joins = [self._join(name) for name in self.facts.joins]
-        reward = self._reward()
-        wrong = [*self.report.as_json()["wrong"], *self._learner(), *self._numbers_of_servers()]
+        facts, history, report = self.facts, self.history, self.report
+        wrong = [*report.as_json()["wrong"], *self._learner(), *self._numbers_of_servers()]
         for name in self.probes:
             wrong += [f"{name}: {text}" for text in (*self._server(name), *self._proofs(name))]
-        wrong += [text for join in joins for text in join.pop("wrong")]
-        if not reward["reached"]:
-            wrong.append(f"reward: {reward['reward_last']} at the end, the target is {reward['target']}")
-        return self._result(joins, reward, wrong), wrong
-
-    def _result(self, joins: list[dict[str, Any]], reward: dict[str, Any], wrong: list[str]) -> dict[str, Any]:
-        facts, history, report = self.facts, self.history, self.report
-        found = summarize(self.run, None)
+        joins = [self._join(name, how, wrong) for name, how in facts.joins.items()]
+        found, sampled = summarize(self.run, None), evaluations(self.rows, "sampled")
+        last, target = found["sampled_last3"], facts.target
+        reached = target is None or (last is not None and last >= target)
+        last = round(last, 4) if last is not None else None
+        wrong += [] if reached else [f"reward: {last} at the end, the target is {target}"]
         lives = {name: {e["version"] for e in p.events if e["event"] == "live"} for name, p in self.probes.items()}
-        return {
+        result = {
             "steps": len({row["training/global_step"] for row in self.steps}),
             "servers": self._counts(),
             "joins": joins,
@@ -94,7 +81,10 @@ class Judge:
             "violations": len(report.violations),
             "learner_restarts": history.incarnations - 1,
             "leases_before_proof": self.leases_before_proof,
-            **reward,
+            "reward_first": sampled[0][1] if sampled else None,
+            "reward_last": last,
+            "target": target,
+            "reached": reached,
             "greedy_first": found["greedy_before"],
             "greedy_last": found["greedy_after"],
             "max_lag": found["max_lag"],
@@ -102,6 +92,7 @@ class Judge:
             "seconds": facts.seconds,
             "wrong": len(wrong),
         }
+        return result, wrong
 
     # ---- rules -----------------------------------------------------------------------------------------
 
@@ -195,15 +186,15 @@ class Judge:
         if members != most:
             yield f"at most {members} rollout servers were served by one broadcast, not {most}"
 
-    def _join(self, name: str) -> dict[str, Any]:
-        """How a late server was filled: its numbers, and what is wrong with them."""
-        probe, how = self.probes[name], self.facts.joins[name]
+    def _join(self, name: str, how: str, wrong: list[str]) -> dict[str, Any]:
+        """How a late server was filled: its numbers; what is wrong with them goes to `wrong`."""
+        probe = self.probes[name]
         asked, live, begin, welcome = (probe.first(event) for event in ("join", "live", "begin", "welcome"))
         if asked is None or live is None or begin is None or welcome is None:
-            return {"server": name, "how": how, "wrong": [f"{name}: joined and was never served"]}
+            wrong.append(f"{name}: joined and was never served")
+            return {"server": name, "how": how}
         later = next((e for e in probe.events if e["event"] == "begin" and e["version"] > live["version"]), None)
         at_once = live["version"] == welcome["version"]
-        wrong = []
         if how == MID_UPDATE and not self._is_in_an_update(asked["at"]):
             wrong.append(f"{name}: no update was on its way to {FIRST!r} when it joined")
         if how == FAR and not (at_once and later is not None and later["at"] > live["at"]):
@@ -216,25 +207,12 @@ class Judge:
             "version": live["version"],
             "filled": "at once" if at_once else "by the next broadcast",
             "next_broadcast_seconds": round(later["at"] - asked["at"], 3) if later is not None else None,
-            "wrong": wrong,
         }
 
     def _is_in_an_update(self, moment: float) -> bool:
         """Whether a version was on its way to the first server."""
-        begun = None
-        for event in self.probes[FIRST].events:
-            if event["event"] == "begin":
-                begun = event["at"]
-            elif event["event"] == "proven" and begun is not None and begun < moment < event["at"]:
-                return True
-        return False
-
-    def _reward(self) -> dict[str, Any]:
-        sampled, target = evaluations(self.rows, "sampled"), self.facts.target
-        last = summarize(self.run, None)["sampled_last3"]
-        return {
-            "reward_first": sampled[0][1] if sampled else None,
-            "reward_last": round(last, 4) if last is not None else None,
-            "target": target,
-            "reached": target is None or (last is not None and last >= target),
-        }
+        updates = [(e["at"], e["event"]) for e in self.probes[FIRST].events if e["event"] in ("begin", "proven")]
+        return any(
+            (kind, then) == ("begin", "proven") and begun < moment < ended
+            for (begun, kind), (ended, then) in pairwise(updates)
+        )

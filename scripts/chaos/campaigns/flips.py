@@ -42,18 +42,15 @@ OPTIONS = {
 }
 ALL = "all"
 BUCKET_BYTES = 16 * 1024
-AT_REST_EVERY = 5.0
-"""One bit at rest for so many of those that must be found."""
+AT_REST_EVERY = 5.0  # one bit at rest for so many of those that must be found
 
 
 def plan(args: argparse.Namespace) -> "Flips":
-    """Publisher, subscribers and the seeded flips."""
     torch.set_num_threads(1)
     return Flips(args.seed, receivers=args.receivers, delta=args.delta)
 
 
 def run(campaign: "Flips", state: State, args: argparse.Namespace) -> None:
-    """All of it is one part."""
     if state.done:
         return
     with ends_within(STARTING_S + PER_VERSION_S * args.updates), campaign:
@@ -63,7 +60,7 @@ def run(campaign: "Flips", state: State, args: argparse.Namespace) -> None:
     for place in counts["planted"]:
         row = (counts[what][place] for what in ("planted", "found", "healed", "harmless"))
         print("{:8} {:>8} {:>6} {:>7} {:>9}".format(place, *row))
-    state.add([result, [*campaign.wrong, *campaign.bus.oracle.wrong]])
+    state.add([result, campaign.wrong + campaign.bus.oracle.wrong])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +68,9 @@ class Flip:
     """A bit to change. Example: Flip("wire", "receiver-1", "layers.0.q", byte=17, bit=6)"""
 
     place: str
-    victim: str
-    """Name of a subscriber, or `all`: the publisher sends it to each of them."""
+    victim: str  # name of a subscriber, or `all`: the publisher sends it to each of them
     tensor: str
-    byte: int
-    """Within the tensor."""
+    byte: int  # within the tensor
     bit: int
 
     def apply(self, tensor: torch.Tensor, offset: int = 0) -> None:
@@ -128,7 +123,8 @@ class Flips:
     def __enter__(self) -> "Flips":
         self.bus.__enter__()
         for name in self._names:
-            self.bus.add(name, transport_factory=self._transport(name), spoil=partial(self._spoil, name))
+            spoil = partial(lambda name, place, part, tensor: self._meet(tensor, (place, name, part)), name)
+            self.bus.add(name, transport_factory=self._transport(name), spoil=spoil)
         self.bus.wait_for_all()
         return self
 
@@ -159,13 +155,7 @@ class Flips:
             "seconds": round(time.monotonic() - started, 1),
         }
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether all was found, all healed and none served."""
-        return not self.wrong and not self.bus.oracle.wrong
-
     def draw(self, *, last: bool) -> Flip:
-        """Place, subscriber, tensor, byte and bit at random."""
         places = ["wire", "staged", "live", *(["base"] if self._delta and not last else [])]
         place = self._rng.choice(places)
         victim = self._rng.choice([*self._names, ALL] if place == "wire" else self._names)
@@ -196,35 +186,24 @@ class Flips:
         self._digests_equal &= not behind
 
     def _transport(self, victim: str) -> TransportFactory:
-        return wrapping(SpoiledTransport, partial(self._spoil_wire, victim), copies=victim == ALL)
+        spoil = lambda bucket, index: self._meet(bucket, ("wire", victim, index))  # noqa: E731
+        return wrapping(SpoiledTransport, spoil, copies=victim == ALL)
 
-    def _spoil(self, victim: str, place: str, name: str, tensor: torch.Tensor) -> None:
-        """Change a tensor beside or in the engine of a subscriber, if that is due."""
-        due = self._take(lambda due: (due.place, due.victim, due.tensor) == (place, victim, name))
-        if due is not None:
-            due.apply(tensor)
-
-    def _spoil_wire(self, victim: str, bucket: torch.Tensor, index: int) -> None:
-        """Change what is on the wire, if that is due. A coded change is one piece, in which tensors have no places."""
-
-        def is_here(due: Flip) -> bool:
-            at = 0 if self._delta else self._places[due.tensor][0]
-            return (due.place, due.victim, at) == ("wire", victim, index)
-
-        due = self._take(is_here)
-        if due is not None:
-            due.apply(bucket, self._places[due.tensor][1])
-
-    def _take(self, is_here: Callable[[Flip], bool]) -> Flip | None:
+    def _meet(self, tensor: torch.Tensor, at: tuple[str, str, str | int]) -> None:
+        """A tensor or bucket passes a place of a victim: change it, if that is where the flip is due."""
         with self._lock:
-            found = self._due
-            if found is None or not is_here(found):
-                return None
+            due = self._due
+            if due is None:
+                return
+            # a coded change is one piece, in which tensors have no places
+            bucket, offset = self._places[due.tensor]
+            piece = due.tensor if due.place != "wire" else 0 if self._delta else bucket
+            if (due.place, due.victim, piece) != at:
+                return
             self._due = None
-            return found
+        due.apply(tensor, offset if due.place == "wire" else 0)
 
     def _judge(self, version: int, planted: Flip) -> None:
-        """Whether a flip was found, and healed."""
         victims = self._names if planted.victim == ALL else [planted.victim]
         found = self._names_corrupt(version, victims)
         healed = all(self.bus.serves(version, name) for name in victims)

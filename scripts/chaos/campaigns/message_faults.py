@@ -28,8 +28,7 @@ import torch
 
 from replay.channel import Envelope, decode, encode
 from scripts.chaos.probe import Wrapped
-from scripts.chaos.proxy import Direction, Intercept, Link
-from scripts.chaos.zmtp import ZmtpMessage
+from scripts.chaos.proxy import Direction, Intercept, Link, ZmtpMessage
 from weight_bus.manifest import Entry
 from weight_bus.messages import TO_SUBSCRIBER, Begin
 from weight_bus.transports import Transport
@@ -65,8 +64,7 @@ class ControlFaults:
         self._armed: dict[tuple[str, Direction, str], Intercept] = {}
         self.done: dict[str, Counter[str]] = {deed: Counter() for deed in DEEDS}  # by kind of message
         self._bases: list[str] = []  # digests that changes were made from
-        self.rebased: list[tuple[str, int]] = []
-        """(subscriber, version) of changes that were given another base."""
+        self.rebased: list[tuple[str, int]] = []  # (subscriber, version) of changes that were given another base
 
     def plan(self, name: str) -> None:
         """One fault more on a link; none where one of its kind is waiting already."""

@@ -22,45 +22,35 @@ from scripts.chaos import processes
 from scripts.chaos.cluster import LAUNCHER, Cluster
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import ROOT
+from scripts.chaos.settings import ROOT, SHOWN
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "kills": (50, "how many"),
     "set": ([], "a key of the configuration, a.b=c"),
 }
-STEP_S = 180.0
-"""For the first step after a kill; the run is given up as hung after it."""
+STEP_S = 180.0  # for the first step after a kill; the run is given up as hung after it
 END_S, PLAYBACK_S = 600.0, 1800.0
-SETTINGS = (
-    "run.name=run",
-    "learner.total_steps=1000000",
-    "learner.restarts=1000000",
-    "replay.restarts=1000000",
-    "replay.journal_keep=all",
-    "checkpoint.every_steps=4",
-    "rollout.groups_per_step=16",
-    "evaluation.every_steps=0",
-    "tracking.live=plain",
-    "tracking.plot=false",
-)
+SETTINGS = """
+    run.name=run learner.total_steps=1000000 learner.restarts=1000000 replay.restarts=1000000 replay.journal_keep=all
+    checkpoint.every_steps=4 rollout.groups_per_step=16 evaluation.every_steps=0
+"""
 ROLES = (("learner",), ("learner",), ("replay",), ("learner", "replay"))
 
 
 def plan(args: argparse.Namespace) -> list[random.Random]:
-    """What is drawn for each kill."""
     return [random.Random(f"{args.seed}/{number}") for number in range(args.kills)]
 
 
 def run(kills: list[random.Random], state: State, args: argparse.Namespace) -> None:
-    """The run and its kills. Raises Hung or Ended."""
     with Cluster(state.work, probes=False) as cluster:
         try:
             if (cluster.folder / "config.yaml").exists():
                 cluster.watch.poll()
-                command = (sys.executable, "-m", "learner.main", "--resume", str(cluster.folder))
-                cluster.launch(command=command, local=True)
+                cluster.launch([], sys.executable, "-m", "learner.main", "--resume", str(cluster.folder), local=True)
             else:
-                cluster.launch([*SETTINGS, f"run.dir={state.work}", f"run.seed={args.seed}", *args.set], local=True)
+                cluster.launch(
+                    [*SETTINGS.split(), *SHOWN, f"run.dir={state.work}", f"run.seed={args.seed}", *args.set], local=True
+                )
             inject_kills(cluster, kills, state)
         except (Hung, Ended) as error:
             raise type(error)(f"{error}; {cluster.output(LAUNCHER)} ends: {cluster.last_words()}") from error
@@ -94,7 +84,6 @@ def inject_kills(cluster: Cluster, kills: list[random.Random], state: State) -> 
 
 
 def verdict(state: State, hung: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Counts, and digests that are not equal."""
     counts: Counter[str] = Counter()
     for killed in state.done:
         counts.update(killed)

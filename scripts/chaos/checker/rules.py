@@ -21,8 +21,7 @@ class Report:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
-    leased_again: int = 0
-    """Acked groups that were stale, and whose prompts wait for their second answer."""
+    leased_again: int = 0  # acked groups that were stale, and whose prompts wait for their second answer
     repeated_steps: int = 0
     lost: list[str] = field(default_factory=list)
     trained_twice: list[str] = field(default_factory=list)
@@ -30,7 +29,6 @@ class Report:
 
     @property
     def in_order(self) -> bool:
-        """Whether nothing is wrong."""
         return not (self.lost or self.trained_twice or self.violations)
 
     def as_json(self) -> dict[str, Any]:
