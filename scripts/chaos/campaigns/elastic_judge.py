@@ -48,6 +48,8 @@ class Judge:
         self.report, self.history = checker.examine(self.run, acks=acks)
         self.rows = JsonLines.read(self.run / "metrics.jsonl")
         self.steps = [row for row in self.rows if "training/lag_histogram" in row]
+        counts = [int(row["rollout/servers"]) for row in self.steps]
+        self.counts = [counts[0], max(counts), counts[-1]] if counts else []  # at the first step, at most, at the last
         self.unreached = self._unreached()
         self.leases_before_proof = 0
 
@@ -66,7 +68,7 @@ class Judge:
         lives = {name: {e["version"] for e in p.events if e["event"] == "live"} for name, p in self.probes.items()}
         result = {
             "steps": len({row["training/global_step"] for row in self.steps}),
-            "servers": self._counts(),
+            "servers": self.counts,
             "joins": joins,
             "leaves": [
                 {"server": name, "signal": sig, "exit_code": facts.exits[name], "leases_moved": history.moved[name]}
@@ -165,11 +167,6 @@ class Judge:
             missed.setdefault(int(version), []).append(name)
         return missed
 
-    def _counts(self) -> list[int]:
-        """Rollout servers of replay at the first step, at most, and at the last one."""
-        counts = [int(row["rollout/servers"]) for row in self.steps]
-        return [counts[0], max(counts), counts[-1]] if counts else []
-
     def _largest_share(self) -> float | None:
         """Of a step's groups, how many came from one server: the median over steps with all servers on the bus."""
         most = len(self.facts.started)
@@ -180,8 +177,8 @@ class Judge:
     def _numbers_of_servers(self) -> Iterator[str]:
         most = len(self.facts.started)
         expected = [1, most, most - len(self.facts.leaves)]
-        if self._counts() != expected:
-            yield f"{self._counts()} rollout servers first, at most and last, not {expected}"
+        if self.counts != expected:
+            yield f"{self.counts} rollout servers first, at most and last, not {expected}"
         members = max((int(row.get("weight_sync/members", 0)) for row in self.steps), default=0)
         if members != most:
             yield f"at most {members} rollout servers were served by one broadcast, not {most}"

@@ -55,21 +55,23 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     replay = config["replay"]
     rules = Rules(replay["async_lag"], replay["on_stale"], config["rollout"]["groups_per_step"])
-    report, history = Report(), History(rules)
+    history = History(rules)
     try:
         records, _ = read(journal or run / "journal")
     except Damage as damage:
-        report.violations.append(f"journal: {damage}")
-        return report, history
+        return Report(violations=[f"journal: {damage}"]), history
     for record in records:
         history.apply(record)
-    report.violations += history.wrong
-    report.lost += history.lost
-    report.repeated_steps, report.leased_again = history.repeated_steps, len(history.reopened)
     acked = list(accepted(acks if acks is not None else sorted((run / "logs").glob("acks-*.jsonl"))))
+    report = Report(
+        acked=len({group for group, _ in acked}),
+        repeated_steps=history.repeated_steps,
+        leased_again=len(history.reopened),
+        lost=history.lost,
+        violations=history.wrong,
+    )
     if acks is not None and not acked and history.line:
         report.violations.append("no producer has recorded an ack, so nothing is known of lost groups")
-    report.acked = len({group for group, _ in acked})
     report.lost += [
         f"group {list(group)} attempt {attempt} was acked and is not in the journal"
         for group, attempt in sorted(set(acked) - history.accepted_attempts)
