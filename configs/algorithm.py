@@ -2,9 +2,8 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from configs.auto import without_device
 from configs.base import Section
 
 
@@ -40,11 +39,6 @@ class Rollout(Section):
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
     """How long the run waits for any rollout server before it stops with an error."""
-
-    @field_validator("engine", "dtype")
-    @classmethod
-    def _alone(cls, value: str, info: ValidationInfo) -> str:
-        return without_device(f"rollout.{info.field_name}", value)
 
 
 class Replay(Section):

@@ -7,98 +7,49 @@ Accepting them would make two names for one thing; a suggestion by spelling misl
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FRAMEWORKS = {
-    "verl": {
-        "actor_rollout_ref.model.path": "model.path",
-        "data.train_files": "data.train",
-        "data.val_files": "data.eval",
-        "data.train_batch_size": "rollout.groups_per_step",
-        "data.max_prompt_length": "data.max_prompt_tokens",
-        "data.max_response_length": "rollout.max_new_tokens",
-        "rollout.n": "rollout.group_size",
-        "rollout.name": "rollout.engine",
-        "tensor_model_parallel_size": "placement.tensor_parallel",
-        "gpu_memory_utilization": "rollout.sglang.mem_fraction_static",
-        "max_num_seqs": "rollout.max_running",
-        "ppo_max_token_len_per_gpu": "learner.max_tokens_per_microbatch",
-        "enable_gradient_checkpointing": "learner.recompute",
-        "clip_ratio_low": "algorithm.clip_low",
-        "clip_ratio_high": "algorithm.clip_high",
-        "grad_clip": "learner.max_grad_norm",
-        "optim.lr": "learner.lr",
-        "algorithm.adv_estimator": "algorithm.advantage",
-        "algorithm.norm_adv_by_std_in_grpo": "algorithm.normalize_by_std",
-        "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
-        "algorithm.rollout_correction": "algorithm.loss",
-        "custom_reward_function.path": "reward.function",
-        "max_off_policy_threshold": "replay.async_lag",
-        "trainer.save_freq": "checkpoint.every_steps",
-        "trainer.test_freq": "evaluation.every_steps",
-        "trainer.max_actor_ckpt_to_keep": "checkpoint.keep",
-        "trainer.total_training_steps": "learner.total_steps",
-        "trainer.experiment_name": "run.name",
-        "trainer.project_name": "tracking.wandb_project",
-        "trainer.n_gpus_per_node": "placement.split",
-    },
-    "slime": {
-        "--hf-checkpoint": "model.path",
-        "--prompt-data": "data.train",
-        "--eval-prompt-data": "data.eval",
-        "--n-samples-per-prompt": "rollout.group_size",
-        "--rollout-batch-size": "rollout.groups_per_step",
-        "--rollout-max-response-len": "rollout.max_new_tokens",
-        "--rollout-max-prompt-len": "data.max_prompt_tokens",
-        "--rollout-temperature": "rollout.temperature",
-        "--rollout-num-gpus-per-engine": "placement.tensor_parallel",
-        "--max-tokens-per-gpu": "learner.max_tokens_per_microbatch",
-        "--eps-clip": "algorithm.clip_low",
-        "--eps-clip-high": "algorithm.clip_high",
-        "--use-tis": "algorithm.loss",
-        "--custom-rm-path": "reward.function",
-        "--num-rollout": "learner.total_steps",
-        "--save-interval": "checkpoint.every_steps",
-        "--eval-interval": "evaluation.every_steps",
-        "--update-weight-transport": "weight_bus.transport",
-    },
-    "prime-rl": {
-        "model.name": "model.path",
-        "orchestrator.train.source": "data.train",
-        "orchestrator.group_size": "rollout.group_size",
-        "orchestrator.batch_size": "rollout.groups_per_step",
-        "max_completion_tokens": "rollout.max_new_tokens",
-        "max_off_policy_steps": "replay.async_lag",
-        "max_steps": "learner.total_steps",
-        "ckpt.interval": "checkpoint.every_steps",
-        "weight_broadcast.type": "weight_bus.transport",
-    },
-    "AReaL": {
-        "actor.path": "model.path",
-        "train_dataset.path": "data.train",
-        "train_dataset.batch_size": "rollout.groups_per_step",
-        "gconfig.n_samples": "rollout.group_size",
-        "gconfig.max_new_tokens": "rollout.max_new_tokens",
-        "max_tokens_per_mb": "learner.max_tokens_per_microbatch",
-        "use_decoupled_loss": "algorithm.loss",
-        "max_head_offpolicyness": "replay.async_lag",
-        "saver.freq_steps": "checkpoint.every_steps",
-    },
-    "TRL": {
-        "num_generations": "rollout.group_size",
-        "max_completion_length": "rollout.max_new_tokens",
-        "max_prompt_length": "data.max_prompt_tokens",
-        "epsilon": "algorithm.clip_low",
-        "epsilon_high": "algorithm.clip_high",
-        "learning_rate": "learner.lr",
-        "gradient_checkpointing": "learner.recompute",
-        "max_staleness": "replay.async_lag",
-        "save_steps": "checkpoint.every_steps",
-        "save_total_limit": "checkpoint.keep",
-        "eval_steps": "evaluation.every_steps",
-        "output_dir": "run.dir",
-        "run_name": "run.name",
-    },
-}
-"""By framework: its name, or the end of it, to the key here."""
+FRAMEWORKS = ("verl", "slime", "prime-rl", "AReaL", "TRL")
+TABLE = """
+model.path                        | actor_rollout_ref.model.path | --hf-checkpoint | model.name | actor.path | -
+data.train                        | data.train_files | --prompt-data | orchestrator.train.source \
+                                  | train_dataset.path | -
+data.eval                         | data.val_files | --eval-prompt-data | - | - | -
+rollout.groups_per_step           | data.train_batch_size | --rollout-batch-size | orchestrator.batch_size \
+                                  | train_dataset.batch_size | -
+data.max_prompt_tokens            | data.max_prompt_length | --rollout-max-prompt-len | - | - | max_prompt_length
+rollout.max_new_tokens            | data.max_response_length | --rollout-max-response-len | max_completion_tokens \
+                                  | gconfig.max_new_tokens | max_completion_length
+rollout.group_size                | rollout.n | --n-samples-per-prompt | orchestrator.group_size \
+                                  | gconfig.n_samples | num_generations
+rollout.engine                    | rollout.name | - | - | - | -
+placement.tensor_parallel         | tensor_model_parallel_size | --rollout-num-gpus-per-engine | - | - | -
+rollout.sglang.mem_fraction_static | gpu_memory_utilization | - | - | - | -
+rollout.max_running               | max_num_seqs | - | - | - | -
+learner.max_tokens_per_microbatch | ppo_max_token_len_per_gpu | --max-tokens-per-gpu | - | max_tokens_per_mb | -
+learner.recompute                 | enable_gradient_checkpointing | - | - | - | gradient_checkpointing
+algorithm.clip_low                | clip_ratio_low | --eps-clip | - | - | epsilon
+algorithm.clip_high               | clip_ratio_high | --eps-clip-high | - | - | epsilon_high
+learner.max_grad_norm             | grad_clip | - | - | - | -
+learner.lr                        | optim.lr | - | - | - | learning_rate
+algorithm.advantage               | algorithm.adv_estimator | - | - | - | -
+algorithm.normalize_by_std        | algorithm.norm_adv_by_std_in_grpo | - | - | - | -
+algorithm.dynamic_sampling        | algorithm.filter_groups.enable | - | - | - | -
+algorithm.loss                    | algorithm.rollout_correction | --use-tis | - | use_decoupled_loss | -
+reward.function                   | custom_reward_function.path | --custom-rm-path | - | - | -
+replay.async_lag                  | max_off_policy_threshold | - | max_off_policy_steps | max_head_offpolicyness \
+                                  | max_staleness
+checkpoint.every_steps            | trainer.save_freq | --save-interval | ckpt.interval | saver.freq_steps | save_steps
+evaluation.every_steps            | trainer.test_freq | --eval-interval | - | - | eval_steps
+checkpoint.keep                   | trainer.max_actor_ckpt_to_keep | - | - | - | save_total_limit
+learner.total_steps               | trainer.total_training_steps | --num-rollout | max_steps | - | -
+run.name                          | trainer.experiment_name | - | - | - | run_name
+tracking.wandb_project            | trainer.project_name | - | - | - | -
+placement.split                   | trainer.n_gpus_per_node | - | - | - | -
+rollout.temperature               | - | --rollout-temperature | - | - | -
+weight_bus.transport              | - | --update-weight-transport | weight_broadcast.type | - | -
+run.dir                           | - | - | - | - | output_dir
+"""
+"""The key here, and its name, or the end of it, in each of FRAMEWORKS."""
+ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 
 ONE_UPDATE = "a step is one update and one broadcast here, on rollout.groups_per_step groups; there is nothing to set"
 NO_KL = "there is no KL term here"
@@ -126,7 +77,7 @@ def plain(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-ALIASES = {plain(name): key for names in FRAMEWORKS.values() for name, key in names.items()}
+ALIASES = {plain(name): key for key, *names in ROWS for name in names if name != "-"}
 
 
 def target_of(name: str) -> str | None:

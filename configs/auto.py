@@ -15,11 +15,7 @@ BY_DEVICE = {
     "weight_bus.backend": ("gloo", "nccl"),
 }
 """Value on a CPU, value on GPUs."""
-
-
-def without_device(key: str, value: str) -> str:
-    """A value of a section that stands alone: where nothing is placed, `auto` is what works everywhere."""
-    return BY_DEVICE[key][0] if value == "auto" else value
+LEAVES = {key.partition(".")[2]: key for key in BY_DEVICE}
 
 
 def resolve(tree: dict[str, Any]) -> dict[str, Any]:
@@ -30,18 +26,19 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     placement = tree.get("placement", {})
     if isinstance(placement, BaseModel):
         placement = placement.model_dump()
-    missing = [key for key in BY_DEVICE if _section(tree, key).get(key.partition(".")[2], "auto") == "auto"]
+    missing = []
+    for leaf, key in LEAVES.items():
+        name = key.partition(".")[0]
+        section = tree.get(name, {})
+        if isinstance(section, Mapping) and section.get(leaf, "auto") == "auto":
+            missing.append((name, leaf))
     if not missing or not isinstance(placement, Mapping):
         return tree
-    gpus = on_gpus(placement)
-    resolved = dict(tree)
-    for key in missing:
-        name, _, leaf = key.partition(".")
-        section = resolved.get(name, {})
-        if isinstance(section, Mapping):
-            # NCCL refuses two processes of a group on one GPU
-            takes_gpu = gpus and not (leaf == "backend" and placement.get("share_gpus", False))
-            resolved[name] = {**section, leaf: BY_DEVICE[key][takes_gpu]}
+    gpus, resolved = on_gpus(placement), dict(tree)
+    for name, leaf in missing:
+        # NCCL refuses two processes of a group on one GPU
+        takes_gpu = gpus and not (leaf == "backend" and placement.get("share_gpus", False))
+        resolved[name] = {**resolved.get(name, {}), leaf: BY_DEVICE[LEAVES[leaf]][takes_gpu]}
     return resolved
 
 
@@ -53,8 +50,3 @@ def on_gpus(placement: Mapping[str, Any]) -> bool:
     if placement.get("rollout") is not None or placement.get("learner") is not None:
         return True
     return machine.has_usable_gpu(os.environ)
-
-
-def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = tree.get(key.partition(".")[0], {})
-    return section if isinstance(section, Mapping) else {key.partition(".")[2]: "whole"}

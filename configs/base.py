@@ -1,9 +1,21 @@
-"""The base of every configuration section: frozen, documented in place, refusing unknown keys."""
+"""The base of every configuration section, frozen and documented in place, and the error of what is given wrong."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from configs.auto import BY_DEVICE, LEAVES
+
+
+class ConfigError(ValueError):
+    """What was given cannot be used; the message names the key, file or option, the value, and a way out."""
 
 
 class Section(BaseModel):
     """A block of the YAML file. Unknown keys are refused; values are never changed after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+    @field_validator(*LEAVES, check_fields=False)
+    @classmethod
+    def _stands_alone(cls, value: str, info: ValidationInfo) -> str:
+        """`auto` in a section outside a Config, where nothing is placed, is what works everywhere."""
+        return BY_DEVICE[LEAVES[str(info.field_name)]][0] if value == "auto" else value

@@ -4,7 +4,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.auto import without_device
 from configs.base import Section
 
 
@@ -39,11 +38,6 @@ class WeightBus(Section):
     """Interval of a subscriber's heartbeats; a peer that misses three is silent."""
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
-
-    @field_validator("backend")
-    @classmethod
-    def _alone(cls, value: str) -> str:
-        return without_device("weight_bus.backend", value)
 
 
 class Network(Section):

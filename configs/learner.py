@@ -2,9 +2,8 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from configs.auto import without_device
 from configs.base import Section
 
 
@@ -44,11 +43,6 @@ class LearnerSettings(Section):
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a killed learner again, from its newest checkpoint (one learner node).
     An hour of good running refills it, or twice batch_deadline_s where that is longer."""
-
-    @field_validator("compute_dtype")
-    @classmethod
-    def _alone(cls, value: str) -> str:
-        return without_device("learner.compute_dtype", value)
 
 
 class Evaluation(Section):

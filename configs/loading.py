@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs import aliases, retired
+from configs.base import ConfigError as ConfigError
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,6 @@ FLAGS = {
     "--engine": "rollout.engine",
     "--split": "placement.split",
 }
-
-
-class ConfigError(ValueError):
-    """The configuration cannot be used; the message names key, value and suggestion."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
 
 
-def read_yaml(text: str) -> Any:
+def read_yaml(text: str | bytes) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
     return yaml.load(text, _Loader)
 
@@ -109,22 +106,27 @@ def from_arguments(args: argparse.Namespace) -> Config:
     return load(args.config, overrides_of(args))
 
 
-def load(source: str | os.PathLike[str], overrides: list[str] | None = None) -> Config:
+def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, or a preset by its name, and apply `a.b=c` overrides (values are YAML).
 
     Raises:
         ConfigError: file missing, YAML broken, key unknown, or a value refused.
     """
     path = find(source)
+    return parse(path.read_bytes(), str(path), overrides)
+
+
+def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Config:
+    """The same of a YAML text that comes from `source`. Raises ConfigError."""
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+        tree = read_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{source}: not readable as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
-    for override in overrides or []:
+        raise ConfigError(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
+    for override in overrides:
         apply_override(tree, override)
-    return validate(tree, str(path), overrides or [])
+    return validate(tree, source, overrides)
 
 
 def find(source: str | os.PathLike[str]) -> Path:
@@ -136,9 +138,14 @@ def find(source: str | os.PathLike[str]) -> Path:
     if len(path.parts) == 1 and preset.is_file():
         return preset
     names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"--config: no file or preset {str(source)!r}{hint} Presets: {', '.join(names)}")
+    hint = did_you_mean(path.stem, names) or "give one that there is."
+    raise ConfigError(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """`did you mean 'x'?`, or an empty string."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -209,12 +216,10 @@ def _origin(text: str, overrides: Sequence[str]) -> str:
 def suggestion(key: str) -> str:
     """`; did you mean 'a.b'?` for an unknown key, or an empty string."""
     keys = leaf_keys()
-    close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
-    if not close:
-        leaf = key.rsplit(".", 1)[-1]
-        close = [k for k in keys if k.rsplit(".", 1)[-1] == leaf] or [
-            k for k in keys if difflib.SequenceMatcher(None, leaf, k.rsplit(".", 1)[-1]).ratio() > 0.75
-        ]
+    leaves = {known.rpartition(".")[2]: known for known in reversed(keys)}
+    close = difflib.get_close_matches(key, keys, n=1) or [
+        leaves[leaf] for leaf in difflib.get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    ]
     return f"; did you mean {close[0]!r}?" if close else "; every key stands in docs/configuration.md"
 
 

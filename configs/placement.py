@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from configs.base import ConfigError
 from configs.infrastructure import Placement
 
 ONLY_NODE = "node0"
 """What the one host of `placement.split` is called."""
-
-
-class PlacementError(ValueError):
-    """The placement cannot be had; the message names the key, the value and what there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,10 @@ class Share:
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
 
+    def devices(self, role: str) -> tuple[int, ...]:
+        """Those of the `learner`, or of `rollout`."""
+        return self.learner if role == "learner" else self.rollout
+
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
         starts = range(0, len(self.rollout), tensor_parallel)
@@ -38,16 +39,16 @@ def node_devices(spec: str) -> Iterator[tuple[str, int]]:
     """Yield (node, device) of a placement such as `node0:6-7; node1:0,2`.
 
     Raises:
-        PlacementError: the spec does not parse; the message shows the part that does not.
+        ConfigError: the spec does not parse; the message shows the part that does not.
     """
     for part in filter(None, (p.strip() for p in spec.split(";"))):
         match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
         if match is None:
-            raise PlacementError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
+            raise ConfigError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
         for piece in match[2].split(","):
             first, _, last = piece.partition("-")
             if last and int(last) < int(first):
-                raise PlacementError(f"placement: {piece!r} in {part!r} counts backwards")
+                raise ConfigError(f"placement: {piece!r} in {part!r} counts backwards")
             yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))
 
 
@@ -57,11 +58,11 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     The first node is the one that replay and the learner's rank 0 run on.
 
     Raises:
-        PlacementError: the keys do not make a placement; the message names them.
+        ConfigError: the keys do not make a placement; the message names them.
     """
     if (placement.rollout is None) != (placement.learner is None):
         missing = "rollout" if placement.rollout is None else "learner"
-        raise PlacementError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
+        raise ConfigError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
     if placement.rollout is None or placement.learner is None:
         return (_split(placement),)
     rollout = _by_node("placement.rollout", placement.rollout)
@@ -75,33 +76,40 @@ def check(placement: Placement) -> None:
     """What needs no machine to be known.
 
     Raises:
-        PlacementError: a side without a device, a device given twice, or an engine that does not fit its node.
+        ConfigError: a side without a device, a device given twice, or an engine that does not fit its node.
     """
     parts = shares(placement)
     rollout, ranks = sum(len(part.rollout) for part in parts), sum(len(part.learner) for part in parts)
     if ranks < 1 or (rollout < 1 and placement.local_rollouts):
-        raise PlacementError(
+        raise ConfigError(
             f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
             " (rollout servers started by hand: placement.local_rollouts=false)"
         )
     for part in parts:
         both = set(part.rollout) & set(part.learner)
         if both and not placement.share_gpus:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
             )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement.tensor_parallel: {rollout} rollout devices are not divisible by {placement.tensor_parallel}"
             )
         if rest:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement.rollout: {part.node} has {len(part.rollout)} rollout devices, so an engine of"
                 f" placement.tensor_parallel {placement.tensor_parallel} would span nodes; give {part.node} a multiple"
                 f" of {placement.tensor_parallel}"
             )
+
+
+def ranks_of(parts: tuple[Share, ...], node: str) -> range:
+    """The learner ranks of a node; they count through the nodes in their order."""
+    names = [part.node for part in parts]
+    before = sum(len(part.learner) for part in parts[: names.index(node)])
+    return range(before, before + len(parts[names.index(node)].learner))
 
 
 def most_devices(share: Share) -> int:
@@ -111,7 +119,7 @@ def most_devices(share: Share) -> int:
 
 def _split(placement: Placement) -> Share:
     if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
-        raise PlacementError(
+        raise ConfigError(
             f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
             " learner devices"
         )
@@ -125,8 +133,8 @@ def _by_node(key: str, spec: str) -> dict[str, list[int]]:
     for node, device in node_devices(spec):
         devices = found.setdefault(node, [])
         if device in devices:
-            raise PlacementError(f"{key}: {node}:{device} is given twice")
+            raise ConfigError(f"{key}: {node}:{device} is given twice")
         devices.append(device)
     if not found:
-        raise PlacementError(f"{key}: {spec!r} names no device; give node:devices, such as 'node0:0-5'")
+        raise ConfigError(f"{key}: {spec!r} names no device; give node:devices, such as 'node0:0-5'")
     return found

@@ -3,14 +3,14 @@
 The launcher and the start scripts run what stands here, and `--dry-run` prints it.
 """
 
-import ipaddress
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.placement import PlacementError, Share, most_devices
+from configs.base import ConfigError
+from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
 Role = Literal["replay", "learner", "rollout"]
@@ -33,7 +33,7 @@ class Machine:
     """CUDA_VISIBLE_DEVICES that the user has set; the placement's indices count within it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Process:
     """One process (for `learner`: one torchrun with a rank for each device)."""
 
@@ -56,6 +56,8 @@ class Plan:
     first_node: str
     """Where replay and rank 0 run."""
     machines: dict[str, Machine]
+    replay: str
+    """Address of replay."""
 
     def nodes(self, role: Role) -> list[str]:
         """Nodes with such a process, in order of their first one."""
@@ -88,19 +90,19 @@ def assign(
         replay: its address; none makes it of the first learner node and network.replay_port.
         resume: replay goes on from its journal, the learner from its newest checkpoint.
         only: plan the processes of this node alone.
-        learner_module: what the learner ranks run.
-        server_command: what rollout servers run: a module and its first arguments.
+        learner_module: what ranks run; `server_command` is the same of rollout servers, with its first arguments.
 
     Raises:
-        PlacementError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
+        ConfigError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
     """
     shares = config.shares
     wanted = [share for share in shares if only in (None, share.node)]
     if not wanted:
-        raise PlacementError(f"placement: no process of this run belongs to {only!r}; its nodes are {_nodes(shares)}")
+        nodes = ", ".join(share.node for share in shares)
+        raise ConfigError(f"placement: no process of this run belongs to {only!r}; its nodes are {nodes}")
     for share in wanted:
         if share.node not in machines:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement: {share.node!r} is not among the hosts ({', '.join(sorted(machines))}); add it to the host"
                 " file or correct placement.rollout, placement.learner"
             )
@@ -108,11 +110,12 @@ def assign(
     if len(shares) > 1:
         _reachable(config, wanted, machines)
     first = shares[0].node
-    address = replay or f"tcp://{bracketed(machines[first].address)}:{config.network.replay_port}"
-    words = _Words(config, machines, (python, "-m"), config_file, address, [share.node for share in wanted])
-    learners, servers = words.learners(shares, learner_module, resume), words.servers(shares, tuple(server_command))
-    processes = (*words.replay(first, resume), *learners, *servers)
-    return Plan(processes, first, dict(machines))
+    address = replay or replay_address(config, machines[first])
+    words = _Words(config, machines, python, config_file, address, resume)
+    processes = [words.replay(share.node) for share in wanted if share.node == first]
+    processes += [words.learner(share, learner_module) for share in wanted if share.learner]
+    processes += [process for share in wanted for process in words.servers(share, tuple(server_command))]
+    return Plan(tuple(processes), first, dict(machines), address)
 
 
 def uses_gpus(config: Config, machine: Machine) -> bool:
@@ -120,12 +123,10 @@ def uses_gpus(config: Config, machine: Machine) -> bool:
     return config.placement.device == "cuda" or (config.placement.device == "auto" and machine.gpus != 0)
 
 
-def bracketed(host: str) -> str:
-    """A host as it stands in an address: IPv6 in brackets."""
-    try:
-        return f"[{host}]" if ipaddress.ip_address(host).version == 6 else host
-    except ValueError:
-        return host
+def replay_address(config: Config, first: Machine) -> str:
+    """Of replay on the first learner node; IPv6 in brackets."""
+    host = f"[{first.address}]" if ":" in first.address else first.address
+    return f"tcp://{host}:{config.network.replay_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,104 +135,79 @@ class _Words:
 
     config: Config
     machines: Mapping[str, Machine]
-    python: tuple[str, str]
+    python: str
     config_file: str
     address: str
-    wanted: Sequence[str]
-    """Nodes whose processes are asked for."""
+    """Of replay."""
+    resume: bool
 
-    def replay(self, node: str, resume: bool) -> Iterator[Process]:
-        if node in self.wanted:
-            yield Process(
-                name="replay",
-                role="replay",
-                node=node,
-                command=(*self._command("replay.main", node), *(["--recover"] if resume else [])),
-                environment=self._environment(node, 1, ()),
-                ports={"replay": self.config.network.replay_port},
-            )
+    def replay(self, node: str) -> Process:
+        command = (*self._command("replay.main", node), *(["--recover"] if self.resume else []))
+        return self._process("replay", "replay", node, command, ports={"replay": self.config.network.replay_port})
 
-    def learners(self, shares: tuple[Share, ...], module: str, resume: bool) -> Iterator[Process]:
-        ranked = [share for share in shares if share.learner]
-        last = -1
-        for number, share in enumerate(ranked):
-            first, last = last + 1, last + len(share.learner)
-            if share.node not in self.wanted:
-                continue
-            yield Process(
-                name=f"learner ranks {first}-{last}" if last > first else f"learner rank {first}",
-                role="learner",
-                node=share.node,
-                devices=self._devices(share.node, share.learner),
-                command=(
-                    *self.python,
-                    "learner.launch.torchrun",
-                    *self._rendezvous(ranked, number),
-                    f"--nproc-per-node={len(share.learner)}",
-                    *self._command(module, share.node, "--replay", self.address)[1:],
-                    *(["--resume"] if resume else []),
-                ),
-                environment=self._environment(share.node, self.config.learner.num_threads, share.learner),
-                ports=self._learner_ports(number, len(ranked)),
-            )
+    def learner(self, share: Share, module: str) -> Process:
+        ranks = ranks_of(self.config.shares, share.node)
+        command = (
+            *(self.python, "-m", "learner.launch.torchrun"),
+            *self._rendezvous(self.config.learner_nodes, share.node),
+            f"--nproc-per-node={len(ranks)}",
+            *self._command(module, share.node, "--replay", self.address)[1:],
+            *(["--resume"] if self.resume else []),
+        )
+        ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
+        if ports and len(self.config.learner_nodes) > 1:
+            ports["rendezvous"] = self.config.placement.rendezvous_port
+        name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
+        threads = self.config.learner.num_threads
+        return self._process(name, "learner", share.node, command, threads, share.learner, ports)
 
-    def servers(self, shares: tuple[Share, ...], words: tuple[str, ...]) -> Iterator[Process]:
-        for share in shares:
-            if share.node not in self.wanted:
-                continue
-            for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
-                name = f"rollout-{number}" if len(shares) == 1 else f"rollout-{share.node}-{number}"
-                yield Process(
-                    name=name,
-                    role="rollout",
-                    node=share.node,
-                    devices=self._devices(share.node, devices),
-                    command=self._command(
-                        words[0], share.node, *words[1:], "--replay", self.address, "--server-name", name
-                    ),
-                    environment=self._environment(share.node, self.config.rollout.num_threads, devices),
-                )
+    def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
+        node, threads = share.node, self.config.rollout.num_threads
+        for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
+            name = f"rollout-{number}" if len(self.config.shares) == 1 else f"rollout-{node}-{number}"
+            command = self._command(words[0], node, *words[1:], "--replay", self.address, "--server-name", name)
+            yield self._process(name, "rollout", node, command, threads, devices)
+
+    def _process(
+        self,
+        name: str,
+        role: Role,
+        node: str,
+        command: tuple[str, ...],
+        threads: int = 1,
+        devices: tuple[int, ...] = (),
+        ports: dict[str, int] | None = None,
+    ) -> Process:
+        machine, environment = self.machines[node], {"OMP_NUM_THREADS": str(threads)}
+        if on_gpus := uses_gpus(self.config, machine):
+            environment |= NCCL_DEFAULTS
+        environment |= self.config.network.env
+        if on_gpus and devices:
+            names = [machine.visible[device] if machine.visible else str(device) for device in devices]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+        return Process(name, role, node, command, environment, devices if on_gpus else (), ports or {})
 
     def _command(self, module: str, node: str, *arguments: str) -> tuple[str, ...]:
         host = self.machines[node].address
         own_host = () if host == self.config.network.host else ("--set", f"network.host={host}")
-        return (*self.python, module, "--config", self.config_file, *own_host, *arguments)
+        return (self.python, "-m", module, "--config", self.config_file, *own_host, *arguments)
 
-    def _rendezvous(self, ranked: list[Share], number: int) -> tuple[str, ...]:
-        if len(ranked) == 1:
+    def _rendezvous(self, nodes: list[str], node: str) -> tuple[str, ...]:
+        address = self.machines[nodes[0]].address
+        if len(nodes) == 1:
             # without --local-addr its ranks look up this machine's host name, which need not be resolvable
-            return ("--standalone", f"--local-addr={self.machines[ranked[0].node].address}")
+            return ("--standalone", f"--local-addr={address}")
         return (
-            f"--nnodes={len(ranked)}",
-            f"--node-rank={number}",
-            f"--master-addr={self.machines[ranked[0].node].address}",
+            f"--nnodes={len(nodes)}",
+            f"--node-rank={nodes.index(node)}",
+            f"--master-addr={address}",
             f"--master-port={self.config.placement.rendezvous_port}",
         )
-
-    def _learner_ports(self, number: int, nodes: int) -> dict[str, int]:
-        if number:
-            return {}
-        meeting = {"rendezvous": self.config.placement.rendezvous_port} if nodes > 1 else {}
-        return {"weight bus": self.config.weight_bus.port} | meeting
-
-    def _devices(self, node: str, devices: tuple[int, ...]) -> tuple[int, ...]:
-        return devices if uses_gpus(self.config, self.machines[node]) else ()
-
-    def _environment(self, node: str, threads: int, devices: tuple[int, ...]) -> dict[str, str]:
-        machine = self.machines[node]
-        found = {"OMP_NUM_THREADS": str(threads)}
-        if uses_gpus(self.config, machine):
-            found |= NCCL_DEFAULTS
-        found |= self.config.network.env
-        if devices and uses_gpus(self.config, machine):
-            names = [machine.visible[device] if machine.visible else str(device) for device in devices]
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return found
 
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:
     if "CUDA_VISIBLE_DEVICES" in config.network.env:
-        raise PlacementError(
+        raise ConfigError(
             "network.env: CUDA_VISIBLE_DEVICES is set by the placement, per process; leave it out, or export it in the"
             " shell to restrict what the placement counts"
         )
@@ -240,14 +216,11 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
     there, source = machine.gpus, f"{share.node} has"
     if machine.visible is not None:
         there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
-    wanted = most_devices(share)
+    wanted, split = most_devices(share), config.placement.split
     if there is not None and wanted > there:
-        key = (
-            f"placement.split: {config.placement.split!r}"
-            if config.placement.rollout is None
-            else f"placement: {share.node}:{wanted - 1}"
-        )
-        raise PlacementError(
+        named = config.placement.rollout is not None
+        key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
+        raise ConfigError(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"
             " placement.device=cpu"
         )
@@ -257,12 +230,12 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     for share in wanted:
         if is_loopback(machines[share.node].address):
             other = next(other.node for other in config.shares if other.node != share.node)
-            raise PlacementError(
+            raise ConfigError(
                 f"network.host: {machines[share.node].address!r} of {share.node} cannot be reached from {other}; start"
                 " with scripts/start_learner.sh --hosts FILE, which gives every node its own address"
             )
     if config.network.replay_port == 0:
-        raise PlacementError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
+        raise ConfigError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
     ports = {
         "network.replay_port": config.network.replay_port,
         "weight_bus.port": config.weight_bus.port,
@@ -270,27 +243,19 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     }
     for (key, port), (other, taken) in itertools.combinations(ports.items(), 2):
         if port and port == taken:
-            raise PlacementError(f"{key}: {port} is {other} as well, on the same node; give each its own")
-
-
-def _nodes(shares: Sequence[Share]) -> str:
-    return ", ".join(share.node for share in shares)
-
-
-# ---- for people ---------------------------------------------------------------------------------------------
+            raise ConfigError(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
 def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:
     """What would run where: a line for each process, then the environment and command of each."""
-    chosen = [process for process in plan.processes if process.role in roles]
-    order = {node: number for number, node in enumerate(dict.fromkeys(p.node for p in plan.processes))}
-    chosen.sort(key=lambda process: order[process.node])
+    order = list(dict.fromkeys(process.node for process in plan.processes))
+    chosen = sorted((p for p in plan.processes if p.role in roles), key=lambda process: order.index(process.node))
     rows = [("node", "address", "process", "GPUs", "listens at")]
     for process in chosen:
         ports = ", ".join(f"{what} {port or '(free port)'}" for what, port in process.ports.items())
         address = plan.machines[process.node].address
         rows.append((process.node, address, process.name, ranges(process.devices) or "-", ports or "-"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     for process in chosen:
         environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in process.environment.items())

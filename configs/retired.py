@@ -1,6 +1,6 @@
 """Keys that are gone, with the value that they always have now: files of older runs hold them and still load."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 UNKNOWN_MASK = (
@@ -20,13 +20,12 @@ RETIRED: dict[str, tuple[Any, str]] = {
 
 def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]]:
     """The tree without retired keys; those that were left out; and what is wrong with those of another value."""
-    gone = dict(_given(tree))
-    kept = {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in gone}
-        if isinstance(section, Mapping)
-        else section
-        for name, section in tree.items()
-    }
+    kept: dict[str, Any] = dict(tree)
+    gone: dict[str, Any] = {}
+    for name, section in tree.items():
+        if isinstance(section, Mapping):
+            gone |= {f"{name}.{key}": value for key, value in section.items() if f"{name}.{key}" in RETIRED}
+            kept[name] = {key: value for key, value in section.items() if f"{name}.{key}" not in RETIRED}
     problems = [
         f"{key}: {given!r} {reason.format(key=key.rpartition('.')[2], value=value)}"
         for key, given in gone.items()
@@ -34,11 +33,3 @@ def split(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], list[str]
         if given != value
     ]
     return kept, sorted(gone), problems
-
-
-def _given(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key in RETIRED:
-        name, _, leaf = key.partition(".")
-        section = tree.get(name)
-        if isinstance(section, Mapping) and leaf in section:
-            yield key, section[leaf]

@@ -17,6 +17,16 @@ from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
+Needed = dict[str, tuple[str, ...]]
+STAGED: Needed = {"weight_bus.apply": ("staged",)}
+COLLECTIVE: Needed = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
+NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
+    ("weight_bus.apply", "direct", "staged", {"rollout.engine": ("sglang",)}),
+    ("weight_bus.stage_in", "engine", "server", STAGED | COLLECTIVE | {"rollout.engine": ("sglang",)}),
+    ("weight_bus.transport", "disk", "collective", STAGED),
+    ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
+)
+"""(key, value, what works everywhere, what this value needs of other keys)"""
 
 
 class Run(Section):
@@ -58,6 +68,11 @@ class Config(Section):
     def trajectories_per_step(self) -> int:
         """Trajectories in one optimizer step."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def learner_nodes(self) -> list[str]:
+        """Nodes with learner ranks, the first one with replay and rank 0."""
+        return [share.node for share in self.shares if share.learner]
 
     @property
     def num_learner_ranks(self) -> int:
@@ -137,22 +152,18 @@ class Config(Section):
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
+        if self.rollout.group_size == 1:
+            raise ValueError(
+                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
+                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
+                " such as 8"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.learner.max_tokens_per_microbatch:
             raise ValueError(
                 f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one"
                 f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
                 f" raise it to {longest} or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_have_advantages(self) -> "Config":
-        if self.rollout.group_size == 1:
-            raise ValueError(
-                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
-                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
-                " such as 8"
             )
         return self
 
@@ -178,49 +189,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _engine_can_receive(self) -> "Config":
-        if self.weight_bus.apply == "direct" and self.rollout.engine != "sglang":
-            raise ValueError(
-                f"weight_bus.apply: 'direct' with rollout.engine {self.rollout.engine!r}, which cannot receive by"
-                " itself; take weight_bus.apply=staged, or rollout.engine=sglang"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _engine_can_stage(self) -> "Config":
-        bus = self.weight_bus
-        if bus.stage_in == "server":
-            return self
-        needed = {
-            "weight_bus.apply": (bus.apply, ("staged",)),
-            "weight_bus.transport": (bus.transport, ("collective",)),
-            "weight_bus.backend": (bus.backend, ("gloo", "nccl")),
-            "rollout.engine": (self.rollout.engine, ("sglang",)),
-        }
-        for key, (value, possible) in needed.items():
-            if value not in possible:
-                raise ValueError(
-                    f"weight_bus.stage_in: 'engine' with {key} {value!r}; take weight_bus.stage_in=server, or"
-                    f" {key}={' or '.join(possible)}"
-                )
-        if bus.backend == "gloo" and self.placement.tensor_parallel > 1:
+    def _weights_can_travel(self) -> "Config":
+        bus, tensor_parallel = self.weight_bus, self.placement.tensor_parallel
+        if bus.transport == "disk" and bus.folder is None:
+            raise ValueError("weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see")
+        found = {f"weight_bus.{name}": value for name, value in bus} | {"rollout.engine": self.rollout.engine}
+        for key, value, instead, needed in NEEDS:
+            for other, possible in needed.items() if found[key] == value else ():
+                if found[other] not in possible:
+                    raise ValueError(
+                        f"{key}: {value!r} with {other} {found[other]!r}; take {key}={instead}, or"
+                        f" {other}={' or '.join(possible)}"
+                    )
+        if bus.stage_in == "engine" and bus.backend == "gloo" and tensor_parallel > 1:
             raise ValueError(
                 f"weight_bus.stage_in: 'engine' with weight_bus.backend 'gloo' and placement.tensor_parallel"
-                f" {self.placement.tensor_parallel}: what is staged in host memory of one scheduler no other one can"
-                " read; take weight_bus.stage_in=server, or weight_bus.backend=nccl"
+                f" {tensor_parallel}: what is staged in host memory of one scheduler no other one can read; take"
+                " weight_bus.stage_in=server, or weight_bus.backend=nccl"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_can_travel(self) -> "Config":
-        bus = self.weight_bus
-        if bus.transport == "disk" and (bus.folder is None or bus.apply == "direct"):
-            what = (
-                "needs weight_bus.folder, which all nodes see" if bus.folder is None else "goes with apply=staged only"
-            )
-            raise ValueError(f"weight_bus.transport: 'disk' {what}")
-        if bus.delta and bus.apply == "direct":
-            raise ValueError("weight_bus.delta: true needs the version before beside the engine; take apply=staged")
         if bus.compression != "none" and (not bus.delta or (bus.backend, bus.transport) == ("nccl", "collective")):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
             raise ValueError(

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,13 +33,12 @@ from configs import Config
 from learner.checkpoint_folders import incomplete, latest_complete, numbered, step_of
 from learner.export import sync_file, write_hf_folder, write_json
 from learner.model import Policy
-from learner.optimizer import Optimizer
+from learner.optimizer import MOMENTS, Optimizer
 from learner.sharding import digests
 from weight_bus.digest import combined
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
-MOMENTS: tuple[Literal["exp_avg"], Literal["exp_avg_sq"]] = ("exp_avg", "exp_avg_sq")
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +56,14 @@ class Checkpointer:
         self._parent = self._run_dir / "checkpoints"
 
     def save(self, step: int, *, replay: dict[str, Any]) -> Path:
-        """Write the checkpoint of `step`, then delete all but the newest checkpoint.keep; returns its folder.
-
-        Args:
-            step: an incomplete folder of its number is replaced.
-            replay: replay's cursor on rank 0, which `resume` returns; of no concern on the others.
+        """Write the checkpoint of `step` with replay's cursor (rank 0), then delete all but the newest checkpoint.keep.
 
         Raises:
             CheckpointError: writing failed on some rank; raised on all of them.
         """
         folder, policy = self._parent / f"step_{step}", self._policy
         with _together(policy, folder, "cleared"):
-            if policy.rank == 0 and folder.exists():
+            if policy.rank == 0 and folder.exists():  # a save that a crash cut short
                 (folder / "COMPLETE").unlink(missing_ok=True)
                 shutil.rmtree(folder)
         own = _describe(policy, self._optimizer)

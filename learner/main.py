@@ -6,23 +6,26 @@ servers, shows how the run goes, and ends everything it started. The last line s
 
 import argparse
 import logging
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
-from configs.placement import PlacementError
 from configs.plan import Role, table
 from configs.schema import Config
-from learner.launch import playback, resuming
+from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import PreflightError, check_available, check_files, claim_run_dir, free_run_name
-from learner.launch.prompt_check import PromptsError
-from learner.launch.quickstart_input import InputError, is_missing, make_if_missing
+from learner.launch.preflight import (
+    check_available,
+    check_files,
+    claim_run_dir,
+    input_is_missing,
+    make_input,
+    with_free_name,
+)
 from learner.launch.servers import RunFailed
+from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError
@@ -30,22 +33,8 @@ from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
 
-REFUSALS = (
-    ConfigError,
-    PlacementError,
-    PreflightError,
-    InputError,
-    DataError,
-    PromptsError,
-    FingerprintError,
-    ChannelError,
-    JournalError,
-)
+REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
 """Errors reported in one line, with exit code 2."""
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM."""
 
 
 def main() -> int:
@@ -76,7 +65,7 @@ def main() -> int:
             say(f"{config.run_dir} was taken meanwhile; this run is {launcher.config.run_dir}")
         launcher.view = LiveView(launcher.config, config.tracking.live)
         code = run(launcher)
-        return playback.report(launcher.config, code) if args.replay is not None else code
+        return earlier_run.report(launcher.config, code) if args.replay is not None else code
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
@@ -86,21 +75,20 @@ def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a free run folder or that of the resumed run."""
     has_input = True
     if args.resume is not None:
-        config = resuming.configuration(Path(args.resume), overrides_of(args))
+        config = earlier_run.resumed(Path(args.resume), overrides_of(args))
     elif args.replay is not None:
-        config = playback.configuration(Path(args.replay), overrides_of(args))
+        config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
-        if args.dry_run and is_missing(config, args.config):
+        if args.dry_run and input_is_missing(config, args.config):
             has_input = False
             folder = Path(config.model.path).parent
             say(f"a run would first make the quick start's model and prompts in {folder} (once, about 10 s)")
         else:
-            make_if_missing(config, args.config)
-        name = free_run_name(config)
-        if name != config.run.name:
-            say(f"{config.run_dir} exists; this run is {config.run.dir}/{name}")
-            config = config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+            make_input(config, args.config)
+        taken, config = config.run_dir, with_free_name(config)
+        if config.run_dir != taken:
+            say(f"{taken} exists; this run is {config.run_dir}")
     check_files(config, has_input=has_input)
     return config
 
@@ -108,8 +96,7 @@ def prepare(args: argparse.Namespace) -> Config:
 def run(launcher: Launcher) -> int:
     """Run to the end; everything that was started is ended, whatever happens."""
     config, view = launcher.config, launcher.view
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(sig, interrupt)
+    catch_signals()
     started = time.monotonic()
     code, ending = 1, ""
     try:
@@ -124,8 +111,7 @@ def run(launcher: Launcher) -> int:
     except Interrupted as interruption:
         code, ending = 130, f"run stopped: {interruption}; --resume {config.run_dir} goes on from its last checkpoint"
     finally:
-        for sig in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sig, signal.SIG_IGN)
+        ignore_signals()
         launcher.stop()
         view.close(ending)
     if config.tracking.plot and (Path(config.run_dir) / "metrics.jsonl").exists():
@@ -140,17 +126,6 @@ def plot(config: Config) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         say(f"plots/summary.png was not written: {made.stderr.strip()[-300:]}")
-
-
-def interrupt(number: int, _frame: FrameType | None) -> None:
-    """Turn a signal into an exception in the main thread."""
-    raise Interrupted(f"{signal.Signals(number).name} received")
-
-
-def say(text: str) -> None:
-    """One line for the person at the terminal."""
-    sys.stderr.write(f"slipstream: {text}\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

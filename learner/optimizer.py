@@ -1,7 +1,6 @@
 """AdamW over the sharded float32 parameters, and the learning rate of each step."""
 
 import math
-from typing import Literal
 
 import torch
 
@@ -9,6 +8,7 @@ from configs.learner import LearnerSettings
 from learner.model import Policy
 from learner.sharding import Shard
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
 
@@ -51,11 +51,8 @@ class Optimizer:
             fused=True,
         )
         for master in self.masters:
-            self.adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
+            moments = {kind: torch.zeros_like(master) for kind in MOMENTS}
+            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
 
     @property
     def num_steps(self) -> int:
@@ -67,8 +64,8 @@ class Optimizer:
         for master in self.masters:
             self.adamw.state[master]["step"].fill_(num_steps)
 
-    def moments(self, kind: Literal["exp_avg", "exp_avg_sq"]) -> list[Shard]:
-        """This rank's rows of a moment of each parameter, sharing memory."""
+    def moments(self, kind: str) -> list[Shard]:
+        """This rank's rows of a moment of each parameter (one of MOMENTS), sharing memory."""
         return [
             Shard(shard.name, shard.shape, self.adamw.state[master][kind], shard.first_row)
             for shard, master in zip(self._policy.shards(), self.masters, strict=True)
@@ -78,9 +75,7 @@ class Optimizer:
         """Apply the gradients that the policy holds, at this learning rate."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        gradients = self._policy.local_gradients()
-        for master, gradient in zip(self.masters, gradients, strict=True):
+        for master, gradient in zip(self.masters, self._policy.local_gradients(), strict=True):
             master.grad = gradient
         self.adamw.step()
-        for master in self.masters:
-            master.grad = None
+        self.adamw.zero_grad()

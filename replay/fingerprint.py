@@ -12,26 +12,12 @@ from typing import Any
 from configs.schema import Config
 
 ARCHITECTURE_KEYS = (
-    "architectures",
-    "model_type",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_parameters",
-    "rope_scaling",
-    "sliding_window",
-    "use_sliding_window",
+    *("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "rms_norm_eps", "rope_theta"),
+    *("rope_parameters", "rope_scaling", "sliding_window", "use_sliding_window"),
 )
 TOKENIZER_SETTINGS = ("bos_token", "eos_token", "add_bos_token", "add_eos_token")
 TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder", "model")
-VOCABULARY_FILES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("tokenizer.model",))
 NO_TEMPLATE = "none"
 
 
@@ -40,13 +26,7 @@ class FingerprintError(ValueError):
 
 
 def run_fingerprint(config: Config) -> dict[str, str]:
-    """What all processes of a run must agree on: model folder, sampling and group shape, by name.
-
-    It travels in Hello; replay refuses a peer that differs.
-
-    Raises:
-        FingerprintError: a file of the model folder is missing or broken.
-    """
+    """What Hello carries: model folder, sampling and group shape, by name. Raises FingerprintError."""
     return model_fingerprint(config.model.path, config.model.chat_template) | {
         "rollout.group_size": str(config.rollout.group_size),
         "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
@@ -62,8 +42,8 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     anew in another layout does not change it; weights are not looked at.
 
     Args:
-        path: Hugging Face folder (config `model.path`).
-        chat_template: config `model.chat_template`.
+        path: Hugging Face folder (`model.path`).
+        chat_template: `model.chat_template`.
 
     Raises:
         FingerprintError: the folder or one of its files is missing or broken.
@@ -78,20 +58,23 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     template = resolve_chat_template(path, chat_template)
     vocabulary, token_ids = _vocabulary(folder)
     settings = _tokenizer_settings(folder)
+    eos_ids = set(stop_token_ids(path))
+    eos = settings["eos_token"]
+    if isinstance(eos, str) and eos in token_ids:
+        eos_ids.add(token_ids[eos])
     return {
         "tokenizer": _hash({"vocabulary": vocabulary, "settings": settings}),
         "chat_template": NO_TEMPLATE if template is None else _hash(template),
         "architecture": _hash({key: config[key] for key in ARCHITECTURE_KEYS if key in config}),
         "vocab_size": str(config.get("vocab_size", "unknown")),
-        "eos_token_ids": ",".join(map(str, _eos_token_ids(folder, settings, token_ids))),
+        "eos_token_ids": ",".join(map(str, sorted(eos_ids))),
     }
 
 
 def resolve_chat_template(path: str, chat_template: str | None) -> str | None:
     """The Jinja text of the chat template in force: the given one (text or file), else the folder's own, else none.
 
-    Raises:
-        FingerprintError: `chat_template` is neither a file nor Jinja text, or the folder's own is broken.
+    Raises FingerprintError: `chat_template` is neither a file nor Jinja text, or the folder's own is broken.
     """
     if chat_template is not None:
         if "{%" in chat_template or "{{" in chat_template:
@@ -125,7 +108,6 @@ def stop_token_ids(path: str) -> tuple[int, ...]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises FingerprintError."""
     try:
         value = json.loads(file.read_bytes())
     except FileNotFoundError as error:
@@ -143,15 +125,15 @@ def _optional_json(file: Path) -> dict[str, Any]:
 
 def _vocabulary(folder: Path) -> tuple[object, dict[str, int]]:
     """What defines text to ids, and the ids of the added tokens and of the vocabulary as far as they can be read."""
-    for names in VOCABULARY_FILES:
-        if not all((folder / name).is_file() for name in names):
-            continue
-        if names == ("tokenizer.json",):
-            parts = read_json(folder / "tokenizer.json")
-            return _canonical(parts), _token_ids(parts)
-        hashes = [hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() for name in names]
-        ids = read_json(folder / "vocab.json") if "vocab.json" in names else {}
-        return hashes, ids | _declared_ids(folder)
+    if (folder / "tokenizer.json").is_file():
+        parts = read_json(folder / "tokenizer.json")
+        return _canonical(parts), _token_ids(parts)
+    declared = _optional_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    ids = {token["content"]: int(number) for number, token in declared.items()}
+    for names in (("vocab.json", "merges.txt"), ("tokenizer.model",)):
+        if all((folder / name).is_file() for name in names):
+            hashes = [hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() for name in names]
+            return hashes, _optional_json(folder / "vocab.json") | ids
     raise FingerprintError(
         f"{folder}/tokenizer.json: missing (and neither vocab.json with merges.txt nor tokenizer.model is there); save"
         " the tokenizer into the model folder"
@@ -176,21 +158,11 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
     return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
 
 
-def _declared_ids(folder: Path) -> dict[str, int]:
-    declared = _optional_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    return {token["content"]: int(number) for number, token in declared.items()}
-
-
 def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     """Settings beside the vocabulary that decide ids; older folders spell a token as a mapping."""
     raw = _optional_json(folder / "tokenizer_config.json")
     settings = {key: raw.get(key) for key in TOKENIZER_SETTINGS}
     return {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items()}
-
-
-def _eos_token_ids(folder: Path, settings: dict[str, Any], token_ids: dict[str, int]) -> list[int]:
-    eos = token_ids.get(str(settings["eos_token"])) if settings["eos_token"] is not None else None
-    return sorted({*stop_token_ids(str(folder)), *([] if eos is None else [eos])})
 
 
 def _hash(value: object) -> str:

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -20,16 +21,15 @@ RUN_FAILED = 3
 """Exit code of replay after a run that has failed, and of a rollout server that was told so: starting it again is no
 use either."""
 
+LOUD = 100
+"""So many lines of one kind are all logged, then every so many-th."""
+
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have this process killed when the parent dies. Call it first, from the main thread.
+    """Have this process killed when the parent dies. Call it first, from the main thread. Raises OSError.
 
-    Args:
-        parent_pid: who the parent must be; when it is gone already, this process exits at once. None takes
-            the parent of this moment, which is init (1) if it died before.
-
-    Raises:
-        OSError: the kernel refused.
+    When `parent_pid` is gone already, this process exits at once. None takes the parent of this moment, which is init
+    (1) if it died before.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -56,3 +56,19 @@ def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int
         handlers=handlers,
         force=True,
     )
+
+
+class BoundedLog:
+    """Log lines of what may happen without end: counted by kind, and few enough not to fill the disk."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._counts: Counter[str] = Counter()
+
+    def warning(self, kind: str, text: str, *values: object) -> None:
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count <= LOUD:
+            self._log.warning(text, *values)
+        elif count % LOUD == 0:
+            self._log.warning(f"{text} (no. %d)", *values, count)

@@ -39,12 +39,11 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
     """Serve one run; 0 when it ended well."""
     network = config.network
     limits, keys = Limits(network.max_message_bytes), load_keys(network.keys)
-    # First: a port that is taken must not leave a journal behind, and who waits for replay hears of it at once.
+    # First: a port that is taken must not leave a journal behind.
     router = AsyncRouter(network.host, port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure)
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, stop.set)
+        asyncio.get_running_loop().add_signal_handler(sig, stop.set)
     service: Service | None = None
     try:
         doing = ["reading the data and the journal"]
@@ -58,7 +57,7 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
             await flush(router, service)
     finally:
         router.close()
-        if service is not None and isinstance(service.journal, JournalWriter):
+        if service is not None:
             service.journal.close()
     return RUN_FAILED if service.failed else 0
 
@@ -70,14 +69,14 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
     evaluation_rows: Sequence[Row] = []
     if config.data.eval and config.evaluation.every_steps:
         evaluation_rows = load_rows(config.data.eval, report)[: config.evaluation.num_prompts]
-    fingerprint = run_fingerprint(config)
+    make = partial(Service, config, source, fingerprint=run_fingerprint(config))
     if play is not None:
         played = PlayedJournal(Path(play) / "journal")
-        service = Service(config, source, [], time.monotonic(), fingerprint=fingerprint, journal=played, playback=True)
+        service = make([], time.monotonic(), journal=played, playback=True)
         player.play(service.run, played, Path(play))
         return service
     journal, records = open_journal(config, run_id, recover=recover)
-    service = Service(config, source, evaluation_rows, time.monotonic(), fingerprint=fingerprint, journal=journal)
+    service = make(evaluation_rows, time.monotonic(), journal=journal)
     go_on(service, records)
     return service
 
@@ -85,9 +84,7 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
 def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal, list[Record]]:
     """The journal of the run folder, and what is in it from its newest snapshot on.
 
-    Raises:
-        JournalError: it is damaged, cannot be written or is being written by another process, or there is one and
-            nobody asked to go on from it.
+    Raises JournalError: it is damaged, cannot be written, has another writer, or is there and `recover` is not set.
     """
     folder = Path(config.run_dir) / "journal"
     if segments(folder) and not recover:
@@ -98,9 +95,7 @@ def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal
     lock = FolderLock(folder)  # before anything is cut: a second --resume must not touch the journal of a live run
     reader = JournalReader(folder)
     records = list(reader.records(reader.newest_snapshot(), cut=True))
-    fsync = config.replay.fsync
-    end = {"number": reader.number, "last": reader.last, "end": reader.end}
-    return JournalWriter(folder, run_id, fsync=fsync, **end, lock=lock), records
+    return JournalWriter(folder, run_id, fsync=config.replay.fsync, after=reader, lock=lock), records
 
 
 def go_on(service: Service, records: list[Record]) -> None:
@@ -119,7 +114,6 @@ def go_on(service: Service, records: list[Record]) -> None:
 
 
 def main() -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m replay.main", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--run-id", default=None, help="identifies the run on the wire (default: name and pid)")

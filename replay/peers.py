@@ -1,18 +1,13 @@
-"""Who is connected to replay: names, roles, what they do, when they were last heard. No socket, no clock."""
+"""Who is connected to replay: names, roles, when they were last heard, and what is to be sent. No socket, no clock."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.schema import Config
+from replay.channel import Message
 from replay.channel.keys import SHARED
-from replay.desks.policies import Policy
-from replay.messages import (
-    Hello,
-    Role,
-)
-
-log = logging.getLogger(__name__)
+from replay.desks.line import Policy
+from replay.messages import FROM_RANK_0, FROM_SERVERS, Hello, Role
 
 
 @dataclass(slots=True)
@@ -35,18 +30,21 @@ class Peer:
 
     @property
     def policy(self) -> Policy:
-        """That it serves."""
         return Policy(self.incarnation, self.version)
 
     @property
     def name(self) -> str:
-        """Name for logs and the live view."""
         return self.hello.name
 
     @property
     def role(self) -> Role:
-        """What kind of process this is."""
         return self.hello.role
+
+    def may_send(self, message: Message) -> bool:
+        """Whether such a message may come from this peer: a rollout server commits nothing."""
+        if isinstance(message, FROM_SERVERS):
+            return self.role == "rollout_server"
+        return not isinstance(message, FROM_RANK_0) or (self.role == "learner" and self.hello.rank == 0)
 
     def describe(self, now: float) -> str:
         """`'rollout-0' (pid 4711 on host1, last heard 0.4 s ago)`."""
@@ -55,34 +53,41 @@ class Peer:
 
 
 class Peers:
-    """All connected peers by identity."""
-
     def __init__(self, expected: Mapping[str, str]) -> None:
         self.expected = expected
         """The run's fingerprint, which every rollout server and learner rank must have."""
         self.by_identity: dict[str, Peer] = {}
+        self.outbox: list[tuple[str, Message]] = []
+        """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
+
+    def send(self, identity: str, message: Message) -> None:
+        self.outbox.append((identity, message))
+
+    def to_rank(self, rank: int, message: Message) -> None:
+        """Send to a learner rank, if it is connected."""
+        peer = self.rank(rank)
+        if peer is not None:
+            self.send(peer.identity, message)
+
+    def to_servers(self, message: Message) -> None:
+        for peer in self.role("rollout_server"):
+            self.send(peer.identity, message)
 
     def add(self, identity: str, hello: Hello, now: float) -> Peer:
         """Admit a peer, or refresh it when it says Hello again."""
         peer = self.by_identity.get(identity)
         if peer is None:
-            peer = Peer(identity, hello, now, since=now)
-            self.by_identity[identity] = peer
-        peer.hello = hello
-        peer.last_heard = now
-        peer.unreachable_since = None
+            peer = self.by_identity[identity] = Peer(identity, hello, now, since=now)
+        peer.hello, peer.last_heard, peer.unreachable_since = hello, now, None
         return peer
 
     def remove(self, identity: str) -> Peer | None:
-        """Forget a peer."""
         return self.by_identity.pop(identity, None)
 
     def get(self, identity: str) -> Peer | None:
-        """The peer behind a socket identity."""
         return self.by_identity.get(identity)
 
     def role(self, role: Role) -> list[Peer]:
-        """All peers of a role."""
         return [peer for peer in self.by_identity.values() if peer.role == role]
 
     def others_of_rank(self, rank: int, identity: str) -> list[Peer]:
@@ -90,11 +95,9 @@ class Peers:
         return [p for p in self.role("learner") if p.hello.rank == rank and p.identity != identity]
 
     def rank(self, rank: int) -> Peer | None:
-        """The learner rank, if it is connected."""
         return next((p for p in self.role("learner") if p.hello.rank == rank), None)
 
     def silent(self, now: float, silent_after_s: float) -> list[Peer]:
-        """Rollout servers that were not heard for too long."""
         return [p for p in self.role("rollout_server") if now - p.last_heard > silent_after_s]
 
     def disagreement(self, hello: Hello) -> str | None:

@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from replay.desks.leases import GroupId
 from replay.desks.line import Line, LineStep, Taken
+from replay.journal import Journal, JournalError, JournalReader, Location, Record
 from replay.journal.apply import check_boot
-from replay.journal.format import Frames, JournalError, Location, Record
-from replay.journal.reader import JournalReader
 from replay.journal.snapshot import group_id_of, line_from, taken_of
 from replay.messages import EvaluationResult, Group
 from replay.run import Run
@@ -20,8 +18,7 @@ log = logging.getLogger(__name__)
 def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
     """Give a new run the whole line of policies of a journal.
 
-    Raises:
-        JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
+    Raises JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
     """
     whole_line(run, journal.records())
     line = run.buffer.line
@@ -36,27 +33,26 @@ def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
 
 def whole_line(run: Run, records: Iterable[Record]) -> None:
     """The line of policies from the first file on; steps without a commit are left out."""
-    line, found = run.buffer.line, _Groups()
+    line, found = run.buffer.line, dict[GroupId, Taken]()
     for record in records:
-        found.note(record)
         if record.kind == "boot":
             check_boot(run, record)
-        else:
-            _note(line, record, found)
+        found |= _groups(record)
+        _note(line, record, found)
     for step in [step for step, made in line.steps.items() if not made.digest]:
         del line.steps[step]
 
 
-def _note(line: Line, record: Record, found: "_Groups") -> None:
+def _note(line: Line, record: Record, found: dict[GroupId, Taken]) -> None:
     fields = record.fields
     if record.kind == "snapshot" and not line.steps and line.initial is None:
         line_from(line, fields)
     elif record.kind == "learner":
         line.initial = line.initial or (fields["version"], fields["digest"])
     elif record.kind == "take":
-        taken = [found.taken(group) for group in fields["groups"]]
-        if all(entry is not None for entry in taken):
-            line.steps[fields["step"]] = LineStep([entry for entry in taken if entry is not None])
+        taken = [group_id_of(group) for group in fields["groups"]]
+        if all(group_id in found for group_id in taken):
+            line.steps[fields["step"]] = LineStep([found[group_id] for group_id in taken])
     elif record.kind == "diverged":
         line.correct(fields["step"], fields["found"])
         for step in line.ahead(fields["step"]):
@@ -65,56 +61,28 @@ def _note(line: Line, record: Record, found: "_Groups") -> None:
         line.steps[fields["step"]].digest = fields["digest"]
 
 
-class _Groups:
-    """Groups of the journal by id: the last accepted answer of a prompt is the one that a batch takes."""
-
-    def __init__(self) -> None:
-        self._groups: dict[GroupId, Taken] = {}
-
-    def note(self, record: Record) -> None:
-        if record.kind == "group":
-            group_id = group_id_of(record.fields["group"])
-            self._groups[group_id] = Taken(group_id, record.fields["attempt"], 0, record.location)
-        elif record.kind == "snapshot":
-            for plain in record.fields["slots"]:
-                if plain["location"] is not None:
-                    group_id = group_id_of(plain["group"])
-                    self._groups[group_id] = Taken(group_id, plain["attempt"], 0, Location.of(plain["location"]))
-            for _, _, taken in record.fields["line"]:
-                self._groups |= {entry.group_id: entry for entry in map(taken_of, taken)}
-
-    def taken(self, group: list[int]) -> Taken | None:
-        return self._groups.get(group_id_of(group))
+def _groups(record: Record) -> dict[GroupId, Taken]:
+    """Groups that a record names: the last accepted answer of a prompt is the one that a batch takes."""
+    if record.kind == "group":
+        group_id = group_id_of(record.fields["group"])
+        return {group_id: Taken(group_id, record.fields["attempt"], 0, record.location)}
+    if record.kind != "snapshot":
+        return {}
+    slots = [plain for plain in record.fields["slots"] if plain["location"] is not None]
+    found = [Taken(group_id_of(p["group"]), p["attempt"], 0, Location.of(p["location"])) for p in slots]
+    found += [taken_of(plain) for _, _, taken in record.fields["line"] for plain in taken]
+    return {entry.group_id: entry for entry in found}
 
 
-class PlayedJournal:
-    """A journal of another run, to be read only. Implements `Journal`; nothing is written."""
+class PlayedJournal(Journal):
+    """The journal of another run, to be read only; nothing is written."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = JournalReader(folder)
-        self.segment = 1
-        self.size_bytes = 0
 
     def records(self) -> Iterator[Record]:
         """All records, from the first file on. Raises JournalError."""
         return self._reader.records()
 
-    def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
-        """Not kept."""
-        return Location(self.segment, 0, ())
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
     def read(self, location: Location) -> Group | EvaluationResult:
-        """See `Journal.read`."""
         return self._reader.read(location)
-
-    def begin_segment(self) -> None:
-        """Nothing to do."""
-
-    def release(self, first: int) -> None:
-        """Nothing to do: the journal is another run's."""
-
-    def want_sync(self) -> None:
-        """Nothing to do."""

@@ -7,10 +7,10 @@ from configs.schema import Config
 from replay.desks.buffer import GroupBuffer
 from replay.desks.evaluations import EvaluationBoard
 from replay.desks.leases import GroupId, Leases, SlotState
+from replay.desks.line import Policies
 from replay.desks.partials import Partials
-from replay.desks.policies import Policies
 from replay.journal import Journal, Location
-from replay.messages import Group
+from replay.messages import Group, Welcome
 from replay.prompts import PromptSource
 
 
@@ -48,12 +48,19 @@ class Run:
         """No token can be of a newer version: the learner makes version s only from a batch s that it got from here."""
         return max(self.policies.published, self.buffer.version)
 
+    def welcome(self) -> Welcome:
+        """The run as a newcomer needs it."""
+        return Welcome(
+            incarnation=self.policies.incarnation,
+            version=self.buffer.version,
+            bus_address=self.bus_address,
+            resumes_until=self.buffer.line.last_committed,
+        )
+
     def upcoming(self) -> GroupId:
-        """The prompt that is admitted next."""
         return self.again[0] if self.again else self.source.peek()
 
     def next_prompt(self) -> tuple[GroupId, dict[str, Any]]:
-        """Take the prompt that is admitted next."""
         if self.again:
             group_id = self.again.popleft()
             return group_id, self.source.row(group_id[1])
@@ -75,7 +82,6 @@ class Run:
         self.again = again
 
     def load_group(self, location: Location) -> Group:
-        """A group from the journal."""
         group = self.journal.read(location)
         assert isinstance(group, Group)
         return group

@@ -29,14 +29,10 @@ FAREWELL_S = 1.0
 
 
 async def keep_company(router: AsyncRouter, work: Callable[[], Result], activity: Callable[[], str] = str) -> Result:
-    """Do `work` (reading data, a journal) in a thread and tell whoever speaks meanwhile that replay lives.
+    """Run `work` (reading data, a journal) in a thread, and answer whoever speaks meanwhile with heartbeats.
 
-    What they say is not kept: replay knows nobody yet, so it is said again after `say Hello first`.
-
-    Args:
-        router: bound already.
-        work: nothing in it may touch the router; what it raises is raised here.
-        activity: what it is doing, for the peers.
+    What they say is not kept: replay has no peers yet, so it comes again after `say Hello first`. Nothing in `work` may
+    touch the router; what it raises is raised here. `activity` says what it is doing.
     """
     task = asyncio.create_task(asyncio.to_thread(work))
     while not task.done():

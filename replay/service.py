@@ -1,20 +1,17 @@
 """What replay does with each message: the whole protocol, without sockets and with time as an argument.
 
-`handle` and `tick` put answers into `outbox`; replay/serve.py carries them, once what they tell of is in the journal.
-That makes the service a pure state machine that tests drive with any order of messages and any clock, and that
-replay/journal/apply.py builds again from its journal.
+A pure state machine that tests drive with any order of messages and any clock: `handle` and `tick` put answers into
+`outbox`. replay/journal/apply.py builds its state again from the journal.
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.bounded_log import BoundedLog
 from replay.channel import Message, WireError, may_be
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
@@ -22,10 +19,11 @@ from replay.desks.granting import Granting
 from replay.desks.incarnations import Incarnations
 from replay.desks.intake import Intake
 from replay.desks.leases import SlotState
-from replay.journal import Journal, JournalError, MemoryJournal
+from replay.journal import Journal, JournalError
 from replay.journal.apply import record, restore
 from replay.journal.format import Frames, Record
 from replay.journal.snapshot import snapshot_of
+from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers, learner_keys
 from replay.prompts import PromptSource
 from replay.run import Run
@@ -34,18 +32,8 @@ from replay.status import StatusReport
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What follows from one kind of message: handle(peer, message, now, frames), if its sender may send it."""
-
-    sender: Literal["anyone", "rollout server", "learner", "rank 0"]
-    handle: Callable[[Peer, Any, float, Frames], None]
-
-    def admits(self, peer: Peer) -> bool:
-        """Whether this peer may send such a message: a rollout server commits nothing."""
-        if self.sender == "rollout server":
-            return peer.role == "rollout_server"
-        return self.sender == "anyone" or (peer.role == "learner" and peer.hello.rank == 0)
+Handler = Callable[[Peer, Any, float, Frames], None]
+"""handle(peer, message, now, frames)"""
 
 
 class Service:
@@ -58,8 +46,8 @@ class Service:
         evaluation_rows: Sequence[dict[str, Any]],
         now: float,
         *,
+        journal: Journal,
         fingerprint: Mapping[str, str] | None = None,
-        journal: Journal | None = None,
         playback: bool = False,
     ) -> None:
         """Start anew.
@@ -69,29 +57,24 @@ class Service:
             source: prompts.
             evaluation_rows: prompts of evaluations.
             now: monotonic seconds.
+            journal: where decisions go.
             fingerprint: what every peer must agree on.
-            journal: where decisions go; none keeps them in memory.
             playback: only take again what the journal has (`--replay`): no prompts, no servers, no evaluations.
         """
-        expected = fingerprint or {}
         rows = [] if playback else evaluation_rows
-        self.config, self.playback = config, playback
-        self.journal: Journal = MemoryJournal() if journal is None else journal
-        self.run = run = Run(config, source, self.journal, evaluates=bool(rows))
+        self.config, self.journal, self.playback = config, journal, playback
+        self.run = run = Run(config, source, journal, evaluates=bool(rows))
         self.buffer, self.counters = run.buffer, run.counters
-        self.peers = peers = Peers(expected)
-        self.outbox: list[tuple[str, Message]] = []
-        send, fail = self._send, partial(self.end, failed=True)
-        size = expected.get("vocab_size", "")
-        vocab_size = int(size) if size.isdigit() else None
-        self.granting = Granting(run, peers, vocab_size=vocab_size, send=send, fail=fail)
-        self.intake = Intake(run, self.granting, send=send, fail=fail)
-        self.batch_desk = BatchDesk(run, self.granting, peers, send=send, fail=fail)
-        self.evaluations = EvaluationDesk(run, rows, peers, send=send)
+        self.peers = peers = Peers(fingerprint or {})
+        self.outbox, self._send = peers.outbox, peers.send
+        fail = partial(self.end, failed=True)
+        self.granting = Granting(run, peers, fail=fail)
+        self.intake = Intake(run, peers, self.granting, fail=fail)
+        self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
+        self.evaluations = EvaluationDesk(run, peers, rows)
         self.incarnations = Incarnations(
-            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, now=now,
-            greet=lambda peer: send(peer.identity, self.welcome()), end=self.end,
-        )  # fmt: skip
+            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail, now=now
+        )
         self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
         self.no_server_since = now
         self.missing: dict[str, float] = {}
@@ -103,33 +86,30 @@ class Service:
         self.failed = False
         self.learner_nodes = learner_keys(config)
         self._bounded = BoundedLog(log)
-        self._table = self._dispatch_table()
+        self._handlers = self._dispatch_table()
 
-    def _dispatch_table(self) -> dict[type[Message], Entry]:
-        """Who may send what, and what follows. Hello and StatusRequest, which need no admission, are apart."""
-        intake, evaluations = self.intake, self.evaluations
+    def _dispatch_table(self) -> dict[type[Message], Handler]:
+        """What follows from each kind of an admitted peer's message."""
+        granting, intake, evaluations = self.granting, self.intake, self.evaluations
         return {
-            m.Heartbeat: Entry("anyone", self._heartbeat),
-            m.Goodbye: Entry("anyone", self._goodbye),
-            m.Take: Entry("anyone", lambda peer, take, now, _: self.batch_desk.take(peer, take, now)),
-            m.LeaseRequest: Entry("rollout server", self._lease_request),
-            m.Renew: Entry("rollout server", lambda peer, renew, now, _: self.granting.renew(peer, renew, now)),
-            m.Cancel: Entry("rollout server", lambda peer, cancel, _, __: intake.failed(peer, cancel)),
-            m.Group: Entry("rollout server", lambda peer, group, _, frames: intake.group(peer, group, frames)),
-            m.EvaluationResult: Entry(
-                "rollout server", lambda peer, result, _, frames: evaluations.result(peer, result, frames)
-            ),
-            m.EvaluationFailed: Entry("rollout server", lambda peer, failed, _, __: evaluations.failed(peer, failed)),
-            m.Committed: Entry("rank 0", self._committed),
-            m.Published: Entry("rank 0", lambda _, published, __, ___: self.run.policies.possible(published.version)),
-            m.Evaluate: Entry("rank 0", lambda _, evaluate, now, __: evaluations.request(evaluate.version, now)),
-            m.CursorRequest: Entry("rank 0", self._cursor_request),
-            m.Checkpointed: Entry("rank 0", self._checkpointed),
+            m.Heartbeat: self._heartbeat,
+            m.Goodbye: self._goodbye,
+            m.LeaseRequest: self._lease_request,
+            m.Renew: lambda peer, renew, now, _: granting.renew(peer, renew, now),
+            m.Cancel: lambda peer, cancel, _, __: intake.failed(peer, cancel),
+            m.Group: lambda peer, group, _, frames: intake.group(peer, group, frames),
+            m.EvaluationResult: lambda peer, result, _, frames: evaluations.result(peer, result, frames),
+            m.EvaluationFailed: lambda peer, failed, _, __: evaluations.failed(peer, failed),
+            m.Take: lambda peer, take, now, _: self.batch_desk.take(peer, take, now),
+            m.Committed: self._committed,
+            m.Published: lambda _, published, __, ___: self.run.policies.possible(published.version),
+            m.Evaluate: lambda _, evaluate, now, __: evaluations.request(evaluate.version, now),
+            m.CursorRequest: self._cursor_request,
+            m.Checkpointed: self._checkpointed,
         }
 
     @property
     def incarnation(self) -> int:
-        """Starts of the learner so far."""
         return self.run.policies.incarnation
 
     def restore(self, records: Iterable[Record], now: float) -> int:
@@ -148,8 +128,6 @@ class Service:
         self.incarnations.settle()
         return count
 
-    # ---- incoming -------------------------------------------------------------------------------------
-
     def handle(self, identity: str, message: Message, now: float) -> None:
         """Process one message of a peer, and what follows from it."""
         self.receive(identity, message, now)
@@ -158,29 +136,22 @@ class Service:
     def receive(self, identity: str, message: Message, now: float, *, frames: Frames = (), sender: str = "") -> None:
         """Process one message without handing anything out: many of them cost one `advance`.
 
-        Args:
-            identity: of the peer's socket.
-            message: as decoded.
-            now: monotonic seconds.
-            frames: the message as it came, for the journal.
-            sender: name of the key that the peer has proven; empty without keys.
+        `frames` are the message as it came, for the journal; `sender` is the name of the key that the peer has proven.
         """
         if isinstance(message, m.Hello):
             self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
-            self._send(
-                identity, m.Status(state=self.report.of(now, ended=self.ended, no_server_since=self.no_server_since))
-            )
+            state = self.report.of(now, ended=self.ended, no_server_since=self.no_server_since)
+            self._send(identity, m.Status(state=state))
             return
         peer = self.peers.get(identity)
         if peer is None:
             self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
             return
         peer.last_heard, peer.unreachable_since = now, None
-        entry = self._table[type(message)]
-        if entry.admits(peer):
-            entry.handle(peer, message, now, frames)
+        if peer.may_send(message):
+            self._handlers[type(message)](peer, message, now, frames)
             return
         self.counters["corrupt_messages"] += 1
         kind = type(message).__name__
@@ -199,9 +170,7 @@ class Service:
     def tick(self, now: float, *, late: bool = False) -> None:
         """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers.
 
-        Args:
-            now: monotonic seconds.
-            late: replay itself was away (stopped, swapped out): its peers' silence is then its own.
+        `late` says that replay itself was away (stopped, swapped out): its peers' silence is then its own.
         """
         self.granting.expire(now)
         if not late:
@@ -210,7 +179,6 @@ class Service:
             self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
-            self.evaluations.board.server_lost(identity)
             held = self.granting.server_lost(identity)
             log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
         self.evaluations.expire(now)
@@ -230,7 +198,6 @@ class Service:
         peer = self.peers.remove(identity)
         if peer is None:
             return
-        self.evaluations.board.server_lost(identity)
         held = self.granting.server_lost(identity)
         if peer.role == "rollout_server" and self.ended is None:
             self.counters["servers_lost"] += 1
@@ -246,19 +213,20 @@ class Service:
             self.ended, self.failed, self.ended_at = reason, failed, time.monotonic()
             self.journal.append("end", {"reason": reason, "failed": failed})
             (log.error if failed else log.info)("replay: the run ends: %s", reason)
-            for peer in list(self.peers.by_identity.values()):
-                self._send(peer.identity, m.Goodbye(reason=reason, failed=failed))
+            for identity in self.peers.by_identity:
+                self._send(identity, m.Goodbye(reason=reason, failed=failed))
 
     def sayable(self, now: float) -> list[tuple[str, Message]]:
         """What of the outbox may be sent now: all of it, once the journal has what it tells of. While that cannot be
         written it is only what promises nothing: the state that was asked for, and how the run ended."""
-        if not self.outbox or self._is_written(now):
-            may, self.outbox = self.outbox, []
-            return may
+        written = not self.outbox or self._is_written(now)
+        waiting = list(self.outbox)
+        self.outbox.clear()
+        if written:
+            return waiting
         free = m.Status if self.ended is None else m.Goodbye | m.Status
-        may = [item for item in self.outbox if isinstance(item[1], free)]
-        self.outbox = [item for item in self.outbox if self.ended is None and not isinstance(item[1], free)]
-        return may
+        self.outbox += [item for item in waiting if self.ended is None and not isinstance(item[1], free)]
+        return [item for item in waiting if isinstance(item[1], free)]
 
     def _is_written(self, now: float) -> bool:
         try:
@@ -280,18 +248,16 @@ class Service:
         peer.activity, peer.gauges = message.activity, message.gauges
         peer.since = now - message.since_s
         if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
-            self._send(peer.identity, self.welcome())  # it may have missed that a learner has started
+            self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started
 
     def _lease_request(self, peer: Peer, message: m.LeaseRequest, _: float, __: Frames) -> None:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
         if message.incarnation < self.incarnation:  # it may not have heard of the learner that is here now
-            self._send(peer.identity, self.welcome())
+            self._send(peer.identity, self.run.welcome())
         if not self.granting.is_on_line(peer):
             self.granting.off_line(peer)
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
-
-    # ---- the learner ----------------------------------------------------------------------------------
 
     def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
         self.batch_desk.committed(message)
@@ -301,8 +267,7 @@ class Service:
     def cursor(self) -> dict[str, Any]:
         """State for a checkpoint: where the data stands, and which admitted prompts were not trained yet."""
         # Rank 0 asks between its commit and its next Take, so no batch is formed: nothing here was trained.
-        ahead = [taken.group_id for step in self.buffer.line.ahead(self.buffer.version)
-                 for taken in self.buffer.line.steps[step].groups]  # fmt: skip
+        ahead = [taken.group_id for taken in self.buffer.line.groups_ahead(self.buffer.version)]
         return {
             "incarnation": self.incarnation,
             "version": self.buffer.version,
@@ -313,10 +278,8 @@ class Service:
 
     def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float, __: Frames) -> None:
         if request.step != self.buffer.version:
-            reason = (
-                f"say Hello first: replay is at version {self.buffer.version}, the commit of {request.step} was lost"
-            )
-            self._send(peer.identity, m.Refused(reason=reason))
+            lost = f"replay is at version {self.buffer.version}, the commit of {request.step} was lost"
+            self._send(peer.identity, m.Refused(reason=f"say Hello first: {lost}"))
             return
         self.journal.want_sync()  # a durable checkpoint must not be ahead of the journal
         self._send(peer.identity, m.Cursor(step=request.step, state=self.cursor()))
@@ -335,10 +298,10 @@ class Service:
         if self.config.replay.journal_keep == "checkpoint" and not self.playback:
             self.journal.release(self.run.first_segment())
 
-    # ---- peers ----------------------------------------------------------------------------------------
-
     def _hello(self, identity: str, hello: m.Hello, now: float, sender: str) -> None:
-        problem = self._may_be(hello, sender) or self.peers.disagreement(hello)
+        # Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes.
+        nodes = self.learner_nodes if hello.role == "learner" and hello.rank > 0 else ()
+        problem = may_be(hello.role, sender, nodes) or self.peers.disagreement(hello)
         known = self.peers.get(identity) is not None
         if problem is None and hello.role == "learner" and not known:
             problem = self.incarnations.hello(identity, hello)
@@ -349,28 +312,14 @@ class Service:
             return
         peer = self.peers.add(identity, hello, now)
         self.missing.pop(identity, None)
+        self.missing |= {old: now for old in self.missing if old.rpartition(".")[0] == hello.name}  # replaced
         if not known:
             log.info("replay: %s %s joined", peer.role, peer.describe(now))
         if self.ended is not None:
             self._send(identity, m.Goodbye(reason=self.ended, failed=self.failed))
-        self._send(identity, self.welcome())
+        self._send(identity, self.run.welcome())
         if hello.role == "rollout_server":
             self.evaluations.joined(peer)
-
-    def _may_be(self, hello: m.Hello, sender: str) -> str | None:
-        """Only the learner's own node speaks for the run; ranks above 0 may be of the other learner nodes."""
-        above_0 = hello.role == "learner" and hello.rank > 0
-        return may_be(hello.role, sender, self.learner_nodes if above_0 else ())
-
-    def welcome(self) -> m.Welcome:
-        """The run as a newcomer needs it."""
-        line, address = self.buffer.line, self.run.bus_address
-        return m.Welcome(
-            incarnation=self.incarnation,
-            version=self.buffer.version,
-            bus_address=address,
-            resumes_until=line.last_committed,
-        )
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float, _: Frames) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
@@ -383,8 +332,7 @@ class Service:
         waits = self.incarnation > 0 and self.ended is None and not self.playback
         if not waits or self.peers.role("rollout_server") or not self.incarnations.learner_is_here:
             self.no_server_since = now
-        elif now - self.no_server_since > self.config.rollout.wait_for_servers_s:
-            waited = self.config.rollout.wait_for_servers_s
+        elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
             self.end(f"no rollout server for {waited:g} s (rollout.wait_for_servers_s) [silent]", failed=True)
 
     def advance(self, now: float) -> None:
@@ -395,6 +343,3 @@ class Service:
         if not self.playback:
             self.granting.grant(now)
         self.batch_desk.form(self.report.batch_stats)
-
-    def _send(self, identity: str, message: Message) -> None:
-        self.outbox.append((identity, message))

@@ -111,26 +111,23 @@ class StatusReport:
                 where = self._name(missing.server) or "no server yet"
                 what += f" (group {missing.group_id[0]}/{missing.group_id[1]} at {where})"
             found.append({"who": "learner", "for": what, "since_s": now - desk.take_since})
-        if servers and buffer.room == 0 and buffer.count(SlotState.QUEUED) + buffer.count(SlotState.LEASED) == 0:
-            found.append(
-                {"who": "rollout servers", "for": f"room: {buffer.max_groups} groups are in flight", "since_s": 0.0}
-            )
+        if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
+            room = f"room: {buffer.max_groups} groups are in flight"
+            found.append({"who": "rollout servers", "for": room, "since_s": 0.0})
         return found
 
     def batch_stats(self) -> dict[str, float]:
         """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
-        servers = self.peers.role("rollout_server")
-        errors = self.intake.reward_errors
+        servers, errors = self.peers.role("rollout_server"), self.intake.reward_errors
+        buffer, counters = self.run.buffer, self.run.counters
         idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
+        counted = ("superseded", "stale_leased_again", "tokens_masked", "partial_tokens_used")
         stats = {
-            "buffer/size": float(self.run.buffer.count(SlotState.BUFFERED)),
-            "buffer/leased": float(self.run.buffer.count(SlotState.LEASED)),
-            "buffer/taken": float(self.run.buffer.count(SlotState.TAKEN)),
-            "buffer/dropped": float(sum(n for key, n in self.run.counters.items() if key.startswith("dropped/"))),
-            "buffer/superseded": float(self.run.counters["superseded"]),
-            "buffer/stale_leased_again": float(self.run.counters["stale_leased_again"]),
-            "buffer/tokens_masked": float(self.run.counters["tokens_masked"]),
-            "buffer/partial_tokens_used": float(self.run.counters["partial_tokens_used"]),
+            "buffer/size": float(buffer.count(SlotState.BUFFERED)),
+            "buffer/leased": float(buffer.count(SlotState.LEASED)),
+            "buffer/taken": float(buffer.count(SlotState.TAKEN)),
+            "buffer/dropped": float(sum(drops(counters).values())),
+            **{f"buffer/{name}": float(counters[name]) for name in counted},
             "buffer/journal_bytes": float(self.run.journal.size_bytes),
             "rollout/servers": float(len(servers)),
             "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),

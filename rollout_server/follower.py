@@ -1,4 +1,4 @@
-"""Keeps an engine at the newest proven version: an update is one coroutine, `WeightFollower._update`.
+"""Keeps an engine at the newest proven version: pause, load, digest; once proven, resume.
 
 The engine lives on the event loop, the subscriber blocks in collectives: it has a thread, whose callbacks each hand
 one step to the loop and wait for it.
@@ -8,39 +8,36 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
-from rollout_server.direct import DirectEnd
-from rollout_server.engines import Engine, direct_updates, staging_in
+from rollout_server.engines import Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
 from weight_bus.control import wake_quickly
-from weight_bus.errors import BusClosed
+from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
+from weight_bus.manifest import Entry
 from weight_bus.remote import RemoteIntake
 from weight_bus.staging import Staging
 from weight_bus.subscriber import Subscriber
+from weight_bus.transports.base import Formation
+
+if TYPE_CHECKING:
+    from rollout_server.engines.sglang.direct import DirectGroup
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Digests = Mapping[str, int]
-Proven = tuple[int, bool]
-"""(incarnation of the publisher, whether an evaluation of this version follows)."""
 
 
 class WeightFollower:
-    """Follows the weight bus for one engine.
+    """Follows the weight bus for one engine, which lives on the running event loop.
 
     Args:
-        config: of the run.
-        engine: on the running event loop.
-        name: of this rollout server.
         on_live: called with (version, incarnation) when the engine serves a proven version.
         on_quarantine: called with the reason when the engine holds something else.
-        subscriber: makes the ends of the bus.
     """
 
     def __init__(
@@ -53,25 +50,25 @@ class WeightFollower:
         on_quarantine: Callable[[str], Awaitable[None]],
         subscriber: type[Subscriber] = Subscriber,
     ) -> None:
-        self.config = config
-        self.engine = engine
-        self.name = name
-        self.address: str | None = None
         self.failure: BaseException | None = None
+        """What ended the subscriber's thread."""
         self.gauges: dict[str, float] = {"weight_updates": 0.0, "pause_s": 0.0, "pausing_s": 0.0, "quarantines": 0.0}
+        self._config = config
+        self._engine = engine
+        self._name = name
         self._on_live = on_live
         self._on_quarantine = on_quarantine
         self._make_subscriber = subscriber
         self._loop = asyncio.get_running_loop()
+        self._address: str | None = None
         self._subscriber: Subscriber | None = None
         self._thread: threading.Thread | None = None
-        self._updating: AsyncGenerator[Digests, Proven] | None = None
         self._paused_at: float | None = None
         """Since when the engine stands still, for an update that may have failed since."""
         self._serves = False
         """The engine holds the version that was activated last."""
         direct = direct_updates(config, engine)
-        self._direct = DirectEnd(self, direct) if direct is not None else None
+        self._direct = _DirectEnd(self, direct) if direct is not None else None
         self._stages = staging_in(config, engine)
         # of all subscribers: the engine keeps it mapped, so another set would not fit beside it on a GPU
         self._staging = Staging()
@@ -83,28 +80,26 @@ class WeightFollower:
         activation is announced under the incarnation of the publisher that it came from. A subscription that its
         publisher has ended is made anew.
         """
-        here = address == self.address and self._thread is not None and self._thread.is_alive()
+        here = address == self._address and self._thread is not None and self._thread.is_alive()
         if here or self.failure is not None:
             return
         if self._subscriber is not None:
             self._subscriber.stop()  # its thread ends by itself; joining it here would block this loop
-        self.address = address
-        stages, bus = self._stages, self.config.weight_bus
-        subscriber = self._make_subscriber(
+        self._address = address
+        stages, bus, network = self._stages, self._config.weight_bus, self._config.network
+        self._subscriber = self._make_subscriber(
             address,
-            name=self.name,
+            name=self._name,
             config=bus,
-            host=self.config.network.host,
+            host=network.host,
             run_id=run_id,
-            keys=load_keys(self.config.network.keys),
+            keys=load_keys(network.keys),
             direct=self._direct,
-            intake=RemoteIntake(lambda: self.wait_for(stages.link()), bus, run_id, self.load) if stages else None,
+            intake=RemoteIntake(lambda: self.wait_for(stages.link()), bus, run_id, self._load) if stages else None,
             staging=self._staging,
         )
-        before, self._subscriber = self._thread, subscriber
-        self._thread = threading.Thread(
-            target=self._run, args=(subscriber, before), name="weight-follower", daemon=True
-        )
+        run = partial(self._run, self._subscriber, self._thread)
+        self._thread = threading.Thread(target=run, name="weight-follower", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -113,28 +108,14 @@ class WeightFollower:
             self._subscriber.stop()
             if self._stages is not None:
                 self._stages.close()
-            self._thread.join(timeout=self.config.weight_bus.collective_timeout_s + 1)
+            self._thread.join(timeout=self._config.weight_bus.collective_timeout_s + 1)
             self._subscriber = self._thread = None
-
-    # ---- on the event loop -----------------------------------------------------------------------------
-
-    async def _update(self, version: int, load: Callable[[], Awaitable[None]]) -> AsyncGenerator[Digests, Proven]:
-        """Pause, load, prove, resume. Yields the engine's digests; continues once they are proven."""
-        await self.pause()
-        self._serves = False
-        await load()
-        incarnation, evaluate = yield await self.engine.digest()
-        if evaluate:
-            await self.engine.pin(version)
-        await self._go_on()
-        self.gauges["weight_updates"] += 1
-        await self._on_live(version, incarnation)
 
     async def pause(self) -> None:
         """Stop the engine as on_new_weights says."""
         if self._paused_at is None:
             began = time.monotonic()
-            await self.engine.pause(cast(PauseMode, self.config.on_new_weights))
+            await self._engine.pause(cast(PauseMode, self._config.on_new_weights))
             self._paused_at = began
             self.gauges["pausing_s"] = time.monotonic() - began
 
@@ -147,36 +128,50 @@ class WeightFollower:
         """Note that the engine receives a part of an update."""
         self._serves = False
 
+    async def update(self, load: Callable[[], Awaitable[None]]) -> Digests:
+        """Pause, run `load`; digests of what the engine then holds."""
+        await self.pause()
+        self._serves = False
+        await load()
+        return await self._engine.digest()
+
+    async def _activate(self, version: int, incarnation: int, pin: bool) -> None:
+        """Serve what was loaded and has been proven."""
+        if pin:
+            await self._engine.pin(version)
+        await self._go_on()
+        self.gauges["weight_updates"] += 1
+        await self._on_live(version, incarnation)
+
     async def _go_on(self) -> None:
-        await self.engine.resume()
+        await self._engine.resume()
         if self._paused_at is not None:
             self.gauges["pause_s"] = time.monotonic() - self._paused_at
         self._paused_at, self._serves = None, True
 
-    async def _resumed(self, proven: Proven) -> None:
-        """Run the rest of the proven update."""
-        assert self._updating is not None
-        with suppress(StopAsyncIteration):  # its end
-            await self._updating.asend(proven)
-
-    async def _quarantined(self, version: int, reason: str) -> None:
+    async def _quarantine(self, version: int, reason: str) -> None:
         self.gauges["quarantines"] += 1
         log.error("weights of version %d are not live: %s [corrupt]; this engine is quarantined", version, reason)
         self._serves = False
         await self._on_quarantine(reason)
 
-    # ---- in the subscriber's thread --------------------------------------------------------------------
+    async def _reasons_to_wait(self) -> tuple[int | None, bool]:
+        """The version that an evaluation holds, and whether requests are drained first."""
+        return self._engine.holds(), self._config.on_new_weights == "drain" and bool(self._engine.running_tokens())
 
     def _run(self, subscriber: Subscriber, before: threading.Thread | None) -> None:
+        """The subscriber's thread. What follows runs in it, the coroutines above on the event loop."""
         wake_quickly()
         try:
             if before is not None:
                 before.join()  # ends at its next message, or with the update that it is in: one load at a time
             while True:
                 subscriber.receive(
-                    self.load,
-                    activate=lambda _, evaluate: self.wait_for(self._resumed((subscriber.incarnation, evaluate))),
-                    quarantine=lambda version, reason: self.wait_for(self._quarantined(version, reason)),
+                    self._load,
+                    activate=lambda version, evaluate: self.wait_for(
+                        self._activate(version, subscriber.incarnation, evaluate)
+                    ),
+                    quarantine=lambda version, reason: self.wait_for(self._quarantine(version, reason)),
                 )
         except BusClosed as closed:
             log.info("weight bus: %s", closed)
@@ -186,17 +181,12 @@ class WeightFollower:
         finally:
             subscriber.close()
 
-    def load(self, version: int, update: Any) -> Digests:
+    def _load(self, version: int, update: Any) -> Digests:
         """Start an update from the staging buffers; digests of what the engine then holds."""
         load: Callable[[Any, int], Awaitable[None]]
-        load = self._stages.load if self._stages is not None else self.engine.load
-        return self.begin(version, partial(load, update, version))
-
-    def begin(self, version: int, load: Callable[[], Awaitable[None]]) -> Digests:
-        """Pause, run `load`; digests of what the engine then holds."""
+        load = self._stages.load if self._stages is not None else self._engine.load
         self.announce_wait()
-        self._updating = self._update(version, load)
-        return self.wait_for(self._updating.asend(None))  # type: ignore[arg-type]  # how a generator begins
+        return self.wait_for(self.update(partial(load, update, version)))
 
     def announce_wait(self) -> None:
         """Announce to the publisher that the engine applies this version late, and why."""
@@ -204,15 +194,57 @@ class WeightFollower:
         if self._subscriber is None or self._paused_at is not None:
             return  # one that stands still already waits for nothing
         if held is not None:
-            limit_s = self.config.evaluation.deadline_s + self.config.weight_bus.deadline_s
+            limit_s = self._config.evaluation.deadline_s + self._config.weight_bus.deadline_s
             self._subscriber.hold(limit_s, f"evaluates v{held}")
         elif drains:
-            self._subscriber.hold(self.config.replay.lease_s, "drains running requests")
-
-    async def _reasons_to_wait(self) -> tuple[int | None, bool]:
-        """The version that an evaluation holds, and whether requests are drained first."""
-        return self.engine.holds(), self.config.on_new_weights == "drain" and bool(self.engine.running_tokens())
+            self._subscriber.hold(self._config.replay.lease_s, "drains running requests")
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+class _DirectEnd:
+    """Implements `DirectReceiver` (weight_bus.apply: direct) for an engine that receives updates by itself.
+
+    What fails once it has begun to receive is no quarantine but the end of this process: the launcher starts it again.
+    """
+
+    def __init__(self, follower: WeightFollower, updates: "DirectGroup") -> None:
+        self._follower = follower
+        self._updates = updates
+
+    @property
+    def ranks(self) -> int:
+        return self._updates.ranks
+
+    def pause(self, version: int) -> None:
+        """Between two forwards, after an evaluation, or when all is drained."""
+        self._follower.announce_wait()
+        try:
+            self._follower.wait_for(self._follower.pause())
+        except EngineError as error:
+            raise TransportError(f"the engine did not pause for v{version}: {error}", "slow") from error
+
+    def resume(self) -> None:
+        self._follower.wait_for(self._follower.call_off())
+
+    def form(self, formation: Formation) -> None:
+        self._wait(self._updates.form(formation), f"the engine did not enter epoch {formation.epoch}")
+
+    def receive(self, bucket: Sequence[Entry], index: int) -> None:
+        self._follower.touch()
+        self._wait(self._updates.receive(bucket, index), f"bucket {index + 1} did not arrive in the engine")
+
+    def prove(self, version: int, entries: Sequence[Entry]) -> Digests:
+        prove = partial(self._updates.prove, entries, version)
+        return self._wait(self._follower.update(prove), f"v{version} was not proven")
+
+    def leave(self) -> None:
+        self._wait(self._updates.leave(), "the engine did not leave its group")
+
+    def _wait(self, call: Coroutine[Any, Any, T], problem: str) -> T:
+        try:
+            return self._follower.wait_for(call)
+        except EngineError as error:
+            raise EngineSpoiled(f"{problem}, it must be restarted: {error}") from error

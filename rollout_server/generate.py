@@ -14,7 +14,8 @@ from configs.schema import Config
 from replay import messages as m
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 T = TypeVar("T")
@@ -55,28 +56,36 @@ class Generator:
         )
 
     async def group(self, lease: m.Lease, request_id: str) -> m.Group:
-        """Sample and score the group of a lease.
-
-        Raises:
-            LeaseFailed: the prompt is too long, the reward function failed, or the request was aborted.
-        """
-        try:
-            return await self._group(lease, request_id)
-        finally:
-            self._sampled.pop(request_id, None)
-
-    async def _group(self, lease: m.Lease, request_id: str) -> m.Group:
+        """Sample and score the group of a lease. Raises LeaseFailed."""
         started = time.monotonic()
         prompt_ids = await self._beside(self.encode, lease.prompt)
-        completions = self._sampled[request_id] = await self.sample(prompt_ids, lease, request_id)
-        if any(c.finish_reason == "abort" for c in completions):
-            raise LeaseFailed("aborted", "the request was cancelled")
-        seconds = time.monotonic() - started
-        texts, outcomes = await self.score([lease.prompt] * len(completions), completions)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                raise LeaseFailed("reward_error", outcome.error)
-        return _group_message(lease, prompt_ids, completions, texts=texts, outcomes=outcomes, seconds=seconds)
+        try:
+            completions = self._sampled[request_id] = await self.sample(prompt_ids, lease, request_id)
+            seconds = time.monotonic() - started
+            texts, outcomes = await self.score([lease.prompt] * len(completions), completions)
+        finally:
+            self._sampled.pop(request_id, None)
+        names = sorted({name for outcome in outcomes for name in outcome.metrics})
+        metrics = {name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in names}
+        metrics["seconds"] = float(np.mean([o.seconds for o in outcomes]))
+        token_ids = np.concatenate([c.token_ids for c in completions])
+        return m.Group(
+            pass_=lease.pass_,
+            index=lease.index,
+            attempt=lease.attempt,
+            finish_reasons=[c.finish_reason for c in completions],
+            texts=texts,
+            reward_metrics=metrics,
+            generate_s=seconds,
+            data_source=str(lease.prompt.get("data_source", "")),
+            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
+            token_ids=token_ids,
+            loss_mask=np.ones(token_ids.size, dtype=np.uint8),
+            logprobs=np.concatenate([c.logprobs for c in completions]),
+            versions=np.concatenate([c.versions for c in completions]),
+            rewards=np.array([o.score for o in outcomes], dtype=np.float32),
+        )
 
     async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
         """The answers of a group, each from its prefix on where the lease brings one."""
@@ -103,19 +112,13 @@ class Generator:
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
 
-        Raises:
-            LeaseFailed: a reward function failed; an evaluation with holes would be a wrong number.
+        Raises LeaseFailed if one fails: an evaluation with holes would be a wrong number.
         """
         started = time.monotonic()
         completions = await asyncio.gather(
             *(self._answer(lease, row, position) for position, row in enumerate(lease.prompts))
         )
-        if any(c.finish_reason == "abort" for c in completions):
-            raise LeaseFailed("aborted", "an evaluation request was cancelled")
         texts, outcomes = await self.score(lease.prompts, completions)
-        for row, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                raise LeaseFailed("reward_error", f"evaluation prompt {row}: {outcome.error}")
         return m.EvaluationResult(
             version=lease.version,
             greedy=lease.greedy,
@@ -130,28 +133,26 @@ class Generator:
         """Token ids of a prompt. Raises LeaseFailed: too long, or cannot be rendered."""
         try:
             return self.task.encode(row)
-        except PromptTooLong as error:
-            raise LeaseFailed("prompt_too_long", str(error)) from error
         except TaskError as error:
-            raise LeaseFailed("prompt_not_rendered", str(error)) from error
+            reason = "prompt_too_long" if isinstance(error, PromptTooLong) else "prompt_not_rendered"
+            raise LeaseFailed(reason, str(error)) from error
 
     async def score(
         self, rows: list[dict[str, Any]], completions: list[Completion]
     ) -> tuple[list[str], list[RewardOutcome]]:
-        """Decoded texts and reward outcomes, in order."""
+        """Decoded texts and reward outcomes. Raises LeaseFailed: aborted, or a reward error."""
+        if any(c.finish_reason == "abort" for c in completions):
+            raise LeaseFailed("aborted", "the request was cancelled")
         samples = await self._beside(self._samples, rows, completions)
-        return [sample["completion"] for sample in samples], await self.rewards.score(samples)
+        outcomes = await self.rewards.score(samples)
+        for number, outcome in enumerate(outcomes):
+            if outcome.error is not None:
+                raise LeaseFailed("reward_error", f"answer {number}: {outcome.error}")
+        return [sample["completion"] for sample in samples], outcomes
 
     def _samples(self, rows: list[dict[str, Any]], completions: list[Completion]) -> list[Sample]:
-        return [
-            self.task.sample(
-                row,
-                self.task.decode(completion.token_ids.tolist()),
-                num_tokens=int(completion.token_ids.size),
-                finish_reason=completion.finish_reason,
-            )
-            for row, completion in zip(rows, completions, strict=True)
-        ]
+        answers = zip(rows, completions, strict=True)
+        return [self.task.sample(row, answer.token_ids.tolist(), answer.finish_reason) for row, answer in answers]
 
     async def _beside(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run a long call in a thread: the loop also serves SGLang's frontend and updates."""
@@ -166,35 +167,3 @@ class Generator:
         ids = self._evaluation_ids[key]
         completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
         return completions[0]
-
-
-def _group_message(
-    lease: m.Lease,
-    prompt_ids: list[int],
-    completions: list[Completion],
-    *,
-    texts: list[str],
-    outcomes: list[RewardOutcome],
-    seconds: float,
-) -> m.Group:
-    names = sorted({name for outcome in outcomes for name in outcome.metrics})
-    metrics = {name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in names}
-    metrics["seconds"] = float(np.mean([o.seconds for o in outcomes]))
-    token_ids = np.concatenate([c.token_ids for c in completions])
-    return m.Group(
-        pass_=lease.pass_,
-        index=lease.index,
-        attempt=lease.attempt,
-        finish_reasons=[c.finish_reason for c in completions],
-        texts=texts,
-        reward_metrics=metrics,
-        generate_s=seconds,
-        data_source=str(lease.prompt.get("data_source", "")),
-        prompt_ids=np.array(prompt_ids, dtype=np.int32),
-        lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
-        token_ids=token_ids,
-        loss_mask=np.ones(token_ids.size, dtype=np.uint8),
-        logprobs=np.concatenate([c.logprobs for c in completions]),
-        versions=np.concatenate([c.versions for c in completions]),
-        rewards=np.array([o.score for o in outcomes], dtype=np.float32),
-    )

@@ -13,7 +13,7 @@ from replay import messages as m
 from replay.channel import AsyncDealer
 from rollout_server.engines.base import EngineError
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.progress import LeaseKey, ProgressReports
+from rollout_server.progress import LeaseKey, ProgressReports, lease_key
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +22,9 @@ RESEND_S = 5.0
 
 
 def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """[incarnation, version] of each policy that may have sampled one of these tokens.
+    """[incarnation, version] of each policy that may have sampled tokens of these versions.
 
-    Args:
-        versions: of the tokens.
-        served: policies that were live from the lease on, in order; what a prefix brings is of the first one's line.
+    `served` are the policies that were live from the lease on, in order; a prefix is of the first one's line.
     """
     found = set(np.unique(versions).tolist())
     known = [policy for policy in served if policy[1] in found]
@@ -50,24 +48,21 @@ class Leases:
         """Results of evaluations that are not closed yet, by version and mode; a restarted replay gets them again."""
         self._reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
 
-    # ---- messages --------------------------------------------------------------------------------------
-
     def take(self, lease: m.Lease, tasks: asyncio.TaskGroup) -> None:
         """Work on a lease, unless it was sent twice."""
-        key = (lease.pass_, lease.index, lease.attempt)
+        key = lease_key(lease)
         if key not in self.working and key not in self.unacked:
             self._reports.leased(lease)
             self.working[key] = tasks.create_task(self._work(lease, key))
 
     def cancel(self, message: m.Cancel) -> None:
         """Stop working on a lease; unknown ones are ignored."""
-        key = (message.pass_, message.index, message.attempt)
-        if key in self.working:
+        if (key := lease_key(message)) in self.working:
             self._generator.abort(_request_id(key))
 
     def acked(self, ack: m.Ack) -> None:
         """Drop a group that replay has answered."""
-        self.unacked.pop((ack.pass_, ack.index, ack.attempt), None)
+        self.unacked.pop(lease_key(ack), None)
         if ack.status == "rejected":
             log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
 
@@ -82,8 +77,6 @@ class Leases:
         """Forget the results of an evaluation and let its version go."""
         self._evaluated = {which: result for which, result in self._evaluated.items() if which[0] != version}
         await self._generator.engine.unpin(version)
-
-    # ---- renewals and resends ------------------------------------------------------------------------------------
 
     def begin_again(self) -> None:
         """Forget what replay was sent: it may have restarted. Called before Hello."""
@@ -109,24 +102,17 @@ class Leases:
                 self.unacked[key] = (group, now)
                 await self._dealer.send(group)
 
-    # ---- work ------------------------------------------------------------------------------------------
-
     async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
         first = max(0, len(self.served) - 1)
         try:
             group = await self._group(lease, key)
-            group = replace(group, policies=policies_of(group.versions, self.served[first:]))
         except LeaseFailed as failed:
+            pass_, index, attempt = key
             await self._dealer.send(
-                m.Cancel(
-                    pass_=lease.pass_,
-                    index=lease.index,
-                    attempt=lease.attempt,
-                    reason=failed.reason,
-                    detail=failed.detail,
-                )
+                m.Cancel(pass_=pass_, index=index, attempt=attempt, reason=failed.reason, detail=failed.detail)
             )
         else:
+            group = replace(group, policies=policies_of(group.versions, self.served[first:]))
             self.unacked[key] = (group, time.monotonic())
             await self._dealer.send(group)
         finally:
@@ -145,11 +131,10 @@ class Leases:
             result = await self._generator.evaluation(lease)
         except (LeaseFailed, EngineError) as error:
             log.error("evaluation of version %d failed: %s", lease.version, error)
-            failed = m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error))
-            await self._dealer.send(failed)
-            return
-        self._evaluated[lease.version, lease.greedy] = result
-        await self._dealer.send(result)
+            await self._dealer.send(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error)))
+        else:
+            self._evaluated[lease.version, lease.greedy] = result
+            await self._dealer.send(result)
 
 
 def _request_id(key: LeaseKey) -> str:

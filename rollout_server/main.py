@@ -18,12 +18,13 @@ from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
-from replay.messages import FROM_REPLAY
+from replay.messages import FROM_REPLAY, Goodbye
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
-from rollout_server.rewards import RewardError, RewardPool
-from rollout_server.serve import leave, serve
+from rollout_server.rewards import RewardError
+from rollout_server.rewards.pool import RewardPool
+from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
 from weight_bus import Subscriber
@@ -40,9 +41,6 @@ class Parts:
     generator: Callable[[Config, Engine, Task, RewardPool], Generator] = Generator
     dealer: type[AsyncDealer] = AsyncDealer
     subscriber: type[Subscriber] = Subscriber
-
-
-STANDARD = Parts()
 
 
 async def run(config: Config, address: str, name: str, parts: Parts) -> int:
@@ -68,7 +66,7 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
             try:
                 return 0 if await serving else RUN_FAILED
             except asyncio.CancelledError:
-                await leave(server, "stopped by signal")
+                await dealer.send(Goodbye(reason="stopped by signal"))  # so that its leases move at once
                 return 0
     finally:
         try:
@@ -78,7 +76,7 @@ async def run(config: Config, address: str, name: str, parts: Parts) -> int:
         dealer.close()
 
 
-def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
+def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Entry point."""
     parser = Parser(prog="python -m rollout_server.main", description=__doc__)
     add_arguments(parser)
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts = STANDARD) -> int:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name, parts))
+            return runner.run(run(config, args.replay, args.server_name, parts or Parts()))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START

@@ -2,8 +2,8 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -34,36 +34,9 @@ class _Told:
     ended: bool = False
 
 
-@dataclass(slots=True)
-class _Report:
-    """The arrays of one Renew, and how many tokens more they may hold."""
-
-    room: int
-    entries: list[list[int]] = field(default_factory=list)
-    parts: list[Partial] = field(default_factory=list)
-
-    def add(self, position: int, answer: int, told: _Told, part: Partial) -> None:
-        """As much of an answer's new tokens as there is room for."""
-        count = min(part.token_ids.size, self.room)
-        ended = part.finish_reason is not None and count == part.token_ids.size
-        if count == 0 and (told.ended or not ended):
-            return
-        self.entries.append([position, answer, told.tokens, count, FLAGS[part.finish_reason] if ended else 0])
-        self.parts.append(part)
-        self.room -= count
-        told.tokens, told.ended = told.tokens + count, ended
-
-    def renew(self, leases: list[list[int]]) -> m.Renew:
-        """The message."""
-        counts = [entry[3] for entry in self.entries]
-        cut = list(zip(self.parts, counts, strict=True))
-        return m.Renew(
-            leases=leases,
-            progress=self.entries,
-            token_ids=np.concatenate([np.empty(0, np.int32), *(p.token_ids[:n] for p, n in cut)]),
-            logprobs=np.concatenate([np.empty(0, np.float32), *(p.logprobs[:n] for p, n in cut)]),
-            versions=np.concatenate([np.empty(0, np.int32), *(p.versions[:n] for p, n in cut)]),
-        )
+def lease_key(message: m.Lease | m.Cancel | m.Ack) -> LeaseKey:
+    """The lease that a message is about."""
+    return message.pass_, message.index, message.attempt
 
 
 class ProgressReports:
@@ -79,32 +52,39 @@ class ProgressReports:
         """A lease has come: replay knows the prefixes that it brings."""
         prefixes = prefixes_of(lease, self._group_size)
         if self._on and prefixes is not None:
-            self._told[(lease.pass_, lease.index, lease.attempt)] = [
-                _Told(prefix.token_ids.size, prefix.finish_reason is not None) for prefix in prefixes
-            ]
+            self._told[lease_key(lease)] = [_Told(p.token_ids.size, p.finish_reason is not None) for p in prefixes]
 
     def begin_again(self) -> None:
         """Report everything from the start: replay may have restarted."""
         self._told.clear()
 
     def renew(self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source) -> m.Renew:
-        """The next Renew.
-
-        Args:
-            working: leases that are worked on, with the name of their request.
-            running: tokens so far by that name.
-            source: where the tokens themselves come from.
-        """
+        """The next Renew, of leases with their requests' names; `running` counts tokens by name."""
         working = list(working)
         self._told = {key: self._told[key] for key, _ in working if key in self._told}
-        report = _Report(self._max_tokens)
-        if self._on:
-            for position, (key, name) in enumerate(working):
-                told = self._told.setdefault(key, [_Told() for _ in range(self._group_size)])
-                parts = source.progress(name, [answer.tokens for answer in told])
-                for index, part in enumerate(parts):
-                    report.add(position, index, told[index], part)
-        return report.renew([[*key, running.get(name, 0)] for key, name in working])
+        entries: list[list[int]] = []
+        new: list[tuple[Partial, int]] = []
+        """Answers with new tokens, and how many of these there is room for."""
+        room = self._max_tokens
+        for position, (key, name) in enumerate(working if self._on else ()):
+            answers = self._told.setdefault(key, [_Told() for _ in range(self._group_size)])
+            parts = source.progress(name, [told.tokens for told in answers])
+            for answer, part in enumerate(parts):
+                told, count = answers[answer], min(part.token_ids.size, room)
+                ended = part.finish_reason is not None and count == part.token_ids.size
+                if count == 0 and (told.ended or not ended):
+                    continue
+                entries.append([position, answer, told.tokens, count, FLAGS[part.finish_reason] if ended else 0])
+                new.append((part, count))
+                room -= count
+                told.tokens, told.ended = told.tokens + count, ended
+        return m.Renew(
+            leases=[[*key, running.get(name, 0)] for key, name in working],
+            progress=entries,
+            token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids[:count] for part, count in new)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs[:count] for part, count in new)]),
+            versions=np.concatenate([np.empty(0, np.int32), *(part.versions[:count] for part, count in new)]),
+        )
 
 
 def prefixes_of(lease: m.Lease, n: int) -> list[Partial] | None:
@@ -123,21 +103,17 @@ def prefixes_of(lease: m.Lease, n: int) -> list[Partial] | None:
     ends = np.cumsum(lease.prefix_lengths, dtype=np.int64).tolist()
     prefixes = []
     for start, stop, reason in zip([0, *ends[:-1]], ends, lease.prefix_finished, strict=True):
-        versions = lease.prefix_versions[start:stop]
-        if versions.size and int(versions.min()) < lease.min_version:
-            log.warning(
-                "%s: a prefix of version %d starts anew, %d is needed", who, int(versions.min()), lease.min_version
-            )
-            prefixes.append(Partial())
-            continue
-        prefixes.append(
-            Partial(
-                token_ids=lease.prefix_token_ids[start:stop],
-                logprobs=lease.prefix_logprobs[start:stop],
-                versions=versions,
-                finish_reason="stop" if reason == "stop" else "length" if reason == "length" else None,
-            )
+        prefix = Partial(
+            token_ids=lease.prefix_token_ids[start:stop],
+            logprobs=lease.prefix_logprobs[start:stop],
+            versions=lease.prefix_versions[start:stop],
+            finish_reason=cast(Literal["stop", "length"], reason) if reason else None,
         )
+        oldest = int(prefix.versions.min(initial=lease.min_version))
+        if oldest < lease.min_version:
+            log.warning("%s: a prefix of version %d starts anew, %d is needed", who, oldest, lease.min_version)
+            prefix = Partial()
+        prefixes.append(prefix)
     return prefixes
 
 
@@ -148,11 +124,12 @@ def _problem(lease: m.Lease, n: int) -> str | None:
     if int(lengths.min()) < 0:
         return f"a length of {int(lengths.min())}"
     total = int(lengths.sum(dtype=np.int64))
-    for name in ("token_ids", "logprobs", "versions"):
-        size = getattr(lease, f"prefix_{name}").size
-        if size != total:
-            return f"prefix_{name} has {size} entries for {total} tokens"
+    sizes = {
+        "token_ids": lease.prefix_token_ids.size,
+        "logprobs": lease.prefix_logprobs.size,
+        "versions": lease.prefix_versions.size,
+    }
+    if set(sizes.values()) != {total}:
+        return f"{sizes} entries for {total} tokens"
     unknown = set(lease.prefix_finished) - {"", "stop", "length"}
-    if unknown:
-        return f"finish reason {min(unknown)!r}"
-    return None
+    return f"finish reason {min(unknown)!r}" if unknown else None

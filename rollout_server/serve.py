@@ -9,7 +9,6 @@ unblocked by replay/serve.py (room for another group) and weight_bus/publisher.p
 import asyncio
 import logging
 
-from replay import messages as m
 from rollout_server.engines.base import first_error
 from rollout_server.server import RolloutServer, RunEnded
 
@@ -38,8 +37,3 @@ async def serve(server: RolloutServer) -> bool:
         await asyncio.to_thread(server.follower.stop)
     log.info("the run ended: %s", ended)
     return isinstance(ended, RunEnded) and not ended.failed
-
-
-async def leave(server: RolloutServer, reason: str) -> None:
-    """Tell replay that this server goes, so that its leases move at once."""
-    await server.dealer.send(m.Goodbye(reason=reason))

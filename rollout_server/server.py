@@ -49,33 +49,28 @@ class RolloutServer:
         self.name = name
         self.fingerprint = fingerprint
         self.follower = WeightFollower(
-            config,
-            self.engine,
-            name,
-            on_live=self._went_live,
-            on_quarantine=self._went_dark,
-            subscriber=subscriber,
+            config, self.engine, name, on_live=self._went_live, on_quarantine=self._went_dark, subscriber=subscriber
         )
         self.version: int | None = None
         """Version that is live and proven; None while no lease may be asked for."""
         self.incarnation = 0
         """Of the learner that made it."""
-        self._hello_at, self._waits_for_welcome = 0.0, False
-        """When Hello was sent last, and whether no Welcome with the bus's address has come since."""
+        self._hello_at: float | None = None
+        """When Hello was sent last; None once a Welcome with the bus's address has come."""
         self.leases = Leases(config, generator, dealer)
-        self.started = time.monotonic()
-        self.activity, self.activity_since = "joining", self.started
-        self._busy_s, self._tokens, self._beat_at = 0.0, 0, self.started
+        now = time.monotonic()
+        self.activity, self.activity_since = "joining", now
+        self._busy_s, self._tokens, self._beat_at = 0.0, 0, now
 
     @property
     def capacity(self) -> int:
-        """Leases to hold: the engine's batch and a quarter more, so that it never runs dry."""
+        """Leases to hold: the engine's batch and a quarter, so that it never runs dry."""
         return max(1, -(-5 * self.config.rollout.max_running // (4 * self.config.rollout.group_size)))
 
     async def join(self) -> None:
         """Send Hello, and what replay may have lost."""
         self.leases.begin_again()
-        self._hello_at, self._waits_for_welcome = time.monotonic(), True
+        self._hello_at = time.monotonic()
         await self.dealer.send(
             m.Hello(
                 role="rollout_server",
@@ -85,8 +80,7 @@ class RolloutServer:
                 fingerprint=self.fingerprint,
             )
         )
-        if self.version is not None:
-            await self._ask()
+        await self._ask(self.version, self.capacity)
         await self.leases.send_again()
 
     async def next_message(self) -> Message:
@@ -97,23 +91,20 @@ class RolloutServer:
         while True:
             try:
                 envelope = await self.dealer.receive(limit)
-                break
             except WireError as error:
                 log.warning("a message of replay is refused: %s [corrupt]", error)
-        if envelope is None:
-            raise ChannelError(
-                f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}: nothing came", "silent"
-            )
-        return envelope.message
-
-    # ---- messages --------------------------------------------------------------------------------------
+                continue
+            if envelope is None:
+                waited = f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}"
+                raise ChannelError(f"{waited}: nothing came", "silent")
+            return envelope.message
 
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
         match message:
             case m.Welcome():
                 if message.bus_address is not None:
-                    self._waits_for_welcome = False
+                    self._hello_at = None
                     self.follower.follow(message.bus_address, self.dealer.run_id)
                 else:
                     self._now("waiting for the learner")
@@ -127,36 +118,28 @@ class RolloutServer:
                 self.leases.evaluate(message, tasks)
             case m.EvaluationClosed():
                 await self.leases.close_evaluation(message.version)
+            case m.Refused() if message.reason.startswith("say Hello"):
+                await self.join()
             case m.Refused():
-                await self._refused(message)
+                raise ChannelError(f"replay refused {self.name!r}: {message.reason}", "closed")
             case m.Goodbye():
                 raise RunEnded(message.reason, message.failed)
 
-    async def _refused(self, message: m.Refused) -> None:
-        if not message.reason.startswith("say Hello"):
-            raise ChannelError(f"replay refused {self.name!r}: {message.reason}", "closed")
-        await self.join()
-
-    async def _ask(self) -> None:
-        if self.version is not None:
-            await self.dealer.send(self._request(self.capacity, self.version))
-
-    def _request(self, capacity: int, version: int) -> m.LeaseRequest:
-        return m.LeaseRequest(capacity=capacity, version=version, incarnation=self.incarnation)
+    async def _ask(self, version: int | None, capacity: int) -> None:
+        """Ask for so many leases, if there is a version to start them with."""
+        if version is not None:
+            await self.dealer.send(m.LeaseRequest(capacity=capacity, version=version, incarnation=self.incarnation))
 
     async def _went_live(self, version: int, incarnation: int) -> None:
         self.version, self.incarnation = version, incarnation
         self.leases.served.append((incarnation, version))
-        await self._ask()
+        await self._ask(version, self.capacity)
 
     async def _went_dark(self, reason: str) -> None:
         """A quarantined engine takes no lease until a refill has been proven."""
         held, self.version = self.version, None
         self._now(f"quarantined: {reason}")
-        if held is not None:
-            await self.dealer.send(self._request(0, held))
-
-    # ---- heartbeat -------------------------------------------------------------------------------------
+        await self._ask(held, 0)
 
     async def beat(self) -> None:
         """Heartbeats, lease renewals and resends, once per network.heartbeat_s."""
@@ -169,15 +152,12 @@ class RolloutServer:
             await self.dealer.send(
                 m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges)
             )
-            await self._repeat(now)
+            # The current state again: any message may be lost with a process or a connection.
+            if self._hello_at is not None and now - self._hello_at > WELCOME_BEATS * self.config.network.heartbeat_s:
+                await self.join()
+            else:
+                await self._ask(self.version, self.capacity)
             await self.leases.renew(now)
-
-    async def _repeat(self, now: float) -> None:
-        """Repeat the current state: any message may be lost with a process or a connection."""
-        if self._waits_for_welcome and now - self._hello_at > WELCOME_BEATS * self.config.network.heartbeat_s:
-            await self.join()
-        else:
-            await self._ask()
 
     async def _gauges(self) -> dict[str, float]:
         health = await self.engine.health()
@@ -186,10 +166,8 @@ class RolloutServer:
         busy, tokens = health.busy_s - self._busy_s, health.generated_tokens - self._tokens
         self._busy_s, self._tokens, self._beat_at = health.busy_s, health.generated_tokens, now
         if self.version is not None:
-            if self.leases.evaluating:
-                self._now("evaluating")
-            else:
-                self._now("generating" if health.running else "waiting for leases")
+            serving = "generating" if health.running else "waiting for leases"
+            self._now("evaluating" if self.leases.evaluating else serving)
         return {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
             "tokens_per_s": tokens / elapsed,

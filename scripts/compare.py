@@ -27,6 +27,7 @@ from learner.report.live_view import LiveView
 from learner.report.metrics import MetricsError, read_rows
 from learner.report.summary import evaluations
 from replay.prompts import PromptSource, load_rows, stream_seed
+from scripts.bench.core import table
 from scripts.bench.server import forced_length
 
 LOSSES = {
@@ -45,11 +46,7 @@ class CompareError(RuntimeError):
 
 
 def train(name: str, args: argparse.Namespace, data: Path, settings: dict[str, Any], *server: str) -> Path:
-    """One run of the quick start's task to its end; its folder.
-
-    Raises:
-        CompareError: the run failed.
-    """
+    """One run of the quick start's task to its end; its folder. Raises CompareError."""
     given = {
         "run.name": f"{name}-lag{args.lag}-seed{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}",
         "run.dir": args.out.resolve(),
@@ -71,11 +68,8 @@ def train(name: str, args: argparse.Namespace, data: Path, settings: dict[str, A
     return Path(config.run_dir)
 
 
-# ---- corrections ------------------------------------------------------------------------------------------------
-
-
 def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]]:
-    """Both curves as text, and the summary."""
+    """Sampled accuracy by policy version as text, and the summary."""
     curves: dict[str, dict[int, float]] = {}
     lags: dict[str, float] = {}
     for name, loss in LOSSES.items():
@@ -87,26 +81,19 @@ def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, An
         lags[name] = report(folder)["mean_lag"] or 0.0
         if not curves[name]:
             raise CompareError(f"{folder}: no evaluation in metrics.jsonl; look at its logs/")
-    lines = ["sampled accuracy by policy version", "version  " + "  ".join(f"{name:>10}" for name in curves)]
-    for version in sorted({version for curve in curves.values() for version in curve}):
-        cells = [f"{curve[version]:>10.3f}" if version in curve else f"{'-':>10}" for curve in curves.values()]
-        lines.append(f"{version:>7}  " + "  ".join(cells))
+    text = table([{"version": name, **curve, "mean lag": lags[name]} for name, curve in curves.items()], "version")
     enough = 0.75 * args.lag
-    low = [name for name in lags if lags[name] < enough]
-    lines += [f"{name}: mean realised lag {lags[name]:.2f} of at most {args.lag}" for name in lags]
-    lines.append(
-        f"NOT meaningful: the mean realised lag of {' and '.join(low)} is below {enough:g}; give the rollout servers"
-        " more room (placement.split, rollout.max_running)"
-        if low
-        else f"meaningful: both runs realised a mean lag of {enough:g} or more"
-    )
+    if min(lags.values()) < enough:
+        text += (
+            f"NOT meaningful: a mean realised lag is below {enough:g} (bound {args.lag}); give the rollout servers more"
+        )
+        text += " room (placement.split, rollout.max_running)"
+    else:
+        text += f"meaningful: both runs realised a mean lag of {enough:g} or more"
     values = {name: float(np.mean(list(curve.values())[-LAST:])) for name, curve in curves.items()}
-    summary = {name: round(value, 4) for name, value in values.items()}
-    summary |= {"difference": round(values["ppo_clip"] - values["off"], 4)}
-    return "\n".join(lines), summary | {f"mean_lag_{name}": round(lag, 3) for name, lag in lags.items()}
-
-
-# ---- staleness --------------------------------------------------------------------------------------------------
+    summary = values | {"difference": values["ppo_clip"] - values["off"]}
+    summary |= {f"mean_lag_{name}": lag for name, lag in lags.items()}
+    return text, {name: round(value, 4) for name, value in summary.items()}
 
 
 def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]]:
@@ -125,31 +112,7 @@ def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]
         folder = train(f"stale-{policy}", args, data, settings | {"replay.on_stale": policy}, *server)
         results[policy] = stale_numbers(folder, data, args.seed)
         results[policy]["step_over_wait"] = round(results[policy]["step_s"] / results["wait"]["step_s"], 3)
-    head = [
-        "on_stale",
-        "dropped",
-        "leased again",
-        "masked",
-        "mean length trained",
-        "of all prompts",
-        "mean lag",
-        "step",
-    ]
-    rows = [
-        [
-            f"`{policy}`",
-            f"{row['dropped']} ({row['dropped_share']:.1%})",
-            row["leased_again"],
-            f"{row['masked_share']:.1%}",
-            row["mean_length_trained"],
-            row["mean_length_of_all"],
-            row["mean_lag"],
-            f"× {row['step_over_wait']:.2f}",
-        ]
-        for policy, row in results.items()
-    ]
-    table = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table), results
+    return table([{"on_stale": policy, **row} for policy, row in results.items()], "on_stale"), results
 
 
 def stale_numbers(folder: Path, data: Path, seed: int) -> dict[str, Any]:

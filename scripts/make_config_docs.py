@@ -5,18 +5,17 @@ when the page is out of date, so the page cannot say anything that the code does
 """
 
 import argparse
+import json
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
-from configs.aliases import ALIASES, FRAMEWORKS
+from configs.aliases import FRAMEWORKS, ROWS
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.schema import Config
 
@@ -42,6 +41,12 @@ There are {count} keys.
 """
 
 
+FOREIGN = """## Names of other frameworks
+
+They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
+"""
+
+
 def page() -> str:
     """The whole page as Markdown."""
     flags = "\n".join(f"| `{flag}` | `{key}` |" for flag, key in FLAGS.items())
@@ -49,38 +54,22 @@ def page() -> str:
     presets = presets.replace(f"`{QUICKSTART}`", f"`{QUICKSTART}` (the default)")
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        assert isinstance(section, type) and issubclass(section, BaseModel)
-        parts.append("\n".join(_section(name, section)))
-    parts.append("\n".join(_foreign_names()))
-    return "\n".join(parts)
+        section: Any = field.annotation
+        rows = [
+            (f"`{name}.{key}`", type_text(one), default_text(one), _one_line(one.description or ""))
+            for key, one in section.model_fields.items()
+        ]
+        parts += [
+            f"## {name}\n\n{_one_line(section.__doc__ or '')}\n",
+            _table(("key", "type", "default", "meaning"), rows),
+        ]
+    foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
+    return "\n".join([*parts, FOREIGN, _table(("key", *FRAMEWORKS), foreign)])
 
 
-def _foreign_names() -> Iterator[str]:
-    """A table of the keys that other frameworks have as well, a line for each key."""
-    yield "## Names of other frameworks"
-    yield ""
-    yield "They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end."
-    yield ""
-    yield f"| key | {' | '.join(FRAMEWORKS)} |"
-    yield f"|---|{'---|' * len(FRAMEWORKS)}"
-    for key in dict.fromkeys(ALIASES.values()):
-        cells = [[name for name, ours in names.items() if ours == key] for names in FRAMEWORKS.values()]
-        yield f"| `{key}` | {' | '.join(', '.join(f'`{name}`' for name in cell) or '–' for cell in cells)} |"
-    yield ""
-
-
-def _section(name: str, section: type[BaseModel]) -> Iterator[str]:
-    yield f"## {name}"
-    yield ""
-    yield _one_line(section.__doc__ or "")
-    yield ""
-    yield "| key | type | default | meaning |"
-    yield "|---|---|---|---|"
-    for key, field in section.model_fields.items():
-        cells = (f"`{name}.{key}`", type_text(field), default_text(field), _one_line(field.description or ""))
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    yield ""
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {line} |" for line in lines), ""])
 
 
 def type_text(field: FieldInfo) -> str:
@@ -113,10 +102,7 @@ def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
-    assert value is not PydanticUndefined
-    if value is None or isinstance(value, bool):
-        return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
-    return f"`{list(value) if isinstance(value, tuple) else value}`"
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
 def _one_line(text: str) -> str:
@@ -129,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     args = parser.parse_args(argv)
     wanted = page()
+    if args.check and PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
+        return 0
     if args.check:
-        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
-            return 0
         print(f"{PAGE.name} is out of date: run python -m scripts.make_config_docs", file=sys.stderr)
         return 1
     PAGE.parent.mkdir(exist_ok=True)

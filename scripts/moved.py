@@ -2,9 +2,8 @@
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
-from collections.abc import Sequence
-from types import ModuleType
 
 MOVED = {
     "scripts.bench_bus": "scripts.bench bus",
@@ -40,12 +39,9 @@ FORWARD = (
 class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Finds the old names for `python -m`."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         """A module for an old name; none for any other."""
-        found = name in MOVED
-        return importlib.machinery.ModuleSpec(name, self, is_package=self.is_package(name)) if found else None
+        return importlib.util.spec_from_loader(name, self) if name in MOVED else None
 
     def is_package(self, name: str) -> bool:
         """Whether other old names are below this one."""

@@ -16,17 +16,16 @@ from replay.channel import Envelope, WireError
 from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
-from weight_bus.membership import Member, State
-from weight_bus.offer import Board, Event
-from weight_bus.round import Ends, Round
-from weight_bus.sender import Sender
+from weight_bus.membership import Admission, Member, State
+from weight_bus.offer import Board
+from weight_bus.round import Ends, Round, Sender
 from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
 
-MAX_HOLD_S = 24 * 3600.0
-"""No engine may ask for more."""
+MAX_HOLD_S = 24 * 3600.0  # no engine may ask for more
 SPOILED = "its engine is spoiled and restarts,"
+ENGAGED = (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
 
 
 class Bus:
@@ -35,22 +34,17 @@ class Bus:
     def __init__(
         self, config: WeightBus, *, router: Router, board: Board, transport: Transport, incarnation: int
     ) -> None:
-        self._config = config
-        self._router = router
-        self._board = board
-        self._incarnation = incarnation
+        self._config, self._router, self._board, self._incarnation = config, router, board, incarnation
+        self._membership = board.membership
         self._facts = transport.facts()
         self._next_beat = 0.0
-        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake.set)
-        self._ends = Ends(config=config, router=router, board=board, sender=sender, incarnation=incarnation)
+        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake)
+        self._ends = Ends(
+            config=config, router=router, board=board, sender=sender, incarnation=incarnation, serve=self._pump
+        )
         self._suspects: frozenset[str] = frozenset()
-        self._thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
-        self._thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end. False when it has not."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
+        self.thread.start()
 
     def _run(self) -> None:
         wake_quickly()
@@ -61,7 +55,8 @@ class Bus:
                 if receivers:
                     self._run_round(receivers)
                 else:
-                    self._pump(self._has_work, time.monotonic() + self._config.heartbeat_s)
+                    due = time.monotonic() + self._config.heartbeat_s
+                    self._pump(lambda: bool(self._board.pending or self._receivers()), due)
         except BusClosed as closed:
             self._say_goodbye(str(closed))
         except Exception as error:
@@ -82,18 +77,15 @@ class Bus:
             receivers = [member for member in receivers if self._reach(member)]
         if not receivers:
             return
-        sending = Round(self._ends, offer, receivers, self._suspects)
-        for wait in sending.steps():
-            self._pump(wait.until, wait.deadline)
-        outcome, error = sending.outcome, sending.outcome.error
-        self._suspects = outcome.suspects
+        outcome = Round(self._ends, offer, receivers, self._suspects).run()
+        self._suspects, error = outcome.suspects, outcome.error
         if error is not None and outcome.charged is not None:
             self._charge(outcome.charged, str(error))
         for member in outcome.spoiled:
             self._lose(member, f"{error}; {SPOILED}", error.symptom if error is not None else "", rejoin=False)
 
     def _say_goodbye(self, reason: str) -> None:
-        for member in self._board.membership.members.values():
+        for member in self._membership.members.values():
             self._router.send(member.identity, m.Goodbye(session=member.session, reason=reason))
 
     def _take_up(self) -> None:
@@ -113,25 +105,19 @@ class Bus:
             offer = self._board.current
             if offer is None or offer.progress.stalled:
                 return []
-            return self._board.membership.needing(offer.version, time.monotonic())
+            return self._membership.needing(offer.version, time.monotonic())
 
-    def _has_work(self) -> bool:
-        return self._board.pending is not None or bool(self._receivers())
+    def _pump(self, until: Callable[[], bool], deadline: float) -> None:
+        """Serve the control plane until a condition holds or the deadline has passed.
 
-    def _pump(self, until: Callable[[], bool], deadline: float) -> bool:
-        """Serve the control plane until a condition holds (True) or the deadline has passed (False).
-
-        Raises:
-            BusClosed: close() was called meanwhile.
+        Raises BusClosed: close() was called meanwhile.
         """
         while True:
             if self._board.closing:
                 raise BusClosed(self._board.closing)
-            if until():
-                return True
             now = time.monotonic()
-            if now >= deadline:
-                return False
+            if until() or now >= deadline:
+                return
             arrived = self._router.poll(min(deadline, self._next_beat) - now)
             with self._board.changed:
                 for identity, envelope in arrived:
@@ -143,9 +129,9 @@ class Bus:
         """Send heartbeats, and remove members that are silent or slow. After reading what has arrived, never before."""
         if now >= self._next_beat:
             self._next_beat = now + self._config.heartbeat_s
-            for member in list(self._board.membership.members.values()):
+            for member in list(self._membership.members.values()):
                 self._reach(member)
-        for member, symptom, seconds in self._board.membership.overdue(now):
+        for member, symptom, seconds in self._membership.overdue(now):
             self._lose(member, f"{symptom} for {seconds:.1f} s", symptom)
 
     def _reach(self, member: Member) -> bool:
@@ -158,39 +144,32 @@ class Bus:
     def _lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
         """Remove a member, name it in the log and in the report of the current version."""
         with self._board.changed:
-            offer, membership = self._board.current, self._board.membership
+            offer, version, epoch = self._board.current, self._board.version, self._membership.epoch
             quiet = time.monotonic() - member.heard_at
-            before = (
-                f"; before: {offer.failed[member.name]}" if offer is not None and member.name in offer.failed else ""
-            )
-            doing = self._activity(member)
+            earlier = offer.failed.get(member.name) if offer is not None else None
+            before = f"; before: {earlier}" if earlier is not None else ""
+            doing = f"{member.state.value} v{member.target}" if member.state in ENGAGED else member.state.value
+            doing = self._ends.sender.doing(member.target) if member.state is State.RECEIVING else doing
             reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
-            version = offer.version if offer is not None else -1
-            log.warning("weight bus: v%d epoch %d: %s %s; removed", version, membership.epoch, member, reason)
+            log.warning("weight bus: v%d epoch %d: %s %s; removed", version, epoch, member, reason)
             self._router.send(member.identity, m.Removed(session=member.session, reason=reason, rejoin=rejoin))
-            membership.remove(member, rejoin=rejoin)
+            self._membership.remove(member, rejoin=rejoin)
             self._board.counters["lost_peers"] += 1
-            if offer is not None and offer.report is None and member.version != offer.version:
+            if offer is not None and offer.report is None and member.version != version:
                 offer.failed[member.name] = reason
-            self._emit("removed", member, reason, symptom)
-
-    def _activity(self, member: Member) -> str:
-        """What a member is doing, in words."""
-        if member.state is State.RECEIVING:
-            return self._ends.sender.doing(member.target)
-        engaged = member.state in (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
-        return f"{member.state.value} v{member.target}" if engaged else member.state.value
+            self._board.emit("removed", version, member.name, reason, symptom)
 
     def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
         if isinstance(envelope, WireError):
             log.warning("weight bus: refused a message of %r: %s [corrupt]", identity, envelope)
             return
         message = envelope.message
+        assert isinstance(message, m.InSession)  # as all of TO_PUBLISHER
         if isinstance(message, m.Join):
             self._on_join(identity, message, envelope.run_id, now)
             return
-        session = getattr(message, "session", "")
-        member = self._board.membership.heard(session, now)
+        session = message.session
+        member = self._membership.heard(session, now)
         if member is None:
             if not isinstance(message, m.Goodbye):
                 # also for a subscriber that was stopped and continues: it joins anew and is refilled
@@ -198,40 +177,37 @@ class Bus:
             return
         match message:
             case m.EpochReady():
-                self._board.membership.ready(session, message.epoch, now)
+                self._membership.ready(session, message.epoch, now)
             case m.Paused():
-                self._board.membership.paused(message, now, now + self._config.deadline_s)
+                self._membership.paused(message, now, now + self._config.deadline_s)
             case m.Staged():
                 self._on_staged(message, now)
             case m.Applied():
-                self._on_applied(message, now)
+                self._on_applied(member, message, now)
             case m.Holding():
                 self._on_holding(message, now)
             case m.ReceiveFailed():
                 self._on_receive_failed(message, now)
             case m.Goodbye():
                 log.info("weight bus: %s leaves: %s", member, message.reason)
-                self._board.membership.remove(member, rejoin=True)
-                self._emit("left", member, message.reason)
+                self._membership.remove(member, rejoin=True)
+                self._board.emit("left", self._board.version, member.name, message.reason)
 
     def _on_join(self, identity: str, join: m.Join, run_id: str, now: float) -> None:
         board, offer = self._board, self._board.current
         version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
+        known = self._membership.find(join.session) is not None
         if run_id != self._router.run_id:
             reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
-            self._refuse(identity, join.session, reason, run_id)
-            return
-        apart = differing(self._facts, join.facts)
-        if apart:
-            self._refuse(
-                identity, join.session, f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
-            )
-            return
-        known = board.membership.find(join.session) is not None
-        admission = board.membership.join(join, identity, now, version=version, digest=digest)
+            admission = Admission(refused=reason)
+        elif apart := differing(self._facts, join.facts):
+            reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
+            admission = Admission(refused=reason)
+        else:
+            admission = self._membership.join(join, identity, now, version=version, digest=digest)
         member, old = admission.member, admission.replaced
         if member is None:
-            self._refuse(identity, join.session, admission.refused)
+            self._refuse(identity, join.session, admission.refused, run_id)
             return
         if old is not None and old.instance != join.instance:
             reason = f"a newer {old} joined as pid {join.pid} on {join.host} [duplicate]"
@@ -241,7 +217,7 @@ class Bus:
         if not known:
             board.counters["joins"] += 1
             log.info("weight bus: %s joined, it holds v%d", member, join.version)
-            self._emit("join", member)
+            board.emit("join", version, member.name)
 
     def _refuse(self, identity: str, session: str, reason: str, run_id: str = "") -> None:
         """End a session for good."""
@@ -250,17 +226,17 @@ class Bus:
 
     def _on_staged(self, staged: m.Staged, now: float) -> None:
         board, offer = self._board, self._board.current
-        member = board.membership.receiving(staged.session, staged.epoch, staged.version)
+        session, epoch, version = staged.session, staged.epoch, staged.version
+        member = self._membership.receiving(session, epoch, version)
         if member is None or offer is None:
             return
-        session, epoch, version = staged.session, staged.epoch, staged.version
         off = (epoch, version) == board.called_off
         if off or (not staged.corrupt and version != offer.version):
             reason = "called off" if off else f"superseded by v{offer.version}"
             self._router.send(member.identity, m.Abort(session=session, epoch=epoch, version=version, reason=reason))
-            board.membership.release(member, now)
+            self._membership.release(member, now)
             return
-        board.membership.staged(staged, now, now + self._config.deadline_s)
+        self._membership.staged(staged, now, now + self._config.deadline_s)
         for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
             offer.seconds[phase] = max(offer.seconds.get(phase, 0.0), seconds)
         if staged.corrupt:
@@ -270,48 +246,45 @@ class Bus:
             commit = m.Commit(session=session, epoch=epoch, version=version, digest=member.expected)
             self._router.send(member.identity, commit)
 
-    def _on_applied(self, applied: m.Applied, now: float) -> None:
-        board = self._board
-        healing = board.membership.find(applied.session)
-        faults = healing.faults if healing is not None else 0
-        member = board.membership.applied(applied, now)
-        if member is None:
+    def _on_applied(self, member: Member, applied: m.Applied, now: float) -> None:
+        board, faults = self._board, member.faults
+        if self._membership.applied(applied, now) is None:
             return
         if member.state is State.LIVE:
             if faults:
                 board.counters["heals"] += 1
                 log.info("weight bus: v%d: %s is healed", applied.version, member)
-                self._emit("healed", member)
-            self._emit("live", member)
+                board.emit("healed", board.version, member.name)
+            board.emit("live", board.version, member.name)
         else:
             board.counters["quarantines"] += 1
             reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
             self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
 
     def _on_holding(self, holding: m.Holding, now: float) -> None:
-        if not 0 < holding.limit_s <= MAX_HOLD_S:
-            log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", holding.version, holding.limit_s)
+        version, limit_s, reason = holding.version, holding.limit_s, holding.reason
+        if not 0 < limit_s <= MAX_HOLD_S:
+            log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", version, limit_s)
             return
-        member = self._board.membership.holding(holding, now)
+        member = self._membership.holding(holding, now)
         if member is not None:
-            text = "weight bus: v%d waits for %s, at most %.0f s: %s"
-            log.info(text, holding.version, member, holding.limit_s, holding.reason)
-            self._emit("held", member, holding.reason)
+            log.info("weight bus: v%d waits for %s, at most %.0f s: %s", version, member, limit_s, reason)
+            self._board.emit("held", self._board.version, member.name, reason)
 
     def _on_receive_failed(self, failed: m.ReceiveFailed, now: float) -> None:
         what = (failed.session, failed.epoch, failed.version)
-        member = self._board.membership.receiving(*what)
+        member = self._membership.receiving(*what)
         if member is not None and self._config.apply == "direct":
-            self._board.membership.break_group()
+            self._membership.break_group()
             self._lose(member, f"{failed.reason}; {SPOILED}", "corrupt", rejoin=False)
             return
-        member = member or self._board.membership.preparing(*what)
+        member = member or self._membership.preparing(*what)
         if member is None:
             log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
             return
-        alone = len(self._board.membership.group) == 1
-        self._board.membership.release(member, now)
-        self._board.membership.break_group()
+        alone = len(self._membership.group) == 1
+        self._membership.release(member, now)
+        self._membership.break_group()
         log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
         if alone:
             self._charge(member, failed.reason)
@@ -320,26 +293,19 @@ class Bus:
         """Count a failed broadcast against the only receiver it had, which is tried again after a pause."""
         with self._board.changed:
             pause = self._config.heartbeat_s * 2.0**member.faults
-            self._board.membership.fault(member, time.monotonic() + pause)
+            self._membership.fault(member, time.monotonic() + pause)
             self._faulty(member, "failed", reason)
 
     def _faulty(self, member: Member, kind: str, reason: str) -> None:
-        """A member has a fault more: it is refilled by the next round, or removed when it has had its refills."""
+        """One fault more: it is refilled by the next round, or removed when it has had its refills."""
         offer, limit = self._board.current, self._config.max_heals
         if offer is not None and offer.report is None:
             offer.failed[member.name] = reason
-        self._emit(kind, member, reason)
-        if self._board.membership.hopeless(member):
+        self._board.emit(kind, self._board.version, member.name, reason)
+        if self._membership.hopeless(member):
             self._lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
         else:
             log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)
-
-    def _emit(self, kind: str, member: Member, detail: str = "", symptom: str = "") -> None:
-        offer, epoch = self._board.current, self._board.membership.epoch
-        version = offer.version if offer is not None else -1
-        self._board.emit(
-            Event(kind=kind, version=version, epoch=epoch, name=member.name, detail=detail, symptom=symptom)
-        )
 
 
 def _named(tensors: list[str]) -> str:

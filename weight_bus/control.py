@@ -1,10 +1,10 @@
 """Sockets of the control plane: the publisher's ROUTER, a subscriber's DEALER, and a wake-up for either thread."""
 
-import logging
 import socket
 import sys
 import threading
 from collections import deque
+from contextlib import ExitStack, suppress
 
 import zmq
 
@@ -27,82 +27,70 @@ from replay.channel import (
 )
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
-log = logging.getLogger(__name__)
-
 BEAT_SUFFIX = "/beat"
-REMEMBERED = 1024
-"""Messages of the publisher whose copies are known as such."""
+REMEMBERED = 1024  # messages of the publisher whose copies are known as such
 SWITCH_S = 0.0005
 
 
 def wake_quickly() -> None:
-    """For threads of the bus in a process that computes: the interpreter is theirs after 0.5 ms, not after 5.
-
-    An update passes through a dozen such waits, one after the other.
-    """
+    """For threads of the bus beside computing ones: an update has a dozen waits for the interpreter, now of 0.5 ms."""
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
-class WakeUp:
-    """Lets any thread end another thread's poll."""
+class _End:
+    """What both ends share: a socket, a poll that can be woken, the numbers of what is sent."""
 
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
+    def __init__(self, kind: int, run_id: str) -> None:
+        self.run_id = run_id
+        self._wakes, self._waker = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._waker.setblocking(False)
+        self._sequence = sequence_numbers()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._watches = ExitStack()  # of the socket, closed before it
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakes.fileno(), zmq.POLLIN)
 
-    def fileno(self) -> int:
-        """What to poll."""
-        return self._reader.fileno()
+    def wake(self) -> None:
+        """End the poll, the present or the next one; from any thread."""
+        with suppress(OSError):  # full of wake-ups already, or closed
+            self._waker.send(b"\0")
 
-    def set(self) -> None:
-        """End the poll, the present or the next one."""
-        try:
-            self._writer.send(b"\0")
-        except BlockingIOError:
-            return  # the buffer is full of wake-ups already
-        except OSError as error:
-            log.debug("weight bus: wake-up after close: %s", error)
-
-    def clear(self) -> None:
-        """Forget the wake-ups so far."""
-        try:
-            while self._reader.recv(4096):
-                pass
-        except BlockingIOError:
-            return
+    def _arrives(self, timeout_s: float) -> bool:
+        """Wait for a message or a wake-up; whether there is a message."""
+        if self._wakes.fileno() in dict(self._poller.poll(max(0, int(timeout_s * 1000)))):
+            with suppress(BlockingIOError):
+                while self._wakes.recv(4096):
+                    pass
+        return bool(self._socket.poll(0))
 
     def close(self) -> None:
-        """Close both ends."""
-        self._reader.close()
-        self._writer.close()
+        """Send what is queued for up to a second, then close."""
+        self._watches.close()
+        self._socket.close(linger=1000)
+        self._context.term()
+        self._wakes.close()
+        self._waker.close()
 
 
-class Router:
+class Router(_End):
     """The publisher's end, used by the bus thread only (except `wake`)."""
 
     def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
-        self.run_id = run_id
-        self.wake = WakeUp()
-        self._sequence = sequence_numbers()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._gate: Gate | None = None
+        super().__init__(zmq.ROUTER, run_id)
         try:
             configure(self._socket, Limits(), keys)
-            # a subscriber that reconnects must not wait until the kernel notices that its old connection is dead
-            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            if keys is not None:
-                self._gate = Gate(self._context, self._socket, keys)
-            roster = self._gate.roster if self._gate is not None else None
+            gate = Gate(self._context, self._socket, keys) if keys is not None else None
+            if gate is not None:
+                self._watches.callback(gate.close)
+            roster = gate.roster if gate is not None else None
             self._arrivals = Arrivals(TO_PUBLISHER, Limits().max_message_bytes, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()
             raise
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, identity: str, message: Message, run_id: str = "") -> str:
         """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full.
@@ -122,57 +110,35 @@ class Router:
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
         """What has arrived within `timeout_s`; corrupt messages as their error, the bus must go on."""
-        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
-        if self.wake.fileno() in events:
-            self.wake.clear()
         arrived: list[tuple[str, Envelope | WireError]] = []
-        while self._socket.poll(0):
+        while self._arrives(0.0 if arrived else timeout_s):
             # of any run: a peer of another run gets an answer that says so
             identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
             arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
         return arrived
 
-    @property
-    def refused(self) -> dict[str, int]:
-        """Handshakes that the keys refused, by reason; empty without keys."""
-        return dict(self._gate.refused) if self._gate is not None else {}
 
-    def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=1000)
-        self._context.term()
-        self.wake.close()
-
-
-class Dealer:
+class Dealer(_End):
     """A subscriber's end, used by the thread that receives (except `wake`)."""
 
     def __init__(
         self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True, keys: Keys | None = None
     ) -> None:
-        self.run_id = run_id
-        self.wake = WakeUp()
-        self._sequence = sequence_numbers()
+        super().__init__(zmq.DEALER, run_id)
         # no window like the publisher's: a publisher that restarts with its clock behind counts from below
         self._had: deque[int] = deque(maxlen=REMEMBERED)
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits(), keys)
         # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
         self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
+        self._watches.callback(self._handshake.close)
         try:
             self._socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             reason = f"cannot connect to the weight bus at {address!r}: {error.strerror}; expected tcp://host:port"
             raise ChannelError(reason, "closed") from error
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self.wake.fileno(), zmq.POLLIN)
 
     def send(self, message: Message) -> bool:
         """Queue a message; False when the queue is full, or unconnected and so without one (or refused: see `poll`)."""
@@ -185,13 +151,9 @@ class Dealer:
     def poll(self, timeout_s: float) -> Message | WireError | None:
         """The next message within `timeout_s`, None after that time or a wake-up.
 
-        Raises:
-            ChannelError: the publisher refuses this subscriber (keys).
+        Raises ChannelError: the publisher refuses this subscriber (keys).
         """
-        events = dict(self._poller.poll(max(0, int(timeout_s * 1000))))
-        if self.wake.fileno() in events:
-            self.wake.clear()
-        if not self._socket.poll(0):
+        if not self._arrives(timeout_s):
             self._handshake.check()
             return None
         try:
@@ -206,13 +168,6 @@ class Dealer:
         self._had.append(envelope.sequence)
         return envelope.message
 
-    def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
-        self._handshake.close()
-        self._socket.close(linger=1000)
-        self._context.term()
-        self.wake.close()
-
 
 class Pulse:
     """Heartbeats of a subscriber, from a thread and a socket of their own.
@@ -225,9 +180,7 @@ class Pulse:
         self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False, keys=keys)
         self._period_s = period_s
         self._stop = threading.Event()
-        self.session = ""
-        """Beats for this session; empty beats for none. Set by the receiving thread."""
-        self.activity = ""
+        self.session = ""  # beats for this session; empty beats for none. Set by the receiving thread
         self._thread = threading.Thread(target=self._run, name=f"weight-bus-pulse-{identity}", daemon=True)
         self._thread.start()
 
@@ -235,7 +188,7 @@ class Pulse:
         while not self._stop.wait(self._period_s):
             session = self.session
             if session:
-                self._dealer.send(Heartbeat(session=session, activity=self.activity))
+                self._dealer.send(Heartbeat(session=session))
 
     def close(self) -> None:
         """Stop beating."""

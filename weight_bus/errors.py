@@ -1,12 +1,6 @@
 """Errors of the weight bus.
 
-WeightBusError
-├── NonFiniteWeights   an update holds NaN or infinity; nothing of it is applied
-├── NotAvailable       what the configuration asks for is not on this machine; starting again does not help
-├── BusClosed          the other end said goodbye, or `stop()` was called
-├── RemovedFromBus     the publisher will not serve this subscriber again (max_heals, duplicate name)
-├── EngineSpoiled      `direct` only: the engine was touched and holds no whole version; it must be restarted
-└── TransportError     the data plane lost a peer; `symptom` is its class
+WeightBusError > NonFiniteWeights, NotAvailable, BusClosed, RemovedFromBus, EngineSpoiled, TransportError
 """
 
 
@@ -15,23 +9,23 @@ class WeightBusError(RuntimeError):
 
 
 class NonFiniteWeights(WeightBusError):
-    """An update holds NaN or infinity. Subscribers keep the last version."""
+    """An update holds NaN or infinity. Nothing of it is applied; subscribers keep the last version."""
 
 
 class NotAvailable(WeightBusError):
-    """What the configuration asks for is not installed, or cannot be used, on this machine."""
+    """What the configuration asks for is not on this machine; starting again does not help."""
 
 
 class BusClosed(WeightBusError):
-    """There will be no more updates."""
+    """There will be no more updates: the other end said goodbye, or `stop()` was called."""
 
 
 class RemovedFromBus(WeightBusError):
-    """The publisher removed this subscriber for good; the engine must not serve."""
+    """The publisher removed this subscriber for good (max_heals, duplicate name); the engine must not serve."""
 
 
 class EngineSpoiled(WeightBusError):
-    """An update that went straight into the engine did not arrive whole. The engine must be restarted."""
+    """`direct` only: the engine was touched and holds no whole version; it must be restarted."""
 
 
 class TransportError(WeightBusError):
@@ -39,8 +33,7 @@ class TransportError(WeightBusError):
 
     def __init__(self, message: str, symptom: str) -> None:
         super().__init__(f"{message} [{symptom}]")
-        self.message = message
-        self.symptom = symptom
+        self.message, self.symptom = message, symptom
 
     def during(self, what: str) -> "TransportError":
         """The same error, with what it prevented in front."""

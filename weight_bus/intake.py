@@ -6,6 +6,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from weight_bus.delta.changes import ChangeReader
 from weight_bus.manifest import ALIGNMENT, WITHOUT_GAPS, Manifest
 from weight_bus.messages import Abort, Begin, Commit, Go, manifest_of
 from weight_bus.staging import Staging
-from weight_bus.transports.base import DirectReceiver, Formation, Labelled, Transport, group_prefix
+from weight_bus.transports.base import DirectReceiver, Formation, Labelled, Transport, group_prefix, ignore
 from weight_bus.transports.direct import direct_facts
 
 Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
@@ -48,15 +49,11 @@ class Intake(Received):
         self, transport: Transport, run_id: str, alignment: int = ALIGNMENT, staging: Staging | None = None
     ) -> None:
         super().__init__()
-        self._alignment = alignment
-        self._transport = transport
-        self._run_id = run_id
-        self._formed = 0
-        """Epoch of the present group, 0 for none."""
+        self._transport, self._run_id, self._alignment = transport, run_id, alignment
+        self._formed = 0  # epoch of the present group, 0 for none
         self.staging = staging or Staging()
         self._reader = ChangeReader(transport.device)
-        self._holds = ""
-        """Digest of the version whose bytes are staged, proven; empty when they may be anything."""
+        self._holds = ""  # digest of the version whose bytes are staged, proven; empty when they may be anything
 
     @property
     def facts(self) -> dict[str, str]:
@@ -71,12 +68,9 @@ class Intake(Received):
     def take(self, begin: Begin) -> list[str]:
         """Receive every bucket; builds the group where the epoch is new. Blocks for broadcasts only.
 
-        Returns:
-            Names of tensors whose bytes are not the manifest's; none means that the version is staged.
+        Returns the names of tensors whose bytes are not the manifest's; none means that the version is staged.
 
-        Raises:
-            TransportError: a peer was lost. The group is gone.
-            WireError: the manifest is not consistent.
+        Raises TransportError: a peer was lost. The group is gone; WireError: the manifest is not consistent.
         """
         self.staged = None
         manifest = manifest_of(begin, self._alignment)
@@ -92,10 +86,7 @@ class Intake(Received):
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
-        if begin.base:
-            self._transport.finish()
-        else:
-            self._transport.finish(self.staging.digest)
+        self._transport.finish(ignore if begin.base else self.staging.digest)
         arrived = time.monotonic()
         corrupt = self._change(begin, manifest) if begin.base else self.staging.corrupt()
         self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
@@ -106,8 +97,7 @@ class Intake(Received):
     def _change(self, begin: Begin, manifest: Manifest) -> list[str]:
         """Make the new version of what is staged, as `take`. Not before all has come: the others wait for this one."""
         held, self._holds = self._holds, ""
-        present = self.staging.manifest
-        if held != begin.base or (manifest.entries, manifest.bucket_sizes) != (present.entries, present.bucket_sizes):
+        if held != begin.base or replace(manifest, digests=self.staging.manifest.digests) != self.staging.manifest:
             raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
         if not self._reader.arrived(begin.wire_bytes, begin.change_digest):
             return [f"the change from {begin.base}"]
@@ -121,8 +111,7 @@ class Intake(Received):
 
     def forget(self, *, resume: bool = True) -> None:
         """Drop the group and what is staged; the buffers stay."""
-        self.staged = None
-        self._formed = 0
+        self.staged, self._formed = None, 0
         self._transport.leave()
 
     def close(self) -> None:
@@ -135,13 +124,10 @@ class DirectIntake(Received):
 
     def __init__(self, receiver: DirectReceiver, config: WeightBus, run_id: str) -> None:
         super().__init__()
-        self._receiver = receiver
-        self._run_id = run_id
+        self._receiver, self._run_id = receiver, run_id
         self._formed = 0
-        self._pausing: Begin | None = None
-        """What waits for Go."""
-        self._still = False
-        """The engine stands still, untouched."""
+        self._pausing: Begin | None = None  # what waits for Go
+        self._still = False  # the engine stands still, untouched
         self.ranks = receiver.ranks
         self.facts = direct_facts(config)
         self.manifest = Manifest((), ())
@@ -168,8 +154,7 @@ class DirectIntake(Received):
     def take(self, begin: Begin) -> list[str]:
         """Receive every bucket into the engine. Nothing is known of the bytes, so nothing is ever named.
 
-        Raises:
-            EngineSpoiled: not all arrived.
+        Raises EngineSpoiled: not all arrived.
         """
         self._pausing, self._still = None, False
         if self._formed != begin.epoch:

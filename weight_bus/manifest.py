@@ -1,7 +1,6 @@
 """The manifest: what a weight update carries, in order, and where each tensor lies in its bucket.
 
-Pure: no socket, no clock, no device. A manifest is made once per layout (names, dtypes, shapes never change
-within a run); `with_digests` adds what is new in each version.
+A layout is made once (names, dtypes, shapes never change within a run); `with_digests` adds what is new in a version.
 
     Example: three tensors of 64, 64 and 32 bytes in buckets of 128 bytes give
         Entry("a", ..., bucket=0, offset=0), Entry("b", ..., bucket=0, offset=64), Entry("c", ..., bucket=1, offset=0)
@@ -68,15 +67,10 @@ class Manifest:
         return sum(self.bucket_sizes)
 
     def with_digests(self, digests: Mapping[str, int]) -> "Manifest":
-        """The same layout with the digests of one version.
-
-        Raises:
-            ValueError: a tensor of the layout has no digest, or a digest has no tensor.
-        """
-        names = {entry.name for entry in self.entries}
-        if names != set(digests):
-            wrong = sorted(names ^ set(digests))
-            raise ValueError(f"digests do not match the manifest, first difference: {wrong[0]!r}")
+        """The same layout with the digests of one version. Raises ValueError unless each is that of a tensor."""
+        wrong = {entry.name for entry in self.entries} ^ set(digests)
+        if wrong:
+            raise ValueError(f"digests do not match the manifest, first difference: {min(wrong)!r}")
         return replace(self, digests=dict(digests))
 
     def differences(self, held: Mapping[str, int]) -> list[str]:
@@ -86,27 +80,29 @@ class Manifest:
 
 
 class Planner:
-    """Lays tensors out one by one, so that an update can be packed while it is still being gathered."""
+    """Lays tensors out one by one, so that an update can be packed while it is still being gathered.
+
+    Buckets have at most `bucket_bytes`, or one larger tensor.
+    """
 
     def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._alignment = alignment
-        self._entries: list[Entry] = []
+        self._bucket_bytes, self._alignment = bucket_bytes, alignment
+        self._entries: dict[str, Entry] = {}
         self._sizes: list[int] = []
-        self._seen: set[str] = set()
 
     def place(self, name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
         """The place of the next tensor.
 
         Raises:
-            ValueError: the name appears twice, the dtype cannot travel, or without gaps the tensor would begin inside
-                an element.
+            ValueError: the name appears twice, the dtype cannot travel, a size is negative, or without gaps the tensor
+                would begin inside an element.
         """
-        if name in self._seen:
+        if name in self._entries:
             raise ValueError(f"tensor {name!r} appears twice in the update")
         if dtype not in ITEM_SIZES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, the weight bus carries {sorted(ITEM_SIZES)}")
-        self._seen.add(name)
+        if any(axis < 0 for axis in shape):
+            raise ValueError(f"tensor {name[:80]!r} has shape {[*shape]}")
         size = math.prod(shape) * ITEM_SIZES[dtype]
         if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
             self._sizes.append(0)
@@ -116,14 +112,13 @@ class Planner:
                 " (weight_bus.apply 'direct', weight_bus.transport 'disk'); give all tensors one dtype, or take"
                 " weight_bus.apply: staged and weight_bus.transport: collective"
             )
-        entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
-        self._entries.append(entry)
+        self._entries[name] = entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
         self._sizes[-1] = aligned(self._sizes[-1] + size, self._alignment)
         return entry
 
     def manifest(self) -> Manifest:
         """The layout of everything placed so far, without digests."""
-        return Manifest(tuple(self._entries), tuple(self._sizes))
+        return Manifest(tuple(self._entries.values()), tuple(self._sizes))
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -134,13 +129,7 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 def plan(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int, alignment: int = ALIGNMENT
 ) -> Manifest:
-    """Lay tensors (name, dtype, shape) out in buckets of about `bucket_bytes`, in the given order.
-
-    A tensor larger than `bucket_bytes` gets a bucket of its own.
-
-    Raises:
-        ValueError: see `Planner.place`.
-    """
+    """Lay tensors (name, dtype, shape) out in order. Raises ValueError, see `Planner.place`."""
     planner = Planner(bucket_bytes, alignment)
     for name, dtype, shape in tensors:
         planner.place(name, dtype, shape)

@@ -9,22 +9,21 @@ APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine 
 It is not waited for meanwhile, and counts as slow only after the time that it has asked for.
 
 With weight_bus.apply `direct` a Begin leads to PAUSING instead, then the engine stands still (PAUSED), and RECEIVING
-follows when all of the round do. HOLDING then comes before that, and ends in WAITING.
-
-A member leaves the table by `remove`; its later messages belong to no session and are ignored.
+follows when all of the round do. HOLDING then comes before that, and ends in WAITING. `remove` ends a session, and its
+later messages are ignored.
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 from weight_bus.messages import Applied, Holding, Join, Paused, Staged
 
+V = TypeVar("V")
 MAX_FENCED = 1024
-MAX_RANKS = 64
-"""Of one member: more would be no engine."""
+MAX_RANKS = 64  # of one member: more would be no engine
 
 
 class State(Enum):
@@ -57,30 +56,19 @@ class Member:
     identity: str
     pid: int
     host: str
-    since: float
-    """When the present state began."""
-    ranks: int = 1
-    """Consecutive ranks in a group."""
+    since: float  # when the present state began
+    ranks: int = 1  # consecutive ranks in a group
     heard_at: float
     state: State = State.WAITING
-    deadline: float = math.inf
-    """When the present state has lasted too long."""
-    epoch: int = 0
-    """Last epoch it was invited to."""
-    version: int = -1
-    """Version that it verifiably serves, -1 for none."""
-    target: int = -1
-    """Version on its way to it."""
+    deadline: float = math.inf  # when the present state has lasted too long
+    epoch: int = 0  # last epoch it was invited to
+    version: int = -1  # version that it verifiably serves, -1 for none
+    target: int = -1  # version on its way to it, with the digest `expected`
     expected: str = ""
-    """Digest of `target`."""
-    base: str = ""
-    """Digest of the version whose bytes it has beside its engine, proven; empty while that is not known."""
-    faults: int = 0
-    """Failed updates since the last verified one."""
-    retry_at: float = -math.inf
-    """Not sent anything before this time."""
-    hold: str = ""
-    """Why it is HOLDING."""
+    base: str = ""  # digest of the version whose bytes it has beside its engine, proven; empty while that is not known
+    faults: int = 0  # failed updates since the last verified one
+    retry_at: float = -math.inf  # not sent anything before this time
+    hold: str = ""  # why it is HOLDING
 
     def __str__(self) -> str:
         return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"
@@ -96,12 +84,7 @@ class Admission:
 
 
 class Membership:
-    """The members of one publisher, and its epochs.
-
-    Args:
-        silent_after_s: seconds without a heartbeat after which a member counts as silent.
-        max_faults: failed updates in a row that a member may heal from.
-    """
+    """The members of a publisher: silent after `silent_after_s`, healing from `max_faults` failed updates in a row."""
 
     def __init__(self, *, silent_after_s: float, max_faults: int) -> None:
         self.members: dict[str, Member] = {}
@@ -111,16 +94,15 @@ class Membership:
         self.silent_after_s = silent_after_s
         self._max_faults = max_faults
         # instances that must not come back: replaced by a namesake, or removed for good
-        self._fenced: OrderedDict[str, None] = OrderedDict()
+        self._fenced: dict[str, bool] = {}
         # outlives a session, so that leaving and joining anew does not reset the count
-        self._faults: OrderedDict[str, int] = OrderedDict()
+        self._faults: dict[str, int] = {}
 
     def join(self, join: Join, identity: str, now: float, *, version: int, digest: str) -> Admission:
         """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins."""
         if join.instance in self._fenced:
-            return Admission(
-                refused=f"another instance of {join.name!r} has taken its place, or it was removed for good"
-            )
+            reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
+            return Admission(refused=reason)
         if not 1 <= join.ranks <= MAX_RANKS:
             return Admission(refused=f"{join.name!r} asks for {join.ranks} ranks, not for 1 to {MAX_RANKS} [corrupt]")
         old = self.members.get(join.name)
@@ -128,9 +110,7 @@ class Membership:
             old.heard_at = now
             return Admission(member=old)
         if old is not None:
-            self._drop(old)
-            if old.instance != join.instance:
-                self._fence(old.instance)
+            self.remove(old, rejoin=old.instance == join.instance)
         member = Member(
             name=join.name,
             session=join.session,
@@ -153,25 +133,23 @@ class Membership:
         return next((member for member in self.members.values() if member.session == session), None)
 
     def heard(self, session: str, now: float) -> Member | None:
-        """Note a sign of life."""
+        """Note a sign of life of the member, if the session has not ended."""
         member = self.find(session)
         if member is not None:
             member.heard_at = now
         return member
 
     def needing(self, version: int, now: float) -> list[Member]:
-        """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first.
-
-        A member that keeps failing must not take a healthy one down with it in the same group.
-        """
+        """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first."""
+        # a member that keeps failing must not take a healthy one down with it in the same group
         idle = [m for m in self.members.values() if m.state in IDLE and m.version != version and now >= m.retry_at]
         fewest = min((m.faults for m in idle), default=0)
         return [m for m in idle if m.faults == fewest]
 
     def unsettled(self, version: int) -> list[Member]:
         """Members that do not serve `version` yet and are waited for."""
-        waited_for = [m for m in self.members.values() if m.state is not State.HOLDING]
-        return [m for m in waited_for if m.state is not State.LIVE or m.version != version]
+        served = State.LIVE, version
+        return [m for m in self.members.values() if m.state is not State.HOLDING and (m.state, m.version) != served]
 
     def held(self) -> list[Member]:
         """Members that hold an older version, with leave."""
@@ -190,26 +168,22 @@ class Membership:
     def ready(self, session: str, epoch: int, now: float) -> bool:
         """INVITED → READY. False for an answer to an older epoch."""
         member = self.find(session)
-        if member is None or member.state is not State.INVITED or epoch != member.epoch:
+        if member is None or (member.state, member.epoch) != (State.INVITED, epoch):
             return False
         self._move(member, State.READY, now)
         return True
 
     def begin(
-        self, members: Iterable[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
+        self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
     ) -> None:
-        """READY, or IDLE in the formed group → RECEIVING (version, digest). They are the group from now on.
-
-        With `pause` they become PAUSING instead.
-        """
-        receivers = list(members)
-        for member in receivers:
+        """READY, or IDLE in the formed group → RECEIVING (PAUSING with `pause`) of (version, digest), as the group."""
+        for member in members:
             assert member.state is State.READY or member.session in self.group, member.state
             self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
             member.target, member.expected = target
             member.base = ""  # what it has staged is written over
             member.epoch = self.epoch
-        self.group = tuple(member.session for member in receivers)
+        self.group = tuple(member.session for member in members)
 
     def receiving(self, session: str, epoch: int, version: int) -> Member | None:
         """The member that is RECEIVING exactly this; None for late messages."""
@@ -222,9 +196,10 @@ class Membership:
     def paused(self, paused: Paused, now: float, deadline: float) -> Member | None:
         """PAUSING → PAUSED; HOLDING → WAITING, for its round went on without it. None for late messages."""
         member = self._in(paused.session, paused.epoch, paused.version, State.PAUSING, State.HOLDING)
-        if member is not None:
-            holds = member.state is State.HOLDING
-            self._move(member, State.WAITING if holds else State.PAUSED, now, math.inf if holds else deadline)
+        if member is not None and member.state is State.HOLDING:
+            self._move(member, State.WAITING, now)
+        elif member is not None:
+            self._move(member, State.PAUSED, now, deadline)
         return member
 
     def go(self, members: Iterable[Member], now: float, deadline: float) -> None:
@@ -250,10 +225,7 @@ class Membership:
         return member
 
     def applied(self, applied: Applied, now: float) -> Member | None:
-        """APPLYING or HOLDING → LIVE when the engine's digest is the expected one, else → QUARANTINED.
-
-        None for late messages.
-        """
+        """APPLYING or HOLDING → LIVE with the expected digest, else → QUARANTINED. None for late messages."""
         member = self._in(applied.session, applied.epoch, applied.version, State.APPLYING, State.HOLDING)
         if member is None:
             return None
@@ -268,10 +240,7 @@ class Membership:
         return member
 
     def holding(self, holding: Holding, now: float) -> Member | None:
-        """APPLYING or PAUSING, or HOLDING already → HOLDING, slow only after `limit_s` from now.
-
-        None for late messages.
-        """
+        """APPLYING, PAUSING or HOLDING → HOLDING, slow only after `limit_s` from now. None for late messages."""
         states = (State.APPLYING, State.PAUSING, State.HOLDING)
         member = self._in(holding.session, holding.epoch, holding.version, *states)
         if member is not None:
@@ -288,10 +257,7 @@ class Membership:
         """Count a failed update; the next try is at `retry_at` or later."""
         member.faults += 1
         member.retry_at = retry_at
-        self._faults[member.instance] = member.faults
-        self._faults.move_to_end(member.instance)
-        while len(self._faults) > MAX_FENCED:
-            self._faults.popitem(last=False)
+        _remember(self._faults, member.instance, member.faults)
 
     def hopeless(self, member: Member) -> bool:
         """Whether a member has used up its refills."""
@@ -299,19 +265,17 @@ class Membership:
 
     def overdue(self, now: float) -> list[tuple[Member, str, float]]:
         """Members that are silent, or too slow in their state: (member, symptom, seconds)."""
-        found = []
-        for member in self.members.values():
-            if now - member.heard_at > self.silent_after_s:
-                found.append((member, "silent", now - member.heard_at))
-            elif now > member.deadline:
-                found.append((member, "slow", now - member.since))
-        return found
+        silent = [m for m in self.members.values() if now - m.heard_at > self.silent_after_s]
+        slow = [m for m in self.members.values() if now > m.deadline and m not in silent]
+        return [(m, "silent", now - m.heard_at) for m in silent] + [(m, "slow", now - m.since) for m in slow]
 
     def remove(self, member: Member, *, rejoin: bool) -> None:
         """End a session. Without `rejoin` its instance is fenced for good."""
-        self._drop(member)
+        del self.members[member.name]
+        if member.session in self.group:
+            self.group = ()
         if not rejoin:
-            self._fence(member.instance)
+            _remember(self._fenced, member.instance, True)
 
     def break_group(self) -> None:
         """The formed group is unusable; the next update starts an epoch."""
@@ -328,18 +292,16 @@ class Membership:
             return None
         return member
 
-    def _drop(self, member: Member) -> None:
-        del self.members[member.name]
-        if member.session in self.group:
-            self.group = ()
-
-    def _fence(self, instance: str) -> None:
-        self._fenced[instance] = None
-        while len(self._fenced) > MAX_FENCED:
-            self._fenced.popitem(last=False)
-
     def _move(self, member: Member, state: State, now: float, deadline: float = math.inf) -> None:
         member.state, member.since, member.deadline = state, now, deadline
+
+
+def _remember(table: dict[str, V], instance: str, value: V) -> None:
+    """As the last of at most MAX_FENCED instances."""
+    table.pop(instance, None)
+    table[instance] = value
+    while len(table) > MAX_FENCED:
+        del table[next(iter(table))]
 
 
 def first_ranks(members: Iterable[Member]) -> tuple[list[int], int]:

@@ -9,8 +9,7 @@
 | apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
 | always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
 
-A `session` names one membership, from a Join to its end. A message of another session or an
-older epoch is ignored, which fences off peers that were stopped and come back.
+A message of another session or an older epoch is ignored, which fences off peers that were stopped and come back.
 """
 
 from dataclasses import dataclass, field
@@ -23,196 +22,163 @@ MAX_UPDATE_BYTES = 1 << 42
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join(Message):
-    """A subscriber wants updates. `version` and `digest` are what its engine verifiably holds, if anything."""
+class InSession(Message):
+    """Of one membership, which lasts from a Join to its end."""
 
     session: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfVersion(InSession):
+    """Of one version on its way in one epoch."""
+
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(InSession):
+    """A subscriber wants updates. `version` and `digest` are what its engine verifiably holds, if anything."""
+
     name: str
-    instance: str
-    """Random per subscriber object; distinguishes a restarted server from one that reconnects."""
+    instance: str  # random per subscriber object; distinguishes a restarted server from one that reconnects
     pid: int
     host: str
     version: int = -1
     digest: str = ""
-    facts: dict[str, str] = field(default_factory=dict)
-    """What its transport must have in common with the publisher's."""
+    facts: dict[str, str] = field(default_factory=dict)  # what its transport must have in common with the publisher's
     ranks: int = 1
     """Consecutive ranks that it takes in a group; more than one only where the engine's processes are the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(Message):
+class Welcome(InSession):
     """The publisher admits this session."""
 
-    session: str
     incarnation: int
-    version: int
-    """Last published version, -1 before the first."""
+    version: int  # last published version, -1 before the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heartbeat(Message):
+class Heartbeat(InSession):
     """The sender lives. Subscribers send theirs from a thread of its own, so a broadcast cannot hold it up."""
 
-    session: str
-    activity: str = ""
+    activity: str = ""  # no end sets or reads it; the frame is part of the schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Epoch(Message):
+class Epoch(InSession):
     """A new membership is being formed, of the subscribers that answer."""
 
-    session: str
     epoch: int
     members: list[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochReady(Message):
+class EpochReady(InSession):
     """The subscriber is free to enter the group of this epoch."""
 
-    session: str
     epoch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin(Message):
+class Begin(OfVersion):
     """The buckets of `version` follow in the group of `epoch`, which is built first where it is new.
 
     The layout is not sent: both sides derive it from names, dtypes, shapes and `bucket_bytes`.
     """
 
-    session: str
-    epoch: int
-    version: int
     incarnation: int
     evaluate: bool
-    rank: int
-    """The first one of this subscriber."""
+    rank: int  # the first one of this subscriber
     size: int
-    endpoint: str
-    """Where the transport meets, as the publisher's transport names it."""
+    endpoint: str  # where the transport meets, as the publisher's transport names it
     bucket_bytes: int
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     digests: list[int]
-    digest: str
-    """Of the whole version."""
+    digest: str  # of the whole version
     base: str = ""
     """Digest of the staged version that what follows is a change of; empty says that the version comes whole."""
-    wire_bytes: int = 0
-    """Of the change, as it comes."""
-    change_bytes: int = 0
-    """Of the change after decompression; no more than wire_bytes where it is not compressed."""
-    change_digest: str = ""
-    """Of the change as it comes, see `delta.changes.digest_of`."""
+    wire_bytes: int = 0  # of the change, as it comes
+    change_bytes: int = 0  # of the change after decompression; no more than wire_bytes where it is not compressed
+    change_digest: str = ""  # of the change as it comes, see `delta.changes.digest_of`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paused(Message):
+class Paused(OfVersion):
     """`direct` only: the engine stands still, untouched, and waits for Go."""
 
-    session: str
-    epoch: int
-    version: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Go(Message):
+class Go(OfVersion):
     """`direct` only: every engine of the round stands still; build the group where it is new, and receive."""
 
-    session: str
-    epoch: int
-    version: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged(Message):
+class Staged(OfVersion):
     """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's.
 
     With `direct` they are in the engine already, and unproven.
     """
 
-    session: str
-    epoch: int
-    version: int
     corrupt: list[str] = field(default_factory=list)
-    wire_s: float = 0.0
-    """From the first bucket to the last, as this subscriber saw it."""
-    verify_s: float = 0.0
-    """Digests of what came."""
+    wire_s: float = 0.0  # from the first bucket to the last, as this subscriber saw it
+    verify_s: float = 0.0  # digests of what came
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiveFailed(Message):
+class ReceiveFailed(OfVersion):
     """The buckets did not all arrive. The engine has not been touched; with `direct`, after Go, it is spoiled."""
 
-    session: str
-    epoch: int
-    version: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Commit(Message):
+class Commit(OfVersion):
     """Apply what is staged."""
 
-    session: str
-    epoch: int
-    version: int
     digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Abort(Message):
+class Abort(OfVersion):
     """Forget what is staged."""
 
-    session: str
-    epoch: int
-    version: int
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Applied(Message):
+class Applied(OfVersion):
     """What the engine holds after a Commit. `differences` names wrong tensors; none means it serves `version`."""
 
-    session: str
-    epoch: int
-    version: int
-    digest: str
-    """Of what the engine holds; empty when it could not load."""
+    digest: str  # of what the engine holds; empty when it could not load
     differences: list[str] = field(default_factory=list)
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding(Message):
+class Holding(OfVersion):
     """The engine keeps an older version, for an evaluation, before it applies `version`: it does not
     count as slow, and is not waited for, for `limit_s` from now."""
 
-    session: str
-    epoch: int
-    version: int
     limit_s: float
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removed(Message):
+class Removed(InSession):
     """This session has ended. With `rejoin` the subscriber may join anew."""
 
-    session: str
     reason: str
     rejoin: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodbye(Message):
+class Goodbye(InSession):
     """The sender leaves in good order."""
 
-    session: str
     reason: str
 
 
@@ -238,9 +204,9 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
         raise WireError(f"Begin of v{begin.version}: names, dtypes, shapes and digests differ in length")
     if begin.bucket_bytes < 1 or not 0 < begin.rank < begin.size:
         raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, rank {begin.rank}/{begin.size}")
-    shapes = tuple(map(tuple, begin.shapes))
+    tensors = tuple(zip(begin.names, begin.dtypes, map(tuple, begin.shapes), strict=True))
     try:
-        manifest = _layout(tuple(begin.names), tuple(begin.dtypes), shapes, begin.bucket_bytes, alignment)
+        manifest = _layout(tensors, begin.bucket_bytes, alignment)
     except ValueError as error:
         raise WireError(f"Begin of v{begin.version}: {error}") from error
     manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
@@ -255,18 +221,9 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
 
 
 @lru_cache(maxsize=2)
-def _layout(
-    names: tuple[str, ...],
-    dtypes: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    bucket_bytes: int,
-    alignment: int,
-) -> Manifest:
+def _layout(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], bucket_bytes: int, alignment: int) -> Manifest:
     """Remembered, because it stays the same: an update waits for it."""
-    for name, shape in zip(names, shapes, strict=True):
-        if any(size < 0 for size in shape):
-            raise ValueError(f"tensor {name[:80]!r} has shape {[*shape]}")
-    return plan(zip(names, dtypes, shapes, strict=True), bucket_bytes, alignment)
+    return plan(tensors, bucket_bytes, alignment)
 
 
 TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Paused, Staged, ReceiveFailed, Applied, Holding, Goodbye)

@@ -18,10 +18,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something worth counting or seeing happened on the bus."""
+    """Something worth counting or seeing."""
 
-    kind: str
-    """join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left."""
+    kind: str  # join, epoch, sent, corrupt, quarantined, held, healed, live, removed, failed, superseded or left
     version: int
     epoch: int
     name: str = ""
@@ -37,18 +36,14 @@ class PublishReport:
     """
 
     version: int
-    served: list[str]
-    """Subscribers whose engine verifiably holds this version."""
-    failed: dict[str, str]
-    """Subscribers that do not, or not yet, and why."""
+    served: list[str]  # subscribers whose engine verifiably holds this version
+    failed: dict[str, str]  # subscribers that do not, or not yet, and why
     held: dict[str, str]
     """Subscribers that finish an evaluation of an older version first, and why. They are not waited for."""
     seconds: dict[str, float]
-    """By phase: gather (and pack, on the caller's thread), encode (with delta, there too), queue, epoch, send, apply,
-    total."""
+    """By phase: gather (and pack) and encode (delta) on the caller's thread; queue, epoch, send, apply, total."""
     epoch: int
-    num_bytes: int
-    """On the wire, to each subscriber."""
+    num_bytes: int  # on the wire, to each subscriber
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,25 +52,19 @@ class Offer:
 
     version: int
     evaluate: bool
-    buffer: int
-    """Which of the two sets the buckets are."""
-    started_at: float
-    """Of `start_publish`."""
-    manifest: Manifest = field(default_factory=lambda: Manifest((), ()))
-    buckets: list[torch.Tensor] = field(default_factory=list)
-    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+    buffer: int  # which of the two sets the buckets are
+    started_at: float  # of `start_publish`
+    manifest: Manifest
+    buckets: list[torch.Tensor]
+    progress: Progress
     posted_at: float = 0.0
     deadline: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: {"gather": 0.0})
-    change: Change | None = None
-    """What leads here from the version before, where it is worth sending."""
-    wire_bytes: int = 0
-    """Of the last round, to each subscriber."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    change: Change | None = None  # what leads here from the version before, where it is worth sending
+    wire_bytes: int = 0  # of the last round, to each subscriber
     failed: dict[str, str] = field(default_factory=dict)
-    report: PublishReport | None = None
-    """Set once every member is settled."""
+    report: PublishReport | None = None  # set once every member is settled
     sent_at: float = 0.0
-    rounds: int = 0
 
     @property
     def digest(self) -> str:
@@ -95,11 +84,9 @@ class Board:
     def __init__(self, membership: Membership) -> None:
         self.changed = threading.Condition()
         self.membership = membership
-        self.pending: Offer | None = None
-        """Packed and not yet taken up by the bus thread."""
+        self.pending: Offer | None = None  # packed and not yet taken up by the bus thread
         self.current: Offer | None = None
-        self.called_off = (0, -1)
-        """Epoch and version that was sent last, or a part of it, and is not to be applied."""
+        self.called_off = (0, -1)  # epoch and version that was sent last, or a part of it, and is not to be applied
         self.failure: BaseException | None = None
         self.closing = ""
         self.counters: dict[str, float] = dict.fromkeys(
@@ -107,8 +94,15 @@ class Board:
         )
         self.on_event: list[Callable[[Event], None]] = []
 
-    def emit(self, event: Event) -> None:
+    @property
+    def version(self) -> int:
+        """The current one, -1 for none."""
+        return self.current.version if self.current is not None else -1
+
+    def emit(self, kind: str, version: int, name: str = "", detail: str = "", symptom: str = "") -> None:
         """Call the listeners; they run on the bus thread and must be quick."""
+        epoch = self.membership.epoch
+        event = Event(kind=kind, version=version, epoch=epoch, name=name, detail=detail, symptom=symptom)
         for listener in self.on_event:
             listener(event)
 
@@ -119,7 +113,7 @@ class Board:
         if late:
             self.counters["superseded"] += 1
             log.warning("weight bus: v%d is superseded by v%d before all had it: %s", offer.version, newer, late)
-            self.emit(Event(kind="superseded", version=offer.version, epoch=offer.report.epoch, detail=late))
+            self.emit("superseded", offer.version, detail=late)
 
     def call_off(self, offer: Offer, before: Offer | None, reason: str) -> None:
         """Withdraw a version that the bus may be sending; the one before stands."""
@@ -144,13 +138,13 @@ class Board:
         """The report of an offer as it stands; names each unsettled member with its state."""
         if offer.report is not None:
             return offer.report
-        members = self.membership.members.values()
-        served = [m.name for m in members if m.version == offer.version]
+        served = [m.name for m in self.membership.members.values() if m.version == offer.version]
         holders = self.membership.held()
         held = {m.name: f"{m} holds an older version since {now - m.since:.1f} s: {m.hold}" for m in holders}
         failed = {name: reason for name, reason in offer.failed.items() if name not in served and name not in held}
         for member in self.membership.unsettled(offer.version):
-            failed[member.name] = laggard(member, offer, now, self.membership)
+            earlier = f"{failed[member.name]}; " if member.name in failed else ""
+            failed[member.name] = earlier + self._laggard(member, now)
         seconds = {**offer.seconds, "total": now - offer.started_at}
         if offer.sent_at:
             seconds["apply"] = now - offer.sent_at
@@ -164,11 +158,8 @@ class Board:
             num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
         )
 
-
-def laggard(member: Member, offer: Offer, now: float, membership: Membership) -> str:
-    """Why a member does not serve a version at `now`, with its symptom class."""
-    quiet = now - member.heard_at
-    symptom = "silent" if quiet > membership.silent_after_s else "slow"
-    state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
-    text = f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"
-    return f"{offer.failed[member.name]}; {text}" if member.name in offer.failed else text
+    def _laggard(self, member: Member, now: float) -> str:
+        quiet = now - member.heard_at
+        symptom = "silent" if quiet > self.membership.silent_after_s else "slow"
+        state = f"{member.state.value} v{member.target}" if member.target >= 0 else member.state.value
+        return f"{member} is {state} for {now - member.since:.1f} s, last heartbeat {quiet:.1f} s ago [{symptom}]"

@@ -8,9 +8,8 @@ Example:
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-
-import torch
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
@@ -18,10 +17,10 @@ from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.delta.changes import ChangeMaker
 from weight_bus.errors import WeightBusError
-from weight_bus.manifest import Manifest, alignment_of
+from weight_bus.manifest import alignment_of
 from weight_bus.membership import Membership
-from weight_bus.offer import Board, Event, Offer, PublishReport
-from weight_bus.packing import Packer, Pieces, Progress
+from weight_bus.offer import Board, Offer, PublishReport
+from weight_bus.packing import Named, Packer, Progress
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -29,11 +28,10 @@ log = logging.getLogger(__name__)
 SILENT_BEATS = 3
 
 
-class Publisher:
+class Publisher(AbstractContextManager["Publisher"]):
     """Publishes versions to all subscribers. Its methods are for one thread (except `members` and `stats`).
 
     Args:
-        config: the weight_bus section.
         host: address of the interface that control and data plane bind.
         run_id: subscribers of another run are refused.
         incarnation: the learner's start within the run; part of every group's name.
@@ -66,21 +64,18 @@ class Publisher:
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
+        self.address = self._router.address  # control address for subscribers, `tcp://host:port`
+        self.on_event = self._board.on_event
+        """Listeners to what happens on the bus; they run on its thread and must be quick."""
         self._last: Offer | None = None
         self._closed = False
         self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
 
     @property
-    def address(self) -> str:
-        """Control address for subscribers, `tcp://host:port`."""
-        return self._router.address
-
-    @property
     def version(self) -> int:
         """Last version handed to the bus, -1 before the first."""
         with self._board.changed:
-            offer = self._board.pending or self._board.current
-            return offer.version if offer is not None else -1
+            return self._board.pending.version if self._board.pending is not None else self._board.version
 
     @property
     def epoch(self) -> int:
@@ -88,30 +83,15 @@ class Publisher:
         with self._board.changed:
             return self._board.membership.epoch
 
-    @property
-    def on_event(self) -> list[Callable[[Event], None]]:
-        """Listeners to what happens on the bus; they run on its thread and must be quick."""
-        return self._board.on_event
-
     def publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
-        digests: Mapping[str, int],
-        *,
-        evaluate: bool = False,
+        self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
     ) -> PublishReport:
         """`start_publish` and `wait`. Returns immediately when there are no subscribers."""
         self.start_publish(version, named_tensors, digests, evaluate=evaluate)
         return self.wait()
 
     def start_publish(
-        self,
-        version: int,
-        named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]],
-        digests: Mapping[str, int],
-        *,
-        evaluate: bool = False,
+        self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
     ) -> None:
         """Pack a version on this thread; the bus thread sends it, from the second version on while it is being packed.
 
@@ -120,8 +100,8 @@ class Publisher:
         Args:
             version: above every version published before.
             named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
-            digests: of the parameters as the learner holds them, taken from its own shards. They are what
-                the engines' digests are held against, so they must not come from `named_tensors`.
+            digests: of the parameters, taken from the learner's own shards. The engines' digests are held against them,
+                so they must not come from `named_tensors`.
             evaluate: subscribers keep this version for an evaluation.
 
         Raises:
@@ -136,11 +116,23 @@ class Publisher:
         spare, before = self._spare_buffer(version)
         base = before if before is not None and before.buffer != spare else None
         due = self._changes.due(base.digest if base is not None else "")
-        offer = Offer(version=version, evaluate=evaluate, buffer=spare, started_at=started)
         room = self._packer.room(spare) if self._overlaps and not due else None
+        layout, buckets = room or self._packer.pack(named_tensors, spare)
+        offer = Offer(
+            version=version,
+            evaluate=evaluate,
+            buffer=spare,
+            manifest=layout.with_digests(digests),
+            buckets=buckets,
+            progress=Progress(len(buckets), 0 if room else len(buckets)),
+            started_at=started,
+        )
+        packed = offer.spend("gather", started)
+        if due and base is not None:
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, offer.manifest)
+            offer.spend("encode", packed)
+        last = self._post(offer)
         if room is not None:
-            last, (layout, buckets) = self._last, room
-            self._post(offer, layout.with_digests(digests), buckets, packed=0)
             try:
                 self._pack_behind(offer, named_tensors)
             except BaseException as error:
@@ -148,25 +140,13 @@ class Publisher:
                 self._board.call_off(offer, before, str(error))
                 log.warning("weight bus: v%d is called off: %s", version, error)
                 raise
-            return
-        layout, buckets = self._packer.pack(named_tensors, spare)
-        manifest = layout.with_digests(digests)
-        packed = offer.spend("gather", started)
-        if due and base is not None:
-            offer.change = self._changes.change(base.digest, base.buckets, buckets, manifest)
-            offer.spend("encode", packed)
-        self._post(offer, manifest, buckets, packed=len(buckets))
 
     def wait(self, deadline_s: float | None = None) -> PublishReport:
         """Wait until every subscriber is served or given up, at most `weight_bus.deadline_s` after start_publish.
 
-        On expiry the report names the laggards in `failed`; the bus goes on with them by itself.
+        On expiry (or after `deadline_s` from now) the report names the laggards in `failed`; the bus goes on with them.
 
-        Args:
-            deadline_s: a shorter limit, from now.
-
-        Raises:
-            WeightBusError: nothing was published, or the bus thread has failed, with its cause.
+        Raises WeightBusError: nothing was published, or the bus thread has failed, with its cause.
         """
         offer = self._last
         if offer is None:
@@ -174,9 +154,7 @@ class Publisher:
         now = time.monotonic()
         limit = offer.deadline if deadline_s is None else min(offer.deadline, now + deadline_s)
         with self._board.changed:
-            self._board.changed.wait_for(
-                lambda: offer.report is not None or self._board.failure is not None, timeout=max(0.0, limit - now)
-            )
+            self._board.changed.wait_for(lambda: offer.report or self._board.failure, timeout=max(0.0, limit - now))
             self._raise_failure()
             return self._board.report(offer, time.monotonic())
 
@@ -188,14 +166,12 @@ class Publisher:
     def stats(self) -> dict[str, float]:
         """Counters since the start, and seconds per phase of the last version, for metrics."""
         with self._board.changed:
-            offer = self._last
-            seconds = self._board.report(offer, time.monotonic()).seconds if offer is not None else {}
-            return {
-                **self._board.counters,
-                **{f"seconds/{phase}": value for phase, value in seconds.items()},
-                "members": float(len(self._board.membership.members)),
-                "num_bytes": float(offer.wire_bytes or offer.manifest.num_bytes) if offer is not None else 0.0,
-            }
+            members = {"members": float(len(self._board.membership.members))}
+            if self._last is None:
+                return {**self._board.counters, **members, "num_bytes": 0.0}
+            report = self._board.report(self._last, time.monotonic())
+            seconds = {f"seconds/{phase}": value for phase, value in report.seconds.items()}
+            return {**self._board.counters, **members, **seconds, "num_bytes": float(report.num_bytes)}
 
     def close(self, reason: str = "the learner is done") -> None:
         """Say goodbye to all subscribers and stop the bus thread."""
@@ -204,28 +180,26 @@ class Publisher:
         self._closed = True
         with self._board.changed:
             self._board.closing = reason
-        self._router.wake.set()
+        self._router.wake()
         limit = self._config.deadline_s + self._config.collective_timeout_s
-        if not self._bus.join(limit):
+        self._bus.thread.join(limit)
+        if self._bus.thread.is_alive():
             log.error("weight bus: the publisher's thread did not end in %.0f s", limit)
-
-    def __enter__(self) -> "Publisher":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _post(self, offer: Offer, manifest: Manifest, buckets: list[torch.Tensor], *, packed: int) -> None:
-        """Hand a version to the bus thread."""
-        offer.manifest, offer.buckets, offer.progress = manifest, buckets, Progress(len(buckets), packed)
+    def _post(self, offer: Offer) -> Offer | None:
+        """Hand a version to the bus thread; the one that was posted before."""
         offer.posted_at = time.monotonic()
         offer.deadline = offer.posted_at + self._config.deadline_s
         with self._board.changed:
             self._raise_failure()
-            self._board.pending = self._last = offer
-        self._router.wake.set()
+            last, self._last, self._board.pending = self._last, offer, offer
+        self._router.wake()
+        return last
 
-    def _pack_behind(self, offer: Offer, named_tensors: Iterable[tuple[str, torch.Tensor | Pieces]]) -> None:
+    def _pack_behind(self, offer: Offer, named_tensors: Named) -> None:
         """Pack a version that the bus sends meanwhile, a bucket behind."""
 
         def packed(count: int) -> None:
@@ -235,20 +209,16 @@ class Publisher:
         try:
             self._packer.pack(named_tensors, offer.buffer, packed)
         finally:
-            self._router.wake.set()
+            self._router.wake()
 
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
-        """The set of buffers that the bus does not use, and the version in the other one.
-
-        A version it has not begun gives its set up.
-        """
+        """The set of buffers that the bus does not use, and the version in the other one."""
         with self._board.changed:
             self._raise_failure()
-            waiting = self._board.pending
-            if waiting is not None:
+            waiting, current = self._board.pending, self._board.current
+            if waiting is not None:  # the bus has not begun it, so it gives its set up
                 self._board.pending = None
                 self._board.supersede(waiting, version, time.monotonic())
-            current = self._board.current
             return (1 - current.buffer if current is not None else 0), current
 
     def _raise_failure(self) -> None:

@@ -1,53 +1,122 @@
 """One round: the version on offer to members that need it, in the group of one epoch.
 
 The members of the last epoch use its group again; any other set forms the next epoch, of exactly those that answer
-for it. A round decides and sends. It does not wait: it yields what it waits for, the bus serves the control plane until
-then, and does in the end what the outcome says.
+for it. While a round waits, the bus serves the control plane; in the end it does what the outcome says.
 """
 
 import logging
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+
+import torch
 
 from configs.infrastructure import WeightBus
 from weight_bus.control import Router
+from weight_bus.delta.changes import Change
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
-from weight_bus.offer import Board, Event, Offer
-from weight_bus.sender import NotPacked, Parcel, Sender
-from weight_bus.transports.base import Formation, group_prefix
+from weight_bus.offer import Board, Offer
+from weight_bus.transports.base import FORMING, Formation, Labelled, Transport, group_prefix
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+
+VERIFYING = "verifying what it received of"
+SLACK_S = 15.0  # beside what the transport takes by its own timeout
+
+
+class NotPacked(TransportError):
+    """The learner is late with a bucket: no receiver's fault."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Serve the control plane until a condition holds, or the deadline has passed."""
+class Parcel:
+    """What travels in a round."""
 
-    until: Callable[[], bool]
-    deadline: float
+    pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
+    change: Change | None  # None when they are the buckets themselves
 
 
-Steps = Generator[Wait, None, T]
-"""What is done between waits; ends with a T."""
+class Sender:
+    """Owns the transport, on a thread of its own: the control plane is served meanwhile.
+
+    `closing` says why the publisher is being closed, "" while it is not; `done` is called at the end of a parcel.
+    """
+
+    def __init__(
+        self, transport: Transport, timeout_s: float, *, closing: Callable[[], str], done: Callable[[], None]
+    ) -> None:
+        self._transport, self._timeout_s, self._closing, self._done = transport, timeout_s, closing, done
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
+        self.endpoint = transport.serve()
+        self._doing = VERIFYING
+
+    def doing(self, version: int) -> str:
+        """What a receiver of this version does at the moment."""
+        return f"{self._doing} v{version}"
+
+    def send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> "Future[None]":
+        """Begin to send; `formation` is the group to build first. The future raises TransportError."""
+        future = self._worker.submit(self._send, offer, parcel, formation)
+        future.add_done_callback(self._end)
+        return future
+
+    def limit_s(self, parcel: Parcel) -> float:
+        """Seconds after which a transport that keeps its own timeouts has sent a parcel, or has failed."""
+        return (2 * len(parcel.pieces) + FORMING) * self._timeout_s + SLACK_S
+
+    def leave(self) -> None:
+        """Drop the group. Raises WeightBusError when the transport does not."""
+        try:
+            self._worker.submit(self._transport.leave).result(SLACK_S)
+        except TimeoutError as late:
+            raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
+
+    def close(self) -> None:
+        """End the data plane; a broadcast in flight ends by its own timeout."""
+        self._worker.submit(self._transport.close)
+        self._worker.shutdown(wait=True)
+
+    def _end(self, _: "Future[None]") -> None:
+        self._doing = VERIFYING
+        self._done()
+
+    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
+        def receiving(index: int) -> str:
+            return f"receiving bucket {index + 1} of {len(parcel.pieces)} of"
+
+        def follow(index: int) -> None:
+            """Buckets that are only launched arrive one by one afterwards."""
+            self._doing = receiving(min(index + 1, len(parcel.pieces) - 1))
+
+        if formation is not None:
+            self._doing = f"building the group of epoch {formation.epoch} for"
+            self._transport.form(formation)
+        if isinstance(self._transport, Labelled):
+            self._transport.label(offer.version, offer.manifest.by_bucket() if parcel.change is None else None)
+        limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
+        for index, bucket in enumerate(parcel.pieces):
+            if self._closing():
+                raise TransportError(f"closed before bucket {index + 1}", "closed")
+            if not offer.progress.wait(index, limit_s):
+                what = f"bucket {index + 1} of {len(parcel.pieces)} of v{offer.version}"
+                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
+            self._doing = receiving(index)
+            self._transport.broadcast(bucket, index)
+        self._transport.finish(follow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """What a round leaves to be done."""
 
-    error: TransportError | None = None
-    """Why the group broke; None when all was sent."""
+    error: TransportError | None = None  # why the group broke; None when all was sent
     suspects: frozenset[str] = frozenset()
     """Sessions of the receivers of a broken group, any of which may have broken it."""
-    charged: Member | None = None
-    """The only receiver of a broken group."""
-    spoiled: tuple[Member, ...] = ()
-    """`direct` only: their engines hold a part of the version."""
+    charged: Member | None = None  # the only receiver of a broken group
+    spoiled: tuple[Member, ...] = ()  # `direct` only: their engines hold a part of the version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +128,12 @@ class Ends:
     board: Board
     sender: Sender
     incarnation: int
+    serve: Callable[[Callable[[], bool], float], None]
+    """Serve the control plane until a condition holds, or the deadline has passed."""
 
 
 class Round:
-    """Sends the version on offer to some members, once.
-
-    Args:
-        ends: of this publisher.
-        offer: the version.
-        receivers: idle members.
-        suspects: of the last round, if its group broke.
-    """
+    """Sends the version on offer to receivers that are idle, once; `suspects` are those of the last round."""
 
     def __init__(self, ends: Ends, offer: Offer, receivers: list[Member], suspects: frozenset[str]) -> None:
         self._ends, self._offer, self._receivers, self._suspects = ends, offer, receivers, suspects
@@ -77,18 +141,13 @@ class Round:
         self._membership = ends.board.membership
         self._direct = ends.config.apply == "direct"
         self._epoch = 0
-        self.outcome = Outcome()
-        """Of all steps."""
 
-    def steps(self) -> Steps[None]:
-        """Send, up to the outcome. Failures end in other states of the members and in it, never in an error."""
-        self.outcome = yield from self._run()
-
-    def _run(self) -> Steps[Outcome]:
+    def run(self) -> Outcome:
+        """Send. Failures end in other states of the members and in the outcome, never in an error."""
         offer, started = self._offer, time.monotonic()
         fresh = not self._membership.in_group(self._receivers)
         if fresh:
-            yield from self._form()
+            self._form()
         if not self._receivers:
             return Outcome(suspects=self._suspects)
         offer.spend("epoch", started)
@@ -96,43 +155,35 @@ class Round:
         parcel = self._begin()
         if parcel is None:
             return Outcome(suspects=self._suspects)
-        error = (yield from self._pause()) if self._direct else None
-        if error is None:
-            error = yield from self._transmit(parcel, fresh)
+        error = self._pause() if self._direct else None
+        error = error or self._transmit(parcel, fresh)
         if error is None and self._direct:
             # SGLang ends a transfer with no collective: only the subscribers know that everything is there
-            yield from self._settle(self._receivers, State.RECEIVING, self._config.deadline_s)
+            self._settle(self._receivers, State.RECEIVING, self._config.deadline_s)
         offer.sent_at = offer.spend("send", started)
         if error is not None:
-            return (yield from self._abort(error))
-        self._board.emit(Event(kind="sent", version=offer.version, epoch=self._epoch))
+            return self._abort(error)
+        self._board.emit("sent", offer.version)
         if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
-            yield from self._settle(self._receivers, State.APPLYING, self._config.deadline_s)
+            self._settle(self._receivers, State.APPLYING, self._config.deadline_s)
         return Outcome()
 
-    def _form(self) -> Steps[None]:
-        """Invite the receivers to the next epoch, and keep those that answer.
-
-        A survivor of a broken group may sit in its own collective timeout meanwhile.
-        """
+    def _form(self) -> None:
+        """Invite the receivers to the next epoch, and keep those that answer."""
         if self._direct:
             self._sender.leave()  # the engines leave the old group, too, when they are invited
         now = time.monotonic()
+        # a survivor of a broken group may sit in its own collective timeout meanwhile
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
-        invited = self._receivers
+        invited, membership = self._receivers, self._membership
         with self._board.changed:
-            membership = self._membership
             epoch = membership.invite(invited, now, now + patience)
             self._board.counters["epochs"] += 1
             names = [member.name for member in invited]
             for member in invited:
                 self._ends.router.send(member.identity, Epoch(session=member.session, epoch=epoch, members=names))
-
-        def answered() -> bool:
-            return not any(m.state is State.INVITED and m.name in membership.members for m in invited)
-
         # the bus removes members that are silent, or have not answered when the patience is over
-        yield Wait(answered, now + patience + self._config.heartbeat_s)
+        self._settle(invited, State.INVITED, patience)
         with self._board.changed:
             ready = [m for m in invited if m.state is State.READY and membership.find(m.session) is m]
             if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
@@ -144,7 +195,7 @@ class Round:
         verb = "resends" if any(member.name in self._offer.failed for member in ready) else "sends"
         detail = ", ".join(member.name for member in ready)
         log.info("weight bus: epoch %d (%s) %s v%d", epoch, detail or "nobody", verb, self._offer.version)
-        self._board.emit(Event(kind="epoch", version=self._offer.version, epoch=epoch, detail=detail))
+        self._board.emit("epoch", self._offer.version, detail=detail)
 
     def _begin(self) -> Parcel | None:
         """Announce the version to every receiver; None when it was called off meanwhile."""
@@ -160,7 +211,6 @@ class Round:
             self._membership.begin(self._receivers, target, now, deadline, pause=self._direct)
             self._epoch = self._membership.epoch
             self._board.counters["rounds"] += 1
-            offer.rounds += 1
             ranks, size = first_ranks(self._receivers)
             for rank, member in zip(ranks, self._receivers, strict=True):
                 self._ends.router.send(member.identity, self._announcement(parcel, member, rank=rank, size=size))
@@ -179,6 +229,7 @@ class Round:
 
     def _announcement(self, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
         names, dtypes, shapes, digests = describe_manifest(self._offer.manifest)
+        change = parcel.change
         return Begin(
             session=member.session,
             epoch=self._epoch,
@@ -194,21 +245,17 @@ class Round:
             shapes=shapes,
             digests=digests,
             digest=self._offer.digest,
-            base=parcel.change.base if parcel.change is not None else "",
-            wire_bytes=parcel.change.coded.numel() if parcel.change is not None else 0,
-            change_bytes=parcel.change.num_bytes if parcel.change is not None else 0,
-            change_digest=parcel.change.digest if parcel.change is not None else "",
+            base=change.base if change is not None else "",
+            wire_bytes=change.coded.numel() if change is not None else 0,
+            change_bytes=change.num_bytes if change is not None else 0,
+            change_digest=change.digest if change is not None else "",
         )
 
-    def _pause(self) -> Steps[TransportError | None]:
+    def _pause(self) -> TransportError | None:
         """Have every engine stand still, then receive; or the reason why one does not, with all untouched."""
         membership, receivers = self._membership, self._receivers
-
-        def answered() -> bool:
-            return not any(m.state is State.PAUSING and membership.find(m.session) is m for m in receivers)
-
         # the bus removes members that are silent or too slow; one that finishes an evaluation first has said so
-        yield Wait(answered, time.monotonic() + self._config.deadline_s + self._config.heartbeat_s)
+        self._settle(receivers, State.PAUSING, self._config.deadline_s)
         with self._board.changed:
             ready = [m for m in receivers if m.state is State.PAUSED and membership.find(m.session) is m]
             if ready != receivers:
@@ -222,16 +269,14 @@ class Round:
                 self._ends.router.send(m.identity, go)
         return None
 
-    def _transmit(self, parcel: Parcel, fresh: bool) -> Steps[TransportError | None]:
+    def _transmit(self, parcel: Parcel, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
-        formation = None
-        if fresh:
-            prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
-            _, size = first_ranks(self._receivers)
-            formation = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
-        future = self._sender.send(self._offer, parcel, formation)
+        prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
+        _, size = first_ranks(self._receivers)
+        group = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
+        future = self._sender.send(self._offer, parcel, group if fresh else None)
         limit_s = self._sender.limit_s(parcel)
-        yield Wait(future.done, time.monotonic() + limit_s)
+        self._ends.serve(future.done, time.monotonic() + limit_s)
         if not future.done():
             doing = self._sender.doing(self._offer.version)
             raise WeightBusError(
@@ -242,16 +287,15 @@ class Round:
             raise error
         return error
 
-    def _settle(self, members: list[Member], busy: State, limit_s: float) -> Steps[None]:
-        """Wait until none of these members is in this state for the version any more."""
+    def _settle(self, members: list[Member], busy: State, limit_s: float) -> None:
+        """Wait until none of these members is in this state any more."""
 
         def settled() -> bool:
-            engaged = [m for m in members if m.state is busy and m.target == self._offer.version]
-            return not any(self._membership.find(m.session) is m for m in engaged)
+            return not any(m.state is busy and self._membership.find(m.session) is m for m in members)
 
-        yield Wait(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
+        self._ends.serve(settled, time.monotonic() + limit_s + self._config.heartbeat_s)
 
-    def _abort(self, error: TransportError) -> Steps[Outcome]:
+    def _abort(self, error: TransportError) -> Outcome:
         """Break the group. Members that have staged everything go on; the others are sent the version again."""
         with self._board.changed:
             log.warning("weight bus: v%d epoch %d: %s", self._offer.version, self._epoch, error)
@@ -260,7 +304,7 @@ class Round:
             aborted = [m for m in self._receivers if m not in touched and self._release(m, error)]
         self._sender.leave()
         if touched:  # those that the end of the group wakes
-            yield from self._settle(touched, State.RECEIVING, self._config.collective_timeout_s)
+            self._settle(touched, State.RECEIVING, self._config.collective_timeout_s)
         if isinstance(error, NotPacked):
             return Outcome(error=error)
         return Outcome(
@@ -275,11 +319,10 @@ class Round:
 
     def _release(self, member: Member, error: TransportError) -> bool:
         """Abort a member with an untouched engine; False when it has staged the version, or has left."""
-        what = (member.session, self._epoch, self._offer.version)
-        preparing = member.state is not State.HOLDING and self._membership.preparing(*what) is not None
+        session, epoch, version = member.session, self._epoch, self._offer.version
+        preparing = member.state is not State.HOLDING and self._membership.preparing(session, epoch, version)
         if not preparing and not self._is_receiving(member):
             return False
-        session, epoch, version = what
         abort = Abort(session=session, epoch=epoch, version=version, reason=str(error))
         self._ends.router.send(member.identity, abort)
         self._membership.release(member, time.monotonic())

@@ -22,65 +22,51 @@ def view_of(buckets: list[torch.Tensor], entry: Entry) -> torch.Tensor:
 class Staging:
     """Where an update is received before it touches the engine. Costs the model once, on the device of `prepare`.
 
-    It may outlive a subscriber, whose successor receives into the same buckets: an engine has them mapped by then, and
-    a second set would not fit beside them.
+    Its buckets outlive a subscriber: an engine has them mapped by then, and a second set would not fit beside them.
     """
 
     def __init__(self) -> None:
         self._device = HOST
         self.manifest = Manifest((), ())
         self.buckets: list[torch.Tensor] = []
-        self._digesters: tuple[tuple[Entry, ...], list[Digester]] = ((), [])
-        """Of each bucket, and the layout that they are for."""
+        self._digesters: list[Digester] = []  # of each bucket
         self._launched: dict[int, Launched] = {}
 
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
         """Make room for an update; keeps the buffers while layout and device stay.
 
-        Raises:
-            WireError: there is not so much memory.
+        Raises WireError: there is not so much memory.
         """
         self._launched.clear()
         if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:
-            self._device = device
-            self._digesters = ((), [])
-            self.buckets = []  # first, so that the old ones make room
+            self._device, self._digesters, self.buckets = device, [], []  # first, so that the old ones make room
             try:
-                self.buckets = [self._empty(size) for size in manifest.bucket_sizes]
+                self.buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in manifest.bucket_sizes]
             except RuntimeError as error:  # of torch's allocators
                 self.manifest = Manifest((), ())
                 wanted = sum(manifest.bucket_sizes)
                 raise WireError(f"a manifest of {wanted} bytes does not fit into the memory here: {error}") from error
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)  # kernels of other streams may still use what this was before
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # kernels of other streams may still use what this was before
+        if not self._digesters or manifest.entries != self.manifest.entries:
+            views = [[Part(view_of(self.buckets, entry)) for entry in bucket] for bucket in manifest.by_bucket()]
+            self._digesters = [Digester(parts) for parts in views]
         self.manifest = manifest
-
-    def _empty(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def digest(self, index: int) -> None:
         """Bucket `index` has come: on a GPU, begin to digest it while others are on their way."""
-        self._launched[index] = self._of_buckets()[index].launch()
+        self._launched[index] = self._digesters[index].launch()
 
     def corrupt(self) -> list[str]:
         """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device."""
-        digesters = self._of_buckets()
-        for index in range(len(digesters)):
+        buckets = range(len(self._digesters))
+        for index in buckets:
             if index not in self._launched:
                 self.digest(index)
         launched, self._launched = self._launched, {}
-        sums = [value for index in range(len(digesters)) for value in launched[index].sums()]
+        sums = [value for index in buckets for value in launched[index].sums()]
         names = [entry.name for bucket in self.manifest.by_bucket() for entry in bucket]
         return self.manifest.differences(dict(zip(names, sums, strict=True)))
-
-    def _of_buckets(self) -> list[Digester]:
-        """A digester for each bucket of the present layout."""
-        layout, digesters = self._digesters
-        if layout != self.manifest.entries:
-            by_bucket = self.manifest.by_bucket()
-            digesters = [Digester(Part(view_of(self.buckets, entry)) for entry in bucket) for bucket in by_bucket]
-            self._digesters = (self.manifest.entries, digesters)
-        return digesters
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update as views into the buffers; copy them to keep them."""

@@ -14,8 +14,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys, Message, WireError
@@ -36,30 +36,26 @@ MAX_NAMED = 16
 JOIN_AGAIN_BEATS = 10
 NOTHING = (-1, -1, "")
 
-Activate = Callable[[int, bool], None]
-"""(version, evaluate): the engine verifiably holds this version and may serve it."""
+Activate = Callable[[int, bool], None]  # (version, evaluate): the engine verifiably holds this version and may serve it
 Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Engine:
+class _Engine(NamedTuple):
     load: Load
     activate: Activate
     quarantine: Quarantine
 
 
-class Subscriber:
+class Subscriber(AbstractContextManager["Subscriber"]):
     """Receives versions for one engine. `receive` and `close` belong to one thread, `stop` to any.
 
     Args:
         address: control address of the publisher.
         name: of this rollout server; the newest subscriber of a name wins.
-        config: the weight_bus section.
         host: address of this machine's interface that the data plane binds.
         run_id: must be the publisher's.
         transport_factory: makes the data plane; none takes the configured one.
-        dealer: socket of the control plane.
         keys: of this node, where the publisher has keys.
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
@@ -85,54 +81,44 @@ class Subscriber:
         intake: RemoteIntake | None = None,
         staging: Staging | None = None,
     ) -> None:
-        self.address = address
-        self.name = name
+        self.address, self.name = address, name
+        self.incarnation = 0
+        """Of the learner that admitted this subscriber last, 0 before: in `activate`, that of the version."""
         self._config = config
-        self._incarnation = 0
-        """Of the learner that admitted this subscriber last."""
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
         self._intake: Intake | DirectIntake | RemoteIntake
         if intake is not None:
             self._intake = intake
-        elif config.apply == "direct":
-            if direct is None:
-                raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
-            self._intake = DirectIntake(direct, config, run_id)
-        else:
+        elif config.apply == "staged":
             transport = (transport_factory or make_transport)(config, host)
             self._intake = Intake(transport, run_id, alignment_of(config), staging)
+        elif direct is not None:
+            self._intake = DirectIntake(direct, config, run_id)
+        else:
+            raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
         identity = f"{name}.{self._instance}"
         self._dealer = dealer(address, identity, run_id, keys=keys)
         self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
         self._epoch = 0
-        self._held = NOTHING
-        """(incarnation, version, digest) that the engine verifiably holds."""
+        self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
         self._engaged: m.Begin | m.Commit | None = None
         """What the engine is loading, or is being paused for, at this moment."""
-        self._heard_at = time.monotonic()
-        self._joined_at = -math.inf
-        self._silent = False
+        self._heard_at, self._joined_at = time.monotonic(), -math.inf
+        self._silent = self._closed = False
         self._stopping = threading.Event()
-        self._closed = False
 
     @property
     def version(self) -> int:
         """Version that the engine verifiably holds, -1 for none."""
         return self._held[1]
 
-    @property
-    def incarnation(self) -> int:
-        """Incarnation of the learner that admitted this subscriber: in `activate`, that of the version. 0 before."""
-        return self._incarnation
-
     def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
 
-        Call it again without long pauses: a subscriber that does not answer for an epoch is removed from the
-        bus, and joins anew with its next call. Nothing touches the engine before every byte is verified, unless it
-        receives by itself (`direct`).
+        Call it again soon: a subscriber that does not answer for an epoch is removed, and then joins anew.
+        Nothing touches the engine before every byte is verified, unless it receives by itself (`direct`).
 
         Raises:
             EngineSpoiled: with `direct`, an update did not arrive whole; the engine must be restarted.
@@ -143,40 +129,37 @@ class Subscriber:
         entered = time.monotonic()
         while True:
             self._join_when_due()
-            self._pulse.activity = "waiting for the publisher"
             message = self._dealer.poll(self._config.heartbeat_s)
             if self._stopping.is_set():
                 raise BusClosed(f"subscriber {self.name!r} was stopped")
             self._watch(message is not None, entered)
             if isinstance(message, WireError):
-                text = "weight bus: %r refused a message of %s: %s [%s]"
-                log.warning(text, self.name, self.address, message, message.symptom)
+                refused = f"{message} [{message.symptom}]"
+                log.warning("weight bus: %r refused a message of %s: %s", self.name, self.address, refused)
             elif message is not None and self._handle(message, engine):
                 return self._held[1]
 
     def hold(self, limit_s: float, reason: str) -> None:
         """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
 
-        The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be said again, for
+        The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be repeated, for
         longer. `load` itself waits, applies and returns as ever. With `direct`, from inside `DirectReceiver.pause`.
 
         Args:
             limit_s: seconds from now, applying included.
             reason: for logs and reports, such as "evaluation of version 12".
 
-        Raises:
-            WeightBusError: nothing is being applied.
+        Raises WeightBusError: nothing is being applied.
         """
         if self._engaged is None:
             raise WeightBusError("hold() is for the load callback: nothing is being applied")
-        self._pulse.activity = f"holding before v{self._engaged.version}: {reason}"
         self._answer(m.Holding, self._engaged, limit_s=float(limit_s), reason=reason)
 
     def stop(self) -> None:
         """Make `receive` raise BusClosed, from any thread."""
         self._stopping.set()
         if not self._closed:
-            self._dealer.wake.set()
+            self._dealer.wake()
 
     def close(self, reason: str = "the rollout server is done") -> None:
         """Leave the bus."""
@@ -187,9 +170,6 @@ class Subscriber:
         self._dealer.send(m.Goodbye(session=self._session, reason=reason))
         self._dealer.close()
         self._intake.close()
-
-    def __enter__(self) -> "Subscriber":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -202,9 +182,8 @@ class Subscriber:
         if not self._session:
             self._sessions += 1
             self._session = f"{self._instance}-{self._sessions}"
-        incarnation, version, digest = self._held
-        if incarnation != self._incarnation:  # a policy is (incarnation, version), whatever its weights are
-            version, digest = -1, ""
+        # a policy is (incarnation, version), whatever its weights are
+        _, version, digest = self._held if self._held[0] == self.incarnation else NOTHING
         join = m.Join(
             session=self._session,
             name=self.name,
@@ -235,7 +214,7 @@ class Subscriber:
 
     def _handle(self, message: Message, engine: _Engine) -> bool:
         """True when a version has been activated."""
-        if getattr(message, "session", "") != self._session:
+        if not isinstance(message, m.InSession) or message.session != self._session:
             return False
         match message:
             case m.Welcome():
@@ -260,10 +239,10 @@ class Subscriber:
         return False
 
     def _welcome(self, welcome: m.Welcome) -> None:
-        if welcome.incarnation < self._incarnation:
-            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self._incarnation}"
+        if welcome.incarnation < self.incarnation:
+            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self.incarnation}"
             raise RemovedFromBus(f"{reason}: an older learner still runs there")
-        claimed, self._incarnation = self._held[0] == self._incarnation, welcome.incarnation
+        claimed, self.incarnation = self._held[0] == self.incarnation, welcome.incarnation
         if claimed and self._held[0] != welcome.incarnation and self.version == welcome.version:
             # the next incarnation may have taken what Join claims to hold for its own version: join without the claim
             self._dealer.send(m.Goodbye(session=self._session, reason="what it holds is of an earlier incarnation"))
@@ -280,26 +259,22 @@ class Subscriber:
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
     def _begin(self, begin: m.Begin) -> None:
+        """Receive; with `direct`, first the engine must stand still, for each bucket is loaded as it comes."""
         if not self._expected(begin):
             return
-        if isinstance(self._intake, DirectIntake):
-            self._pause(self._intake, begin)
-        else:
+        if not isinstance(self._intake, DirectIntake):
             self._receive(begin)
-
-    def _pause(self, intake: DirectIntake, begin: m.Begin) -> None:
-        """The engine must stand still before the first bucket, for each is loaded as it comes."""
-        self._pulse.activity = f"pausing for v{begin.version}"
+            return
         self._engaged = begin
         try:
-            intake.prepare(begin)
+            self._intake.prepare(begin)
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: not paused for v%d: %s", self.name, begin.version, error)
             self._answer(m.ReceiveFailed, begin, reason=str(error))
-            return
+        else:
+            self._answer(m.Paused, begin)
         finally:
             self._engaged = None
-        self._answer(m.Paused, begin)
 
     def _go(self, go: m.Go) -> None:
         begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
@@ -310,7 +285,6 @@ class Subscriber:
         self._receive(begin)
 
     def _receive(self, begin: m.Begin) -> None:
-        self._pulse.activity = f"receiving v{begin.version}"
         try:
             corrupt = self._intake.take(begin)
         except (TransportError, WireError) as error:
@@ -333,25 +307,20 @@ class Subscriber:
     def _expected(self, begin: m.Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
         older = (begin.incarnation, begin.version) < self._held[:2]
-        if begin.epoch == self._epoch and begin.incarnation == self._incarnation and not older:
+        if begin.epoch == self._epoch and begin.incarnation == self.incarnation and not older:
             return True
         offered = f"v{begin.version} of incarnation {begin.incarnation} in epoch {begin.epoch}"
-        present = f"v{self.version} of incarnation {self._incarnation} in epoch {self._epoch}"
+        present = f"v{self.version} of incarnation {self.incarnation} in epoch {self._epoch}"
         log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
         return False
 
     def _commit(self, commit: m.Commit, engine: _Engine) -> bool:
-        """Apply, then hold what the engine says it holds against the manifest.
-
-        Raises:
-            EngineSpoiled: a refill would not help; the publisher knows.
-        """
+        """Apply, then hold what the engine holds against the manifest. Raises EngineSpoiled."""
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
             return False
         self._held = NOTHING
-        self._pulse.activity = f"applying v{commit.version}"
         held: Mapping[str, int] = {}
         reason = ""
         spoiled: EngineSpoiled | None = None

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
@@ -27,8 +27,6 @@ class Child:
     log_path: Path
     offset: int
     """Where this process's part of its log begins."""
-    command: Sequence[str] = field(repr=False)
-    environment: Mapping[str, str] = field(repr=False)
 
     @property
     def pid(self) -> int:
@@ -49,6 +47,39 @@ class Child:
         error = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_error(self.log_path, self.offset)
         return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
 
+    def root_cause(self) -> str:
+        """Which process died, and how, in one line."""
+        return f"{self.name} (pid {self.pid}) died: {self.how_it_ended()}"
+
+
+@dataclass(slots=True)
+class Tail:
+    """Whole lines that another process appends to a file."""
+
+    path: Path
+    offset: int = 0
+    inode: int = 0
+
+    @classmethod
+    def from_end(cls, path: Path) -> "Tail":
+        """Without what is there already."""
+        found = path.stat() if path.exists() else None
+        return cls(path, found.st_size, found.st_ino) if found is not None else cls(path)
+
+    def new_lines(self) -> list[str]:
+        """What came since the last call; from the first line on where the file was written anew."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self.inode:
+                self.inode, self.offset = inode, 0
+            file.seek(self.offset)
+            new = file.read()
+        *lines, torn = new.split(b"\n")
+        self.offset += len(new) - len(torn)
+        return [line.decode("utf-8", "replace") for line in lines]
+
 
 def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
     """Start a child in a session of its own, its output appended to the log."""
@@ -63,67 +94,65 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
             env={**os.environ, **environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
-    return Child(name, process, log_path, offset, command, environment)
+    return Child(name, process, log_path, offset)
 
 
 def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
     """SIGTERM all, give them `patience_s`, then SIGKILL their process groups."""
     for child in children:
-        _signal(child, signal.SIGTERM)
-    deadline = time.monotonic() + patience_s
+        child.process.terminate()
+    wait_or_kill([child.process for child in children], patience_s)
     for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.wait(max(0.0, deadline - time.monotonic()))
-        _signal_group(child, signal.SIGKILL)
-        child.process.wait()
+        with contextlib.suppress(ProcessLookupError):  # the whole group has ended
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def wait_or_kill(processes: Sequence["subprocess.Popen[bytes]"], patience_s: float) -> list["subprocess.Popen[bytes]"]:
+    """Give processes `patience_s` in all to end, then SIGKILL them; returns those that were killed."""
+    deadline, late = time.monotonic() + patience_s, []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(process)
+            process.kill()
+            process.wait()
+    return late
 
 
 def wait_for_line(
     child: Child, pattern: str, timeout_s: float, *, progress: str, show: Callable[[str], None]
 ) -> re.Match[str] | None:
-    """Wait for a matching line in the child's log; None when it ends or times out.
+    """Wait for a line that matches `pattern` in the child's log; None when it ends or times out.
 
-    Args:
-        child: which logs.
-        pattern: of the line.
-        timeout_s: how long.
-        progress: pattern of lines to show meanwhile, whose first group is the text.
-        show: gets each new text.
+    Meanwhile `show` gets the first group of every line that matches `progress`.
     """
     deadline = time.monotonic() + timeout_s
-    shown = ""
-    while time.monotonic() < deadline:
-        log = _tail(child.log_path, child.offset)
-        for text in re.findall(progress, log, re.MULTILINE)[-1:]:
-            if text != shown:
-                show(text)
-                shown = text
-        match = re.search(pattern, log, re.MULTILINE)
-        if match is not None:
-            return match
-        if child.exit_code() is not None:
+    tail = Tail(child.log_path, child.offset, child.log_path.stat().st_ino)
+    while True:
+        is_last = child.exit_code() is not None or time.monotonic() > deadline
+        for line in tail.new_lines():
+            if shown := re.search(progress, line):
+                show(shown[1])
+            elif found := re.search(pattern, line):
+                return found
+        if is_last:
             return None
         time.sleep(0.02)
-    return None
 
 
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line since the last start, without its timestamp, or an empty string."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _tail(log_path, offset).splitlines()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _end_of(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
-    if not errors:
-        return ""
     named = [line for line in errors if " ERROR " in line]
-    return without_time((named or errors)[-1])
+    return without_time((named or errors or [""])[-1])
 
 
 def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     """Log lines that name why a learner rank stops; they sort by timestamp."""
-    if not log_path.exists():
-        return []
-    return [
-        line for line in _tail(log_path, offset).splitlines() if re.search(rf" ERROR learner rank \d+ {verb}: ", line)
-    ]
+    lines = _end_of(log_path, offset).splitlines() if log_path.exists() else []
+    return [line for line in lines if re.search(rf" ERROR learner rank \d+ {verb}: ", line)]
 
 
 def killed_rank(log_path: Path, offset: int) -> str:
@@ -132,7 +161,7 @@ def killed_rank(log_path: Path, offset: int) -> str:
     Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
     rest is ended by torchrun itself, with SIGTERM.
     """
-    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _tail(log_path, offset))
+    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _end_of(log_path, offset))
     killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM]
     if not killed:
         return ""
@@ -145,20 +174,8 @@ def without_time(line: str) -> str:
     return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)[:600]
 
 
-def _tail(path: Path, offset: int) -> str:
+def _end_of(path: Path, offset: int) -> str:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(offset, size - TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
-
-
-def _signal(child: Child, sig: signal.Signals) -> None:
-    if child.exit_code() is None:
-        child.process.send_signal(sig)
-
-
-def _signal_group(child: Child, sig: signal.Signals) -> None:
-    try:
-        os.killpg(child.pid, sig)
-    except ProcessLookupError:
-        return  # the whole group has ended

@@ -1,9 +1,8 @@
 """The launcher: starts replay, the learner ranks and local rollout servers, and watches over them.
 
-When a child dies: a rollout server is started again (N times, with backoff), then the run waits for any
-server; replay and a learner that was killed are started again in place: replay goes on from its journal, the learner
-from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run. One root-cause line
-each time.
+A child that dies is named in one line. A rollout server is started again (N times, with backoff), then the run waits
+for any server; replay and a learner that was killed are started again in place: replay goes on from its journal, the
+learner from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run.
 """
 
 import json
@@ -12,19 +11,19 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.loading import dump
-from configs.plan import Machine, Plan, Process, assign
+from configs.plan import Machine, Plan, assign
 from configs.schema import Config
 from learner.checkpoint_folders import latest_complete
 from learner.launch import children
-from learner.launch.children import Child
+from learner.launch.children import Child, Tail
 from learner.launch.machine import this_machine
-from learner.launch.restarts import GOOD_RUN_S, Restarts
-from learner.launch.servers import LocalServers, RunFailed, root_cause
+from learner.launch.servers import GOOD_RUN_S, LocalServers, Restarts, RunFailed
 from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
@@ -33,6 +32,7 @@ from replay.lifeline import PARENT, RUN_FAILED
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
+STATUS_S = 0.5
 REPLAY_START_S = 60.0
 OVER_S = 1.0
 CANNOT_GO_ON = 2
@@ -52,25 +52,28 @@ class Launcher:
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     server_command: tuple[str, ...] = ("rollout_server.main",)
     """What rollout servers run: a module and its first arguments."""
-    replay: Child | None = None
-    learner: Child | None = None
-    servers: LocalServers | None = None
-    machine: Machine | None = None
-    """This machine, as the plan needs it; found out where it is not given."""
     play: str | None = None
     """Run folder whose journal is played back instead of rolling out."""
     address: str = ""
+    """Of replay, once it listens."""
+    replay: Child = field(init=False)
+    learner: Child = field(init=False)
+    servers: LocalServers = field(init=False)
+    processes: dict[str, Child] = field(default_factory=dict)
+    """The present process of each name."""
+    _machine: Machine = field(init=False)
     _run_id: str = ""
     _replay_restarts: Restarts = field(init=False)
     _learner_restarts: Restarts = field(init=False)
-    _metrics_offset: int = 0
-    _metrics_inode: int = 0
+    _metrics: Tail = field(init=False)
     _started_at: float = field(default_factory=time.time)
+    _status: dict[str, Any] | None = None
     _status_asked: float = 0.0
     _rank_logs: dict[Path, int] = field(default_factory=dict)
+    """Where the present learner's part of each rank's log begins."""
 
     def __post_init__(self) -> None:
-        self.machine = self.machine or this_machine(self.config)
+        self._machine = this_machine(self.config)
         self._replay_restarts = Restarts(self.config.replay.restarts)
         # A learner that only ever waits for its first batch is not running well.
         patience = 2 * self.config.learner.batch_deadline_s
@@ -81,20 +84,41 @@ class Launcher:
         """Folder of this run."""
         return Path(self.config.run_dir)
 
+    @property
+    def node(self) -> str:
+        """What the placement calls this machine: replay and rank 0 are where the launcher is."""
+        return self.config.shares[0].node
+
+    def plan(self) -> Plan:
+        """The processes of this node; has replay's address once known. Raises ConfigError."""
+        return assign(
+            self.config,
+            {self.node: self._machine},
+            config_file=str(self.run_dir / "config.yaml"),
+            python=sys.executable,
+            replay=self.address or None,
+            resume=self.resume,
+            only=self.node,
+            learner_module=self.learner_module,
+            server_command=self.server_command,
+        )
+
     def start(self) -> None:
         """Start all processes of the run. Raises RunFailed when replay does not come up."""
-        (self.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
         if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        self._metrics = Tail(self.run_dir / "metrics.jsonl")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
-        self.replay, self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
-        plan = self.plan()
+        self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
+        self._start_learner()
+        by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
         parent = ("--parent", str(os.getpid()))
-        self.learner = self._start_learner(*plan.of(self.node, "learner"))
-        by_name = {server.name: server for server in plan.of(self.node, "rollout")}
         self.servers = LocalServers(
-            self.config.rollout, lambda name: self._start(by_name[name], *parent), self.view.event
+            self.config.rollout,
+            lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
+            self.view.event,
         )
         if self.config.placement.local_rollouts:
             for name in by_name:
@@ -106,155 +130,113 @@ class Launcher:
         Raises:
             RunFailed: replay or the learner died, or no rollout server is left.
         """
-        assert self.learner is not None and self.replay is not None and self.servers is not None
-        status: dict[str, Any] | None = None
         keys = load_keys(self.config.network.keys)
         with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
             while (code := self.learner.exit_code()) != 0:
-                status = self._ask_status(dealer, status)
-                self.view.update(status, self._new_rows())
+                self._look(dealer)
                 if self.replay.exit_code() is not None:
                     self._replay_died()
                 if code is not None:
                     self._learner_died(dealer)
-                self.servers.watch(self._run_is_over(status))
+                self.servers.watch(self._run_is_over())
                 time.sleep(POLL_S)
-            status = self._ask_status(dealer, status)
-            self.view.update(status, self._new_rows())
+            self._look(dealer)
 
     def leave(self) -> None:
         """Wait for the other processes to exit after the learner's Goodbye."""
         deadline = time.monotonic() + FAREWELL_S
-        while time.monotonic() < deadline and any(child.exit_code() is None for child in self.all_children()):
+        while time.monotonic() < deadline and any(child.exit_code() is None for child in self.processes.values()):
             time.sleep(POLL_S)
 
     def stop(self) -> None:
         """End everything that is left, by pid."""
-        children.stop(self.all_children())
-
-    def all_children(self) -> list[Child]:
-        """Every process that this launcher has started and not replaced."""
-        servers = self.servers.children if self.servers is not None else []
-        return [child for child in (self.learner, *servers, self.replay) if child is not None]
-
-    def _learner_leaves(self) -> bool:
-        """Whether the learner ends by itself within a deadline; its log then names the cause."""
-        assert self.learner is not None and self.replay is not None
-        deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
-        while self.learner.exit_code() is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return self.learner.exit_code() is not None
+        children.stop(list(reversed(self.processes.values())))
 
     # ---- in place ---------------------------------------------------------------------------------------
 
     def _replay_died(self) -> None:
         """Restart replay in place, from its journal. Raises RunFailed when that cannot help."""
-        assert self.replay is not None
         restarts = self._replay_restarts
         if restarts.due is None:
-            code, cause, limit = self.replay.exit_code(), root_cause("replay", self.replay), restarts.limit
-            if code in (0, CANNOT_GO_ON, RUN_FAILED) or self.play is not None:
+            cause = self.replay.root_cause()
+            if not self._replay_was_killed() or self.play is not None:
                 if not self._learner_leaves():
                     raise RunFailed(cause)
                 return
-            if restarts.are_used_up:
-                raise RunFailed(f"{cause}; no restart left (replay.restarts {limit})" if limit else cause)
-            self.view.event(f"{cause}; {restarts.plan()} in place, from its journal")
+            self.view.event(f"{restarts.begin(cause, 'replay.restarts')} in place, from its journal")
         if not restarts.is_due():
             return
         self.resume = True
         try:
-            self.replay, _ = self._start_replay("--port", self.address.rpartition(":")[2])
+            self._start_replay("--port", self.address.rpartition(":")[2])
         except RunFailed:
-            if not self._was_killed(self.replay):  # else, while it read its journal: the next look starts it again
+            if not self._replay_was_killed():  # else, while it read its journal: the next look starts it again
                 raise
 
     def _learner_died(self, dealer: Dealer) -> None:
         """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
-        assert self.learner is not None and self.machine is not None
         restarts = self._learner_restarts
         if restarts.due is None:
-            limit, cause = restarts.limit, self._learner_root_cause()
-            several_nodes = sum(bool(share.learner) for share in self.config.shares) > 1
-            if several_nodes or self._stop_lines() or self._replay_says_over(dealer):
+            cause = self._learner_root_cause()
+            if len(self.config.learner_nodes) > 1 or self._stop_lines() or self._replay_says_over(dealer):
                 raise RunFailed(cause)
-            if restarts.are_used_up:
-                raise RunFailed(f"{cause}; no restart left (learner.restarts {limit})" if limit else cause)
-            self.view.event(f"{cause}; {restarts.plan()} from its newest checkpoint")
+            self.view.event(f"{restarts.begin(cause, 'learner.restarts')} from its newest checkpoint")
             children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
-        if not restarts.is_due():
-            return
-        self.resume = True
-        self.learner = self._start_learner(*self.plan().of(self.node, "learner"))
+        if restarts.is_due():
+            self.resume = True
+            self._start_learner()
+
+    def _learner_leaves(self) -> bool:
+        """Whether the learner ends by itself within a deadline; its log then names the cause."""
+        deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
+        while self.learner.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.learner.exit_code() is not None
 
     def _replay_says_over(self, dealer: Dealer) -> bool:
         """Whether replay reports, within OVER_S, that the learner has ended the run."""
         deadline = time.monotonic() + OVER_S
-        status: dict[str, Any] | None = None
+        self._status = None
         while time.monotonic() < deadline:
-            self._status_asked = 0.0
-            status = self._ask_status(dealer, status)
-            if self._run_is_over(status):
-                return not self._was_killed(self.replay)
+            self._ask_status(dealer, every_s=0.0)
+            if self._run_is_over():
+                return not self._replay_was_killed()
             time.sleep(POLL_S)
         return False
 
-    @staticmethod
-    def _was_killed(child: Child | None) -> bool:
-        code = child.exit_code() if child is not None else None
-        return code is not None and code not in (0, CANNOT_GO_ON, RUN_FAILED)
+    def _replay_was_killed(self) -> bool:
+        return self.replay.exit_code() not in (None, 0, CANNOT_GO_ON, RUN_FAILED)
+
+    def _run_is_over(self) -> bool:
+        return bool(self._status and self._status.get("ended")) or self.replay.exit_code() is not None
 
     # ---- starting --------------------------------------------------------------------------------------
 
-    def _start_replay(self, *arguments: str) -> tuple[Child, str]:
-        """Replay and its address. Raises RunFailed when it does not come up."""
+    def _start(self, name: str, command: list[str], environment: Mapping[str, str]) -> Child:
+        self.processes[name] = children.start(name, command, self.run_dir / "logs" / f"{name}.log", environment)
+        return self.processes[name]
+
+    def _start_replay(self, *arguments: str) -> str:
+        """Start replay; returns its address. Raises RunFailed when it does not come up."""
         (process,) = self.plan().of(self.node, "replay")
-        child = self._start(process, "--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
+        own = ("--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
+        self.replay = self._start("replay", [*process.command, *own], process.environment)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        ready = children.wait_for_line(
-            child,
-            r"^replay ready at (\S+)$",
-            limit,
-            progress=r" INFO (reading .*: [\d,]+ rows.*)$",
-            show=self.view.event,
-        )
+        pattern, progress = r"^replay ready at (\S+)$", r" INFO (reading .*: [\d,]+ rows.*)$"
+        ready = children.wait_for_line(self.replay, pattern, limit, progress=progress, show=self.view.event)
         if ready is None:
-            self.replay = child
-            raise RunFailed(f"replay did not start: {child.how_it_ended()}")
-        return child, ready[1]
+            raise RunFailed(f"replay did not start: {self.replay.how_it_ended()}")
+        return ready[1]
 
-    @property
-    def node(self) -> str:
-        """What the placement calls this machine: replay and rank 0 are where the launcher is."""
-        return self.config.shares[0].node
-
-    def plan(self) -> Plan:
-        """The processes of this node; has replay's address once known. Raises PlacementError."""
-        assert self.machine is not None
-        return assign(
-            self.config,
-            {self.node: self.machine},
-            config_file=str(self.run_dir / "config.yaml"),
-            python=sys.executable,
-            replay=self.address or None,
-            resume=self.resume,
-            only=self.node,
-            learner_module=self.learner_module,
-            server_command=self.server_command,
-        )
-
-    def _start(self, process: Process, *arguments: str) -> Child:
-        command = [*process.command, *arguments]
-        return children.start(process.name, command, self._log_of(process.name), process.environment)
-
-    def _start_learner(self, process: Process) -> Child:
+    def _start_learner(self) -> None:
         if self.resume:
             self.say_fallback()
+        (process,) = self.plan().of(self.node, "learner")
         logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         environment = {**process.environment, PARENT: str(os.getpid())}
-        return children.start("learner", process.command, self._log_of("learner"), environment)
+        self.learner = self._start("learner", list(process.command), environment)
 
     def say_fallback(self) -> None:
         """Show which checkpoints are passed over, and where the learner continues."""
@@ -263,57 +245,33 @@ class Launcher:
             there = f"from {found.name}" if found is not None else "without a checkpoint"
             self.view.event(f"{line}; the learner goes on {there}")
 
-    def _log_of(self, name: str) -> Path:
-        return self.run_dir / "logs" / f"{name}.log"
-
     # ---- watching --------------------------------------------------------------------------------------
 
-    def _run_is_over(self, status: dict[str, Any] | None) -> bool:
-        return bool(status and status.get("ended")) or (self.replay is not None and self.replay.exit_code() is not None)
+    def _look(self, dealer: Dealer) -> None:
+        """Ask replay how the run stands, and show it with the newest metrics."""
+        self._ask_status(dealer)
+        rows = [json.loads(line) for line in self._metrics.new_lines()]
+        self.view.update(self._status, [row for row in rows if row["time"] >= self._started_at])
+
+    def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:
+        try:
+            while (envelope := dealer.poll(0)) is not None:
+                if isinstance(envelope.message, m.Status):
+                    self._status = envelope.message.state
+            if time.monotonic() - self._status_asked > every_s:
+                self._status_asked = time.monotonic()
+                dealer.send(m.StatusRequest())
+        except (WireError, ChannelError) as error:
+            log.warning("status of replay: %s", error)
 
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the first that stopped; others fail in consequence."""
-        assert self.learner is not None
         killed = children.killed_rank(self.learner.log_path, self.learner.offset)
-        if killed:
-            return f"the learner stopped: {killed}"
         stops = self._stop_lines() or self._stop_lines("breaks off")
-        if stops:
-            return f"the learner stopped: {children.without_time(min(stops))}"
-        return root_cause("learner", self.learner)
+        if killed or stops:
+            return f"the learner stopped: {killed or children.without_time(min(stops))}"
+        return self.learner.root_cause()
 
     def _stop_lines(self, verb: str = "stops") -> list[str]:
         """Lines in which ranks say why they stop (for good) or break off."""
         return [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset, verb)]
-
-    def _ask_status(self, dealer: Dealer, status: dict[str, Any] | None) -> dict[str, Any] | None:
-        now = time.monotonic()
-        try:
-            while (envelope := dealer.poll(0)) is not None:
-                if isinstance(envelope.message, m.Status):
-                    status = envelope.message.state
-            if now - self._status_asked > 0.5:
-                self._status_asked = now
-                dealer.send(m.StatusRequest())
-        except (WireError, ChannelError) as error:
-            log.warning("status of replay: %s", error)
-        return status
-
-    def _new_rows(self) -> list[dict[str, Any]]:
-        path = self.run_dir / "metrics.jsonl"
-        if not path.exists():
-            return []
-        rows = []
-        with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_ino != self._metrics_inode:  # a resumed learner sets rows aside by writing the file anew
-                self._metrics_inode, self._metrics_offset = found.st_ino, 0
-            file.seek(self._metrics_offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break  # the learner is writing it right now
-                self._metrics_offset += len(line)
-                row = json.loads(line)
-                if row["time"] >= self._started_at:
-                    rows.append(row)
-        return rows

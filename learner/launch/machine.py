@@ -3,31 +3,29 @@
 import os
 from collections.abc import Mapping
 
+from configs.base import ConfigError
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
-from configs.placement import PlacementError
 from configs.plan import Machine
 from configs.schema import Config
-
-__all__ = ["count_gpus", "this_machine", "torch_has_cuda", "visible_devices"]
 
 
 def this_machine(config: Config, environment: Mapping[str, str] = os.environ) -> Machine:
     """This machine for the placement; 0 GPUs where torch cannot use them.
 
     Raises:
-        PlacementError: placement.device is cuda and there is no GPU, or torch is built without CUDA.
+        ConfigError: placement.device is cuda and there is no GPU, or torch is built without CUDA.
     """
-    address = config.network.host
-    if config.placement.device == "cpu":
+    device, address = config.placement.device, config.network.host
+    if device == "cpu":
         return Machine(address, gpus=0)
     gpus, built, visible = count_gpus(), torch_has_cuda(), visible_devices(environment)
-    if config.placement.device == "cuda" and not gpus:
-        raise PlacementError(
+    if device == "cuda" and not gpus:
+        raise ConfigError(
             "placement.device: 'cuda', but this machine shows no GPU (nvidia-smi, /proc/driver/nvidia, /dev/nvidia*);"
             " take 'cpu' or 'auto'"
         )
-    if config.placement.device == "cuda" and not built:
-        raise PlacementError(
+    if device == "cuda" and not built:
+        raise ConfigError(
             "placement.device: 'cuda', but the installed torch is built without CUDA; install a CUDA build, or take"
             " 'cpu'"
         )

@@ -1,42 +1,62 @@
-"""Checks of what the configuration names, before any process starts: files, tokenizer, data, reward, keys, port."""
+"""Before any process starts: the quick start's input is made, and all that the configuration names is checked."""
 
 import importlib.util
 import json
 import os
 import socket
 import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from configs.loading import dump
+from configs.base import ConfigError
+from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_reward
-from replay.channel import KeysError, load_keys
+from learner.launch.terminal import say
+from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
 
 
-class PreflightError(ValueError):
-    """Something the configuration names cannot be used; the message says what to do."""
+def input_is_missing(config: Config, source: str) -> bool:
+    """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
+    model, data = Path(config.model.path), Path(config.data.train)
+    if find(source) != find(QUICKSTART) or data.parent != model.parent:
+        return False
+    return not ((model / "config.json").exists() and data.exists())
+
+
+def make_input(config: Config, source: str) -> bool:
+    """Run learner.examples.sort6 where its output is missing; returns whether it was made now.
+
+    Several processes may come at once: the script moves its result into place whole, and the first one counts.
+
+    Raises:
+        ConfigError: the script failed.
+    """
+    if not input_is_missing(config, source):
+        return False
+    folder = Path(config.model.path).parent
+    say(f"making the quick start's model and prompts in {folder} (once, about 10 s)")
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        raise ConfigError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
+    return True
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, reward function, trackers, keys, run folder and port.
+    """Model folder, data files, reward function, trackers, keys, run folder and port; raises as `check_input` does.
 
-    Args:
-        config: of the run.
-        has_input: whether model and data are there; the dry run of a quick start that is yet to make them has none.
-
-    Raises:
-        PreflightError: no such reward function or one of an unknown signature, a tracker is not installed, keys that
-            cannot be used, run folder not writable, or port taken; and what `check_input` raises.
+    The dry run of a quick start that is yet to make its model and data has no input.
     """
     if has_input:
         check_input(config)
-    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
-        problem = problem_with_reward(config.reward.function)
-        if problem is not None:
-            raise PreflightError(f"reward.function: {config.reward.function!r}: {problem}")
+    # elsewhere, the file may lie on the rollout nodes alone
+    if config.placement.local_rollouts and (problem := problem_with_reward(config.reward.function)) is not None:
+        raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)
@@ -47,68 +67,70 @@ def check_input(config: Config) -> None:
     """Model folder and data files.
 
     Raises:
-        PreflightError: model folder missing, weights cut short, or too few positions.
+        ConfigError: model folder missing, weights cut short, too few positions, or of a data file no prompt can be
+            rendered or none fits.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row (among the first 50,000).
-        PromptsError: of a data file, no prompt can be rendered or none fits.
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise PreflightError(
+        raise ConfigError(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
             " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise PreflightError(
+        raise ConfigError(
             f"model.path: {config.model.path!r} has no *.safetensors file; copy or download the folder again, or save"
             " the model with save_pretrained"
         )
     for file in weights:
-        check_safetensors(file)
+        _check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
-    check_positions(config)
+    limit = read_json(folder / "config.json").get("max_position_embeddings")
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if isinstance(limit, int) and prompt + answer > limit:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
+            f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
+        )
     check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
         check_prompts(config, config.data.eval)
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:
-    """What cannot run with what is installed here.
-
-    Args:
-        config: of the run.
-        runs_servers: whether rollout servers run on this machine.
+    """What cannot run with what is installed here; `runs_servers` where rollout servers run on this machine.
 
     Raises:
-        PreflightError: the engine is not installed, or the bus cannot work on this device.
+        ConfigError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its
+            weight_bus.apply `direct`.
     """
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
-        check_ucc(config)
+        _check_ucc(config)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
-        raise PreflightError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
+        raise ConfigError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise PreflightError(
+        raise ConfigError(
             "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
             " take 'torch' for a small model"
         )
 
 
-def check_ucc(config: Config) -> None:
-    """Raises PreflightError when there is no UCC on this machine, or weight_bus.apply is `direct`."""
+def _check_ucc(config: Config) -> None:
     if config.weight_bus.apply == "direct":
-        raise PreflightError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
+        raise ConfigError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
     from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
     from weight_bus.transports import resolve_ucc
 
     try:
         resolve_ucc()
     except WeightBusError as error:
-        raise PreflightError(str(error)) from error
+        raise ConfigError(str(error)) from error
 
 
-def check_safetensors(file: Path) -> None:
-    """Raises PreflightError when the file is not as long as its header says (8 bytes of length, then JSON)."""
+def _check_safetensors(file: Path) -> None:
+    """The file is as long as its header says (8 bytes of length, then JSON)."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -121,54 +143,37 @@ def check_safetensors(file: Path) -> None:
         if size != expected:
             raise ValueError(f"{size} bytes, its header says {expected}")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise PreflightError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
-
-
-def check_positions(config: Config) -> None:
-    """Raises PreflightError when the model knows fewer positions than the longest trajectory has tokens."""
-    file = Path(config.model.path) / "config.json"
-    limit = read_json(file).get("max_position_embeddings")
-    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if isinstance(limit, int) and prompt + answer > limit:
-        raise PreflightError(
-            f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
-            f" {file} has max_position_embeddings {limit}; lower one of them"
-        )
+        raise ConfigError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
 
 
 def check_trackers(config: Config) -> None:
-    """Raises PreflightError when a tracker's package is not installed, or wandb would refuse its environment."""
-    if config.tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
-        raise PreflightError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
-    wanted = {
-        "tensorboard": config.tracking.tensorboard and "true",
-        "wandb": config.tracking.wandb != "off" and config.tracking.wandb,
-    }
-    for package, value in wanted.items():
-        if value and importlib.util.find_spec(package) is None:
-            raise PreflightError(
+    """Raises ConfigError when a tracker's package is not installed, or wandb would refuse its environment."""
+    tracking = config.tracking
+    if tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
+        raise ConfigError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
+    for package, value in {"tensorboard": str(tracking.tensorboard).lower(), "wandb": tracking.wandb}.items():
+        if value not in ("false", "off") and importlib.util.find_spec(package) is None:
+            raise ConfigError(
                 f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
                 f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
             )
 
 
 def check_keys(config: Config) -> None:
-    """Raises PreflightError when network.keys is no folder of keys with which this node can serve."""
-    try:
-        keys = load_keys(config.network.keys)
-        if keys is not None:
-            keys.serving_secret()
-    except KeysError as error:
-        raise PreflightError(str(error)) from error
-    if keys is not None and keys.client_public not in keys.clients:
-        raise PreflightError(
+    """Raises KeysError or ConfigError when network.keys is no folder of keys with which this node can serve."""
+    keys = load_keys(config.network.keys)
+    if keys is None:
+        return
+    keys.serving_secret()
+    if keys.client_public not in keys.clients:
+        raise ConfigError(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
             f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"
         )
 
 
 def check_run_dir(config: Config) -> None:
-    """Raises PreflightError when a file cannot be created where the run folder would be."""
+    """Raises ConfigError when a file cannot be created where the run folder would be."""
     folder = Path(config.run_dir).absolute()
     try:
         while not folder.exists():
@@ -179,9 +184,9 @@ def check_run_dir(config: Config) -> None:
         raise _not_writable(config, folder, error) from error
 
 
-def _not_writable(config: Config, folder: Path, error: OSError) -> PreflightError:
+def _not_writable(config: Config, folder: Path, error: OSError) -> ConfigError:
     why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
-    return PreflightError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+    return ConfigError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
 
 
 def claim_run_dir(config: Config, *, new: bool) -> Config:
@@ -191,47 +196,42 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
         The configuration, with the next free name where another run of this name has started since the checks.
 
     Raises:
-        PreflightError: the folder cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     claimed = config
     while True:
         folder = Path(claimed.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _not_writable(config, folder, error) from error
-        try:
             with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
                 file.write(dump(claimed))
-        except FileExistsError:
-            run = config.run.model_copy(update={"name": free_run_name(config)})
-            claimed = config.model_copy(update={"run": run})
-        except OSError as error:
-            raise _not_writable(config, folder, error) from error
-        else:
             return claimed
+        except OSError as error:
+            if not (isinstance(error, FileExistsError) and folder.is_dir()):
+                raise _not_writable(config, folder, error) from error
+            claimed = with_free_name(config)
 
 
 def check_port(config: Config) -> None:
-    """Raises PreflightError when replay's port is taken."""
-    port = config.network.replay_port
+    """Raises ConfigError when replay's port is taken."""
+    host, port = config.network.host, config.network.replay_port
     if port == 0:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.network.host, port))
+            probe.bind((host, port))
         except OSError as error:
-            raise PreflightError(
-                f"network.replay_port: {port} on {config.network.host} cannot be bound ({error.strerror}); another run"
+            raise ConfigError(
+                f"network.replay_port: {port} on {host} cannot be bound ({error.strerror}); another run"
                 " may use it; choose another port, or 0 for a free one"
             ) from error
 
 
-def free_run_name(config: Config) -> str:
-    """`run.name`, or `name-2`, `name-3`, ... where earlier runs have their folders: nothing is overwritten."""
+def with_free_name(config: Config) -> Config:
+    """Under `run.name`, or `name-2`, `name-3`, ... where earlier runs have their folders: nothing is overwritten."""
     name, number = config.run.name, 2
     while (Path(config.run.dir) / name / "config.yaml").exists():
         name = f"{config.run.name}-{number}"
         number += 1
-    return name
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

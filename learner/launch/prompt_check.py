@@ -6,11 +6,11 @@ after pass there; here it is refused in a second, without torch.
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
 
+from configs.base import ConfigError
 from configs.schema import Config
 from replay.fingerprint import read_json, resolve_chat_template
 from replay.prompts import Row, read_rows
@@ -21,20 +21,12 @@ SAMPLED_ROWS = 64
 """Rows of these that are rendered and tokenised."""
 
 
-class PromptsError(ValueError):
-    """No prompt of a data file can be used; the message names the key, the file and what to do."""
-
-
 def check_prompts(config: Config, path: str) -> int:
-    """Read the first rows of a data file and tokenise a sample of them; returns how many were read.
-
-    Args:
-        config: of the run; the model folder has been checked.
-        path: `data.train` or `data.eval`.
+    """Read the first rows of data.train or data.eval and tokenise a sample of them; returns how many were read.
 
     Raises:
         DataError: the file is missing or has a broken row.
-        PromptsError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens.
+        ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens.
     """
     rows = read_rows(path)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
@@ -44,13 +36,13 @@ def check_prompts(config: Config, path: str) -> int:
     for row in sample:
         try:
             lengths.append(encode.length(row))
-        except (jinja2.TemplateError, PromptsError) as error:
+        except (jinja2.TemplateError, ConfigError) as error:
             problems.append(str(error))
     if not lengths:
-        raise PromptsError(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
+        raise ConfigError(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
     limit = config.data.max_prompt_tokens
     if min(lengths) > limit:
-        raise PromptsError(
+        raise ConfigError(
             f"data.max_prompt_tokens: {limit}, but none of the first {len(sample)} rows of {path} fits: their prompts"
             f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
         )
@@ -61,21 +53,24 @@ class PromptEncoder:
     """Counts the tokens of prompts as rollout_server.tasks does, except for a bos token."""
 
     def __init__(self, config: Config) -> None:
-        self._folder = Path(config.model.path)
+        folder = Path(config.model.path)
         self._template = resolve_chat_template(config.model.path, config.model.chat_template)
-        file = self._folder / "tokenizer.json"
         # Tokenizers of other files are built by transformers, which takes too long to load here.
-        self._tokenizer = load_tokenizer(file) if file.is_file() else None
+        self._tokenizer = load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
+        settings = folder / "tokenizer_config.json"
+        found = read_json(settings) if settings.exists() else {}
+        tokens = [(key, value) for key, value in found.items() if key.endswith("_token") and value is not None]
+        self._special = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens}
 
     def length(self, row: Row) -> int:
-        """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises PromptsError, TemplateError."""
+        """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises ConfigError, TemplateError."""
         prompt = row["prompt"]
         text = prompt if isinstance(prompt, str) else self._render(prompt)
         return 0 if self._tokenizer is None else len(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if self._template is None:
-            raise PromptsError(
+            raise ConfigError(
                 "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
                 " (Jinja text or a file), or give prompts as plain text"
             )
@@ -83,23 +78,17 @@ class PromptEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
-            [messages], chat_template=self._template, add_generation_prompt=True, **self._special_tokens()
+            [messages], chat_template=self._template, add_generation_prompt=True, **self._special
         )
         return str(rendered[0])
 
-    def _special_tokens(self) -> dict[str, Any]:
-        file = self._folder / "tokenizer_config.json"
-        settings = read_json(file) if file.exists() else {}
-        tokens = {key: value for key, value in settings.items() if key.endswith("_token") and value is not None}
-        return {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens.items()}
-
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without truncation and padding. Raises PromptsError."""
+    """The tokenizer of a tokenizer.json, without truncation and padding. Raises ConfigError."""
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception on a broken file
-        raise PromptsError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+        raise ConfigError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

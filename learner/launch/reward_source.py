@@ -5,10 +5,11 @@ loaded; reading the source here shows it at once.
 """
 
 import ast
-import difflib
 import importlib.util
 import os
 from pathlib import Path
+
+from configs.loading import did_you_mean
 
 BUILT_IN = ("exact", "numeric")
 FORMS = "take 'exact', 'numeric', 'module:function' or 'path/to/file.py:function'"
@@ -25,19 +26,19 @@ def problem_with_reward(spec: str) -> str | None:
         return None
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
-        return f"names no function; {suggest(spec, BUILT_IN) or FORMS}"
+        return f"names no function; {did_you_mean(spec, BUILT_IN) or FORMS}"
     if location.endswith(".py"):
-        return problem_with_file(Path(location).expanduser(), name)
+        return _problem_with_file(Path(location).expanduser(), name)
     root = location.partition(".")[0]
     if not root.isidentifier():
         return f"{location!r} is no module name; {FORMS}"
     if importlib.util.find_spec(root) is None:
         return f"no module {root!r} (not installed, and not below {os.getcwd()}); install it, or give a .py file"
-    file = module_file(location)
+    file = _module_file(location)
     return None if file is None else problem_with_signature(ast.parse(file.read_bytes(), str(file)), name)
 
 
-def module_file(module: str) -> Path | None:
+def _module_file(module: str) -> Path | None:
     """The Python source of an installed module, where its place follows from its name."""
     root, _, rest = module.partition(".")
     spec = importlib.util.find_spec(root)
@@ -50,19 +51,18 @@ def module_file(module: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def problem_with_file(path: Path, name: str) -> str | None:
-    """What is wrong with a function `name` in a Python file, or None."""
+def _problem_with_file(path: Path, name: str) -> str | None:
     if not path.is_file():
         return f"no file {str(path)!r} (looked from {os.getcwd()}); correct the path"
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
         return f"{path} does not parse: {error}; correct the file"
-    names = defined_names(tree)
-    if name in names or "*" in names or "__getattr__" in names:
+    names = {each for node in ast.walk(tree) for each in _names_of(node)}
+    if names & {name, "*", "__getattr__"}:  # a star import, or a call, may bring it
         return problem_with_signature(tree, name)
     functions = sorted(n for n in names if not n.startswith("_"))
-    hint = suggest(name, functions) or f"it has {', '.join(functions[:8]) or 'no functions'}"
+    hint = did_you_mean(name, functions) or f"it has {', '.join(functions[:8]) or 'no functions'}"
     return f"{path} has no function {name!r}; {hint}"
 
 
@@ -71,7 +71,7 @@ def problem_with_signature(tree: ast.Module, name: str) -> str | None:
 
     A decorator may change the parameters and a name may be bound again: the source says nothing about these.
     """
-    bound = [node for node in ast.walk(tree) if name in names_of(node)]
+    bound = [node for node in ast.walk(tree) if name in _names_of(node)]
     if len(bound) != 1 or not isinstance(bound[0], ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     if bound[0] not in tree.body or bound[0].decorator_list:
@@ -90,21 +90,10 @@ def problem_with_signature(tree: ast.Module, name: str) -> str | None:
     return None if fits else f"has the parameters ({', '.join(names)}); {SIGNATURES}"
 
 
-def defined_names(tree: ast.Module) -> set[str]:
-    """Every name that a module may define, wherever it stands; `*` for a star import."""
-    return {name for node in ast.walk(tree) for name in names_of(node)}
-
-
-def names_of(node: ast.AST) -> set[str]:
+def _names_of(node: ast.AST) -> set[str]:
     """The names that this node binds, without those below it."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {node.name}
     if isinstance(node, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
-
-
-def suggest(name: str, names: "tuple[str, ...] | list[str]") -> str:
-    """`did you mean 'x'?`, or an empty string."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else ""

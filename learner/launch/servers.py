@@ -1,4 +1,4 @@
-"""Rollout servers of one machine: started, started again when they die, given up after `rollout.restarts`."""
+"""Rollout servers of one machine, and how often a process is started again: `rollout.restarts` and the like."""
 
 import time
 from collections.abc import Callable
@@ -6,15 +6,71 @@ from dataclasses import dataclass, field
 
 from configs.algorithm import Rollout
 from learner.launch.children import Child
-from learner.launch.restarts import Restarts
 from replay.lifeline import CANNOT_START, RUN_FAILED
 
+SOON_S = 10.0
+"""A process that lived for less doubles the wait before its next start."""
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 8.0
+"""Less than network.silent_after_s by default, so peers do not give replay up meanwhile."""
+GOOD_RUN_S = 3600.0
+"""A process that ran for this long gets its restarts back, so a run of weeks survives its fourth lost machine."""
 GOOD_ORDER_S = 5.0
 """Exit code 0 means that the server knows the run is over; the launcher learns it within this time."""
 
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the message is the root-cause line."""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """Restart budget of one process: the first restart is immediate, repeated ones back off."""
+
+    limit: int
+    good_run_s: float = GOOD_RUN_S
+    backoff_s: float | None = None
+    """Wait before the first restart, which doubles with each; None is at once, unless the process dies soon."""
+    count: int = 0
+    due: float | None = None
+    """Monotonic second of the next start; None while nothing has died."""
+    _started: float = field(default_factory=time.monotonic)
+    _wait_s: float = 0.0
+
+    @property
+    def are_used_up(self) -> bool:
+        """Whether a death now ends the run."""
+        return self.count >= self.limit and time.monotonic() - self._started < self.good_run_s
+
+    def plan(self) -> str:
+        """Schedule the next start after a death; returns `restart 2 of 3 in 0.5 s`."""
+        now = time.monotonic()
+        lived = now - self._started
+        if lived >= self.good_run_s:
+            self.count = 0
+        if self.backoff_s is not None:
+            self._wait_s = self.backoff_s * 2**self.count
+        elif self.count > 0 and lived < SOON_S:
+            self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S)
+        else:
+            self._wait_s = 0.0
+        self.count += 1
+        self.due = now + self._wait_s
+        return f"restart {self.count} of {self.limit}" + (f" in {self._wait_s:g} s" if self._wait_s else "")
+
+    def begin(self, cause: str, key: str) -> str:
+        """What is said of a death that a restart follows. Raises RunFailed when `key` allows none."""
+        if self.are_used_up:
+            raise RunFailed(f"{cause}; no restart left ({key} {self.limit})" if self.limit else cause)
+        return f"{cause}; {self.plan()}"
+
+    def is_due(self) -> bool:
+        """Whether to start it now; once."""
+        now = time.monotonic()
+        if self.due is None or now < self.due:
+            return False
+        self.due, self._started = None, now
+        return True
 
 
 @dataclass(slots=True)
@@ -68,43 +124,34 @@ class LocalServers:
         """
         now = time.monotonic()
         for name, server in self.by_name.items():
-            if server.given_up:
+            code = server.child.exit_code()
+            if server.given_up or code is None:
                 continue
             if server.restarts.due is not None:
                 if server.restarts.is_due():
                     server.left_at, server.child = None, self.start(name)
-                continue
-            code = server.child.exit_code()
-            if code is None:
                 continue
             if code == 0:
                 server.left_at = server.left_at or now
                 server.given_up = run_is_over
                 if server.given_up or now - server.left_at < GOOD_ORDER_S:
                     continue
-            self._died(name, server)
+            self._died(name, server, code)
 
-    def _died(self, name: str, server: LocalServer) -> None:
-        cause, limit = root_cause(name, server.child), self.config.restarts
-        code = server.child.exit_code()
+    def _died(self, name: str, server: LocalServer, code: int) -> None:
+        cause, limit = server.child.root_cause(), self.config.restarts
+        if code not in (RUN_FAILED, CANNOT_START) and not server.restarts.are_used_up:
+            self.say(f"{cause}; {server.restarts.plan()}")
+            return
+        server.given_up = True
         if code == RUN_FAILED:
-            server.given_up = True
             self.say(f"{name} ended because the run has failed")
         elif code == CANNOT_START:
-            server.given_up = True
             if self.all_over:
                 raise RunFailed(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
-        elif not server.restarts.are_used_up:
-            self.say(f"{cause}; {server.restarts.plan()}")
         else:
-            server.given_up = True
             self.say(
                 f"{cause}; no restart left (rollout.restarts {limit}): the run goes on with other servers, or waits"
                 f" {self.config.wait_for_servers_s:g} s for one (rollout.wait_for_servers_s)"
             )
-
-
-def root_cause(name: str, child: Child) -> str:
-    """Which process died, and how, in one line."""
-    return f"{name} (pid {child.pid}) died: {child.how_it_ended()}"

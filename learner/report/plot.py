@@ -15,10 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from learner.report.live_text import REWARD, duration
+from learner.report.live_text import REWARD, Row, duration
 from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
-
-Row = Mapping[str, Any]
 
 REWARD_COLOUR = "#8a8f98"
 COLOURS = ("#1f6feb", "#d1580b", "#1a7f37", "#8250df", "#bf3989", "#6e7781")

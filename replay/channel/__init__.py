@@ -1,12 +1,10 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
-from replay.channel.admission import DuplicateMessage, NotAdmitted, may_be, sequence_numbers
-from replay.channel.arrivals import Arrivals
-from replay.channel.errors import ChannelError, KeysError
+from replay.channel.admission import Arrivals, DuplicateMessage, NotAdmitted, may_be, sequence_numbers
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
-from replay.channel.keys import Keys, load_keys
+from replay.channel.keys import ChannelError, Keys, KeysError, load_keys
 from replay.channel.sockets import AsyncDealer, AsyncRouter, Dealer, Limits, bind, configure
 
 __all__ = [

@@ -1,17 +1,23 @@
-"""What a server remembers of its peers: whose key an identity belongs to, and which messages it has had already.
+"""What a server checks before a message counts: whose it is, whether it is whole, whether it came before.
 
-Pure: no socket, no clock. A DEALER numbers its messages upwards from the microseconds of its wall clock, so a peer that
-starts anew under its old identity goes on above the numbers that it used before.
+A DEALER numbers its messages upwards from the microseconds of its wall clock, so a peer that starts anew under its old
+identity goes on above the numbers that it used before. Only `Arrivals` knows sockets and the clock.
 """
 
+import contextlib
 import itertools
+import os
+import socket
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
-from replay.channel.frames import WireError
+import zmq
+
+from replay.channel.frames import Envelope, Registry, WireError, decode
 from replay.channel.keys import LEARNER
-from replay.channel.roster import name_of
+from replay.channel.roster import Roster, name_of
 
 WINDOW = 1024
 """Messages of one identity, counted back from its highest number, that may still come, each once."""
@@ -21,6 +27,11 @@ MAX_IDENTITY_BYTES = 200
 WHY = "it is a copy, or two peers share an identity"
 ONLY_LEARNER = {"learner", "launcher"}
 """Roles that speak for the run."""
+SMALL_BYTES = 8192
+"""ZeroMQ cuts messages up to this size out of a shared receive buffer: they are copied, so that they are aligned and do
+not keep that buffer."""
+NO_RUN = ""
+"""Run id of a peer that does not know the run yet."""
 
 
 class DuplicateMessage(WireError):
@@ -45,7 +56,7 @@ def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
 
     Args:
         role: as Hello says.
-        sender: name of the key, from Envelope.sender; empty where the run has no keys, and then nothing is known.
+        sender: name of the key; empty where the run has no keys, and then nothing is known.
         nodes: other keys that this role is for.
     """
     if not sender or sender == LEARNER or sender in nodes or role not in ONLY_LEARNER:
@@ -72,11 +83,7 @@ class Window:
         self._seen = 0  # bit n: number _highest - n has come
 
     def take(self, number: int) -> None:
-        """Note the number of a message that was found to be whole.
-
-        Raises:
-            DuplicateMessage: it came before, or is older than the window.
-        """
+        """Note the number of a whole message. Raises DuplicateMessage: it came before, or is older than the window."""
         ahead = number - self._highest
         if self._highest < 0 or ahead >= WINDOW:
             self._highest, self._seen = number, 1
@@ -91,13 +98,13 @@ class Window:
             self._seen |= 1 << -ahead
 
 
+@dataclass(slots=True)
 class Peer:
     """What is known of one identity. `user` is the key of its last message, "" without keys."""
 
-    __slots__ = ("sender", "user", "window")
-
-    def __init__(self, sender: str, user: str) -> None:
-        self.sender, self.user, self.window = sender, user, Window()
+    sender: str
+    user: str
+    window: Window = field(default_factory=Window)
 
 
 class Admission:
@@ -111,11 +118,7 @@ class Admission:
         return len(self._peers)
 
     def bind(self, identity: str, user: str) -> Peer:
-        """The peer behind an identity, which is that of the first sender who used it.
-
-        Raises:
-            NotAdmitted: it is another's.
-        """
+        """The peer behind an identity, which belongs to its first sender. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
         peer = self._peers.get(identity)
         if peer is None:
@@ -131,16 +134,11 @@ class Admission:
         return peer
 
     def get(self, identity: str) -> Peer | None:
-        """The peer behind an identity; None for an unknown one."""
         return self._peers.get(identity)
 
 
 def identity_of(frame: bytes) -> str:
-    """The identity as text; replay prints it and answers to it.
-
-    Raises:
-        WireError: it is not UTF-8, not printable, or too long.
-    """
+    """The identity as text, which is printed and answered to. Raises WireError: not UTF-8, not printable, too long."""
     try:
         identity = frame.decode("utf-8")
     except UnicodeDecodeError:
@@ -148,3 +146,77 @@ def identity_of(frame: bytes) -> str:
     if not identity or not identity.isprintable() or len(frame) > MAX_IDENTITY_BYTES:
         raise WireError(f"identity {frame[:40]!r} is not text of 1 to {MAX_IDENTITY_BYTES} printable characters")
     return identity
+
+
+def contents(parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
+    """What received frames hold; large ones are read-only views without a copy."""
+    return [part.buffer.toreadonly() if len(part) > SMALL_BYTES else part.bytes for part in parts]
+
+
+class Arrivals:
+    """The checks of one ROUTER, in order: size, identity, key, schema, run id, number."""
+
+    def __init__(self, accepted: Registry, max_message_bytes: int, roster: Roster | None) -> None:
+        """`roster` is the gate's; None without keys."""
+        self._accepted, self._max_message_bytes, self._roster = accepted, max_message_bytes, roster
+        self._admission = Admission()
+
+    def take(self, parts: Sequence[zmq.Frame], run_id: str | None) -> tuple[str, Envelope | WireError]:
+        """(identity, message) of what recv_multipart(copy=False) gave; what is wrong comes as its error.
+
+        A message must carry `run_id`, or none; None lets all pass.
+        """
+        identity = ""
+        try:
+            identity = identity_of(parts[0].bytes)
+            return identity, self._checked(identity, parts, run_id)
+        except WireError as error:
+            return identity, error
+
+    def may_have(self, identity: str) -> bool:
+        """Whether a message may go to this identity: not when the key that it came with was removed since."""
+        peer = self._admission.get(identity)
+        return peer is None or self._roster is None or self._roster.admits(peer.user, time.monotonic())
+
+    def _checked(self, identity: str, parts: Sequence[zmq.Frame], run_id: str | None) -> Envelope:
+        size = sum(map(len, parts))
+        if size > self._max_message_bytes:
+            raise WireError(f"message of {size} bytes is above {self._max_message_bytes} (network.max_message_bytes)")
+        try:
+            peer = self._admission.bind(identity, self._user(parts[0]))
+        except NotAdmitted:
+            _cut(parts[0])  # or it would get what is meant for others
+            raise
+        envelope = decode(contents(parts[1:]), self._accepted, peer.sender)
+        if run_id is not None and envelope.run_id not in (NO_RUN, run_id):
+            raise WireError(f"run id {envelope.run_id!r}, this is {run_id!r}")
+        peer.window.take(envelope.sequence)
+        return envelope
+
+    def _user(self, part: zmq.Frame) -> str:
+        """User id of the connection that a frame came over. Raises NotAdmitted when its key was removed."""
+        if self._roster is None:
+            return ""
+        user = str(part.get("User-Id"))
+        if not self._roster.admits(user, time.monotonic()):
+            raise NotAdmitted(f"the key {name_of(user)!r} was removed from {self._roster.folder}")
+        return user
+
+
+def _cut(part: zmq.Frame) -> None:
+    """End the connection that a frame came over; when its peer connects again, the gate refuses it.
+
+    ZeroMQ itself cannot close one connection of a socket. Its number may belong to another one by now: then that one
+    ends, and its peer connects again.
+    """
+    number = part.get(zmq.MessageOption.SRCFD)
+    with contextlib.suppress(OSError):  # it is closed already, or is no connection any more
+        copy = socket.socket(fileno=os.dup(number))
+        with copy:
+            peer = str(part.get("Peer-Address"))
+            if copy.type == socket.SOCK_STREAM and _plain(str(copy.getpeername()[0])) == _plain(peer):
+                copy.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(address: str) -> str:
+    return address.removeprefix("::ffff:")

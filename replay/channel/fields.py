@@ -22,8 +22,6 @@ Check = Callable[[Any], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a message that travels in the header."""
-
     name: str
     hint: Any
     required: bool
@@ -31,7 +29,6 @@ class Field:
 
 
 def fields_of(kind: type[Any], arrays: typing.Container[str]) -> tuple[Field, ...]:
-    """The fields of a dataclass without its arrays."""
     hints = typing.get_type_hints(kind)
     return tuple(
         Field(
@@ -74,18 +71,13 @@ def _check(hint: Any) -> Check:
         return lambda value: any(fits(value) for fits in options)
     if origin is typing.Literal:
         return lambda value: type(value) is str and value in arguments
-    if origin is list:
-        return _check_list(*arguments)
-    if origin is dict:
-        key, item = (_check_items(argument) for argument in arguments)
+    if origin in (list, dict):
+        key, item = (_check_items(arguments[0]), _check_items(arguments[-1]))
+        if origin is list:
+            return lambda value: type(value) is list and item(value)
         return lambda value: type(value) is dict and key(value) and item(value.values())
     allowed = _types(hint)
     return lambda value: type(value) in allowed
-
-
-def _check_list(item: Any) -> Check:
-    items = _check_items(item)
-    return lambda value: type(value) is list and items(value)
 
 
 def _check_items(hint: Any) -> Check:

@@ -14,7 +14,7 @@ nothing is ever unpickled or evaluated.
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import msgpack
 import numpy as np
@@ -48,7 +48,12 @@ class Message:
     """Base of everything on a ZeroMQ socket. Subclasses are found by their class name."""
 
     ARRAYS: ClassVar[dict[str, str]] = {}
-    """Array fields: name to dtype, every array one-dimensional."""
+    """Fields that are annotated as NDArray: name to dtype, every array one-dimensional."""
+
+    def __init_subclass__(cls) -> None:
+        hints = cls.__annotations__.items()
+        arrays = {name: hint for name, hint in hints if getattr(hint, "__origin__", None) is np.ndarray}
+        cls.ARRAYS = {name: np.dtype(*get_args(get_args(hint)[1])).name for name, hint in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ def decode(
         frames: as they came.
         accepted: the kinds that this side takes.
         sender: for the envelope.
-        oldest_schema: what a journal may hold beside the present one; peers must speak that.
+        oldest_schema: that a journal may hold; peers must speak the present one.
 
     Raises:
         WireError: anything about the frames is not as the schema says.
@@ -127,7 +132,8 @@ def decode(
         if field.name in fields:
             value = fields[field.name]
             if not field.fits(value):
-                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {_name(field.hint)}")
+                expected = field.hint.__name__ if isinstance(field.hint, type) else field.hint
+                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {expected}")
             values[field.name] = value
             used += 1
         elif field.required:
@@ -148,8 +154,7 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
         raise WireError(f"header is a {type(header).__name__}, not a map")
     schema = header.get("schema")
     if type(schema) is not int or not oldest_schema <= schema <= SCHEMA_VERSION:
-        said = shown(schema)
-        raise WireError(f"schema version {said}, this side speaks {SCHEMA_VERSION}; update the older side")
+        raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}; update the older side")
     if header.keys() != HEADER.keys():
         raise WireError(f"header does not have the keys {', '.join(HEADER)}")
     for key, kind in HEADER.items():
@@ -157,7 +162,13 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
             raise WireError(f"header.{key} is a {type(header[key]).__name__}")
     if not 0 <= header["seq"] <= MAX_SEQUENCE:
         raise WireError(f"header.seq {header['seq']} is not within 0 to 2^62")
-    _prove(memoryview(frames[0]), frames[1:])
+    body, crc = memoryview(frames[0])[:-CRC_BYTES], memoryview(frames[0])[-CRC_BYTES:]
+    if body[-len(CRC_MARK) :] != CRC_MARK:
+        raise WireError("header does not end with its checksum")
+    expected = checksum(body, frames[1:])
+    if crc != expected:
+        size = sum(map(len, frames))
+        raise WireError(f"checksum {crc.hex()} of {size} bytes, which have {expected.hex()}: damaged on the way")
     return header
 
 
@@ -182,17 +193,6 @@ def _unpack(frame: bytes | memoryview) -> Any:
         )
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise WireError(f"header is not msgpack: {str(error)[:80]}") from error
-
-
-def _prove(header: memoryview, arrays: Sequence[bytes | memoryview]) -> None:
-    """Raises WireError when the frames are not those that were sent."""
-    body, crc = header[:-CRC_BYTES], header[-CRC_BYTES:]
-    if body[-len(CRC_MARK) :] != CRC_MARK:
-        raise WireError("header does not end with its checksum")
-    expected = checksum(body, arrays)
-    if crc != expected:
-        size = len(header) + sum(map(len, arrays))
-        raise WireError(f"checksum {crc.hex()} of {size} bytes, which have {expected.hex()}: damaged on the way")
 
 
 def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
@@ -227,7 +227,3 @@ def _schema(kind: type[Message]) -> tuple[Field, ...]:
     if kind not in _SCHEMAS:
         _SCHEMAS[kind] = fields_of(kind, kind.ARRAYS)
     return _SCHEMAS[kind]
-
-
-def _name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint)

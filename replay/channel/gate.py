@@ -71,9 +71,8 @@ class Gate:
     def _answer(self, request: list[bytes]) -> list[bytes]:
         """Reply to a ZAP request: version, request id, domain, address, identity, mechanism, credentials..."""
         version, number, _, address, _, mechanism, *credentials = request
-        user = None
-        if version == VERSION and mechanism == b"CURVE" and len(credentials) == 1:
-            user = self.roster.user(credentials[0], time.monotonic())
+        is_curve = version == VERSION and mechanism == b"CURVE" and len(credentials) == 1
+        user = self.roster.user(credentials[0], time.monotonic()) if is_curve else None
         if user is not None:
             return [VERSION, number, b"200", b"OK", user.encode(), b""]
         self._refuse(self._reason, f" at {address.decode('ascii', 'replace')}")

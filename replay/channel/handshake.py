@@ -12,8 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from replay.channel.errors import ChannelError
-from replay.channel.keys import CLIENTS, PUBLIC, SERVER, Keys
+from replay.channel.keys import CLIENTS, PUBLIC, SERVER, ChannelError, Keys
 
 log = logging.getLogger(__name__)
 
@@ -56,31 +55,26 @@ class Monitor:
         self._watched.disable_monitor()
 
     def close(self) -> None:
-        """Detach and close."""
         self.detach()
         self.socket.close()
 
 
-class HandshakeWatch:
+class HandshakeWatch(Monitor):
     """A client's view of its one connection."""
 
     def __init__(
         self, context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", address: str, identity: str, keys: Keys | None
     ) -> None:
-        self._monitor = Monitor(context, socket, FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        super().__init__(context, socket, FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._who = f"{identity}: {address}"
         self._keys = keys
         self._failures, self._failing_since = 0, 0.0
         self._refusal = ""
 
     def check(self) -> None:
-        """Look at what has happened since the last call.
-
-        Raises:
-            ChannelError: the server refuses this client for good; ZeroMQ itself does not try again after most of
-                these, so every later call raises as well.
-        """
-        while (seen := self._monitor.read()) is not None:
+        """Raises ChannelError when the server refuses this client for good, and again with every later call: ZeroMQ
+        itself does not try again after most refusals."""
+        while (seen := self.read()) is not None:
             self._note(*seen)
         if self._refusal:
             raise ChannelError(f"{self._who} {self._refusal}", "closed")
@@ -128,7 +122,3 @@ class HandshakeWatch:
                 f"closed {self._failures} handshakes within {now - self._failing_since:.0f} s; its key is not"
                 f" {keys.folder / (SERVER + PUBLIC)}: copy that file from the learner's node, or check the address"
             )
-
-    def close(self) -> None:
-        """Close; before the watched socket."""
-        self._monitor.close()

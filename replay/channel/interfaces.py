@@ -20,16 +20,10 @@ class InterfaceError(ValueError):
 
 
 def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
-    """Tell gloo and NCCL to use the interface of `host` where they have not been told any.
+    """Tell gloo and NCCL to use the interface of `host` (network.host) where they have not been told any.
 
-    A wildcard address names no interface, so both choose for themselves.
-
-    Args:
-        environment: os.environ, before the first process group.
-        host: network.host.
-
-    Raises:
-        InterfaceError: as `interface_of`.
+    `environment` is os.environ, before the first process group. A wildcard address names no interface, so both choose
+    for themselves. Raises InterfaceError, as `interface_of`.
     """
     missing = [name for name in NAMES if name not in environment]
     if missing and not _is_wildcard(host):

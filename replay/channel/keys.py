@@ -13,15 +13,13 @@ the public keys that its folder lists.
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, overload
 
 import zmq
 import zmq.auth
 from zmq.utils import z85
-
-from replay.channel.errors import KeysError
 
 SERVER = "server"
 CLIENTS = "clients"
@@ -34,6 +32,22 @@ OLD = ".key_old"
 """Public key that a client had before; admitted as well while it is there (`python -m replay.keys --rotate`)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
+
+
+class ChannelError(RuntimeError):
+    """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
+
+    def __init__(self, message: str, symptom: str) -> None:
+        super().__init__(f"{message} [{symptom}]")
+        self.symptom = symptom
+
+
+class KeysError(ChannelError):
+    """CURVE keys are missing, incomplete, broken or readable by others; the message names the file and a way out."""
+
+    def __init__(self, message: str) -> None:
+        RuntimeError.__init__(self, message)
+        self.symptom = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +67,7 @@ class Keys:
     def apply(self, socket: "zmq.Socket[Any]") -> None:
         """Make a socket speak CURVE and nothing else: a ROUTER as the server, any other as a client.
 
-        Raises:
-            KeysError: a ROUTER, and this folder has no server secret or admits nobody.
+        Raises KeysError: a ROUTER, and this folder cannot serve.
         """
         if socket.type != zmq.ROUTER:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.client_public)
@@ -68,11 +81,7 @@ class Keys:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def serving_secret(self) -> bytes:
-        """The server's secret key.
-
-        Raises:
-            KeysError: this folder cannot serve.
-        """
+        """The server's secret key. Raises KeysError: this folder cannot serve."""
         secret = self.folder / (SERVER + SECRET)
         if self.server_secret is None:
             raise KeysError(
@@ -87,8 +96,6 @@ class Keys:
         return self.server_secret
 
 
-@overload
-def load_keys(folder: None) -> None: ...
 @overload
 def load_keys(folder: str | Path) -> Keys: ...
 @overload
@@ -108,30 +115,20 @@ def load_keys(folder: str | Path | None) -> Keys | None:
             f"network.keys: no folder {str(folder)!r}; make one with `python -m replay.keys --out keys`, and copy"
             " to every other node what its --export-node gives"
         )
-    server_public, _ = read_key(folder / (SERVER + PUBLIC))
-    server_secret = None
-    if (folder / (SERVER + SECRET)).exists():
-        public, server_secret = _read_pair(folder / (SERVER + SECRET))
-        if public != server_public:
-            raise KeysError(
-                f"network.keys: {folder / (SERVER + PUBLIC)} and {folder / (SERVER + SECRET)} are not of one pair;"
-                " files of two runs of `python -m replay.keys` were mixed: copy one folder whole"
-            )
+    public_file, secret_file = folder / (SERVER + PUBLIC), folder / (SERVER + SECRET)
+    server_public, _ = read_key(public_file)
     own = _own_client(folder)
-    client_public, client_secret = _read_pair(own)
-    clients = {}
-    if server_secret is not None:
-        listed = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
-        clients = {read_key(path)[0]: path.stem for path in listed}
-    return Keys(
-        folder=folder,
-        server_public=server_public,
-        name=own.stem,
-        client_public=client_public,
-        client_secret=client_secret,
-        server_secret=server_secret,
-        clients=clients,
-    )
+    keys = Keys(folder, server_public, own.stem, *_read_pair(own))
+    if not secret_file.exists():
+        return keys
+    public, server_secret = _read_pair(secret_file)
+    if public != server_public:
+        raise KeysError(
+            f"network.keys: {public_file} and {secret_file} are not of one pair; files of two runs of"
+            " `python -m replay.keys` were mixed: copy one folder whole"
+        )
+    listed = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
+    return replace(keys, server_secret=server_secret, clients={read_key(path)[0]: path.stem for path in listed})
 
 
 def _own_client(folder: Path) -> Path:
@@ -162,23 +159,19 @@ def _read_pair(path: Path) -> tuple[bytes, bytes]:
 def read_key(path: Path) -> tuple[bytes, bytes | None]:
     """(public, secret or None) of a key file; the mode is checked before anything is read.
 
-    Raises:
-        KeysError: it is missing, holds no key, or is open to others.
+    Raises KeysError: it is missing, holds no key, or is open to others.
     """
+    is_secret = path.suffix == SECRET
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & (0o077 if is_secret else 0o022):
+            may = "read" if is_secret else "changed"
+            raise KeysError(f"network.keys: {path} may be {may} by other users (mode {mode:04o}); chmod 600 {path}")
+        public, secret = zmq.auth.load_certificate(path)
     except FileNotFoundError as error:
         raise KeysError(
             f"network.keys: {path} is missing; copy what python -m replay.keys made for this node again"
         ) from error
-    except OSError as error:
-        raise KeysError(f"network.keys: {path} cannot be read: {error.strerror}") from error
-    is_secret = path.suffix == SECRET
-    if mode & (0o077 if is_secret else 0o022):
-        may = "read" if is_secret else "changed"
-        raise KeysError(f"network.keys: {path} may be {may} by other users (mode {mode:04o}); chmod 600 {path}")
-    try:
-        public, secret = zmq.auth.load_certificate(path)
     except OSError as error:
         raise KeysError(f"network.keys: {path} cannot be read: {error.strerror}") from error
     except ValueError as error:

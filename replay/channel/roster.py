@@ -14,8 +14,7 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from replay.channel.errors import KeysError
-from replay.channel.keys import CLIENTS, OLD, PUBLIC, Keys, read_key
+from replay.channel.keys import CLIENTS, OLD, PUBLIC, Keys, KeysError, read_key
 
 log = logging.getLogger(__name__)
 

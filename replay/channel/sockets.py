@@ -6,55 +6,47 @@ and when the peer was last heard.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import zmq
 import zmq.asyncio
 
 from configs.schema import is_loopback
-from replay.channel.admission import sequence_numbers
-from replay.channel.arrivals import Arrivals, contents
-from replay.channel.errors import ChannelError, KeysError
+from replay.channel.admission import Arrivals, contents, sequence_numbers
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
-from replay.channel.keys import Keys
+from replay.channel.keys import ChannelError, Keys, KeysError
 
-HIGH_WATER_MARK = 4096
 CURVE_BYTES = 64
 """At most what encryption adds to a frame."""
-HANDSHAKE_MS = 5000
-"""A connection that has not proven its key by then is closed."""
-PING_MS, PONG_MS = 5000, 30000
-"""How often a connection is probed, and how long it may stay without an answer: a half-open one must end on both sides.
-An answer waits behind the message that its sender is writing, so the bound allows for large ones on slow links."""
+OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 4096,
+    zmq.RCVHWM: 4096,
+    zmq.HANDSHAKE_IVL: 5000,  # ms; a connection that has not proven its key by then is closed
+    # ms; how often a connection is probed, and how long it may stay without an answer: a half-open one must end on both
+    # sides. An answer waits behind the message that its sender is writing: room for large ones on slow links.
+    zmq.HEARTBEAT_IVL: 5000,
+    zmq.HEARTBEAT_TIMEOUT: 30000,
+    zmq.TCP_KEEPALIVE: 1,
+    zmq.RECONNECT_IVL: 50,
+    zmq.RECONNECT_IVL_MAX: 1000,
+}
 LOOK_S = 0.25
 """A wait that hears nothing looks this often whether the server has refused the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that a socket enforces."""
-
     max_message_bytes: int = 256 * 1024 * 1024
 
 
 def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = None) -> None:
-    """Options that every socket of ours has.
-
-    Raises:
-        KeysError: a ROUTER, and the keys are not those of a node that serves.
-    """
-    socket.setsockopt(zmq.LINGER, 0)
+    """Options that every socket of ours has. Raises KeysError: a ROUTER, and the keys are not those of a server."""
+    for option, value in OPTIONS.items():
+        socket.setsockopt(option, value)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PONG_MS)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # a peer that reconnects while its old connection is half open would not be heard, not even after that one ends
@@ -67,7 +59,7 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
     """Bind and return `tcp://host:port`; port 0 takes a free one.
 
     Raises:
-        KeysError: the host leaves the loopback interface, the socket has no keys, and `insecure` does not allow it.
+        KeysError: the host leaves the loopback interface without keys, and `insecure` does not allow it.
         ChannelError: the port is taken or the host is not an address of this machine.
     """
     if not (is_loopback(host) or insecure or socket.getsockopt(zmq.MECHANISM) == zmq.CURVE):
@@ -91,27 +83,28 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
 class _Peer:
     """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
+    _new_context: ClassVar[type["zmq.Context[Any]"]] = zmq.Context
+
     def __init__(
         self,
-        context: "zmq.Context[Any]",
         address: str,
         identity: str,
         accepted: Registry,
-        limits: Limits | None,
-        keys: Keys | None,
+        limits: Limits | None = None,
+        *,
+        keys: Keys | None = None,
     ) -> None:
-        self.address = address
-        self.identity = identity
+        self.address, self.identity = address, identity
         self.run_id = ""
         """Of the first message that comes; from then on no other is accepted."""
         self.last_heard = time.monotonic()
         self._accepted = accepted
         self._sequence = sequence_numbers()
-        self._context = context
-        self._socket: Any = context.socket(zmq.DEALER)
+        self._context = self._new_context()
+        self._socket: Any = self._context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
-        self._handshake = HandshakeWatch(context, self._socket, address, identity, keys)
+        self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._socket.connect(address)
 
     def close(self) -> None:
@@ -135,17 +128,6 @@ class _Peer:
 class Dealer(_Peer):
     """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
 
-    def __init__(
-        self,
-        address: str,
-        identity: str,
-        accepted: Registry,
-        limits: Limits | None = None,
-        *,
-        keys: Keys | None = None,
-    ) -> None:
-        super().__init__(zmq.Context(), address, identity, accepted, limits, keys)
-
     def send(self, message: Message) -> None:
         """Queue a message. Raises ChannelError when the queue to the peer is full, or the peer refuses this one."""
         try:
@@ -157,9 +139,7 @@ class Dealer(_Peer):
     def poll(self, timeout_s: float) -> Envelope | None:
         """The next message within `timeout_s` seconds, or None.
 
-        Raises:
-            WireError: it is corrupt.
-            ChannelError: the peer refuses this one (keys).
+        Raises WireError when it is corrupt, ChannelError when the peer refuses this one (keys).
         """
         deadline = time.monotonic() + timeout_s
         while not self._socket.poll(_look_ms(deadline)):
@@ -178,16 +158,7 @@ class Dealer(_Peer):
 class AsyncDealer(_Peer):
     """The asyncio end of a peer (rollout servers)."""
 
-    def __init__(
-        self,
-        address: str,
-        identity: str,
-        accepted: Registry,
-        limits: Limits | None = None,
-        *,
-        keys: Keys | None = None,
-    ) -> None:
-        super().__init__(zmq.asyncio.Context(), address, identity, accepted, limits, keys)
+    _new_context = zmq.asyncio.Context
 
     async def send(self, message: Message) -> None:
         """Queue a message; waits while the queue to the peer is full. ChannelError when the peer refuses this one."""
@@ -201,14 +172,7 @@ class AsyncDealer(_Peer):
             await self._socket.poll(int(LOOK_S * 1000), zmq.POLLOUT)
 
     async def receive(self, timeout_s: float) -> Envelope | None:
-        """The next message within `timeout_s` seconds, or None.
-
-        Polls first and then reads without waiting: a receive that is cancelled may lose its message.
-
-        Raises:
-            WireError: it is corrupt.
-            ChannelError: the peer refuses this one (keys).
-        """
+        """As `Dealer.poll`. Polls first, then reads: a receive that is cancelled may lose its message."""
         deadline = time.monotonic() + timeout_s
         while not await self._socket.poll(_look_ms(deadline)):
             self._handshake.check()
@@ -241,17 +205,11 @@ class AsyncRouter:
             configure(self._socket, limits, keys)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
-            roster = self._gate.roster if self._gate is not None else None
-            self._arrivals = Arrivals(accepted, limits.max_message_bytes, roster)
+            self._arrivals = Arrivals(accepted, limits.max_message_bytes, self._gate.roster if self._gate else None)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()
             raise
-
-    @property
-    def refused(self) -> dict[str, int]:
-        """Handshakes that the keys refused, by reason; empty without keys."""
-        return dict(self._gate.refused) if self._gate is not None else {}
 
     async def send(self, identity: str, message: Message) -> bool:
         """Queue a message to one peer; False when it has no connection, a full queue, or a key that was removed."""
@@ -271,10 +229,9 @@ class AsyncRouter:
         return bool(await self._socket.poll(int(timeout_s * 1000)))
 
     async def receive(self) -> tuple[str, Envelope | WireError] | None:
-        """The next (identity, message), or None when there is none now. Never waits.
+        """The next (identity, message), or None when there is none now; a refused message comes as its WireError.
 
-        Waiting and reading are apart because a receive that is cancelled (by a timeout, say) may lose its
-        message. A message that is refused comes as its WireError: the hub must go on.
+        Never waits (see `wait`): a receive that is cancelled, by a timeout say, may lose its message.
         """
         try:
             parts = await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False)

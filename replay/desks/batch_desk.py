@@ -8,19 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
-from replay.channel import Message
 from replay.desks import batches
-from replay.desks.granting import Granting, Send
+from replay.desks.granting import Granting
 from replay.journal.apply import as_plain, record
 from replay.peers import Peer, Peers
 from replay.run import Run
 
 
 class BatchDesk:
-    """Takes, batches and commits."""
-
-    def __init__(self, run: Run, granting: Granting, peers: Peers, *, send: Send, fail: Callable[[str], None]) -> None:
-        self.run, self.granting, self.peers, self.buffer = run, granting, peers, run.buffer
+    def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
         self.takes: dict[int, set[int]] = {}
         """Ranks that asked for the batch of a step."""
         self.haves: dict[int, set[int]] = {}
@@ -28,13 +25,13 @@ class BatchDesk:
         self.num_ranks = run.config.num_learner_ranks
         self.batches: dict[int, list[m.Batch]] = {}
         self.take_since = 0.0
-        self._send = send
         self._fail = fail
 
     def take(self, peer: Peer, take: m.Take, now: float) -> None:
         """Idempotent: asking again for a batch that was formed gives the same answer."""
         if peer.role != "learner" or take.rank != peer.hello.rank or not 0 <= take.rank < self.num_ranks:
-            self._send(peer.identity, m.Refused(reason=f"Take as rank {take.rank}: {peer.name!r} is not that rank"))
+            reason = f"Take as rank {take.rank}: {peer.name!r} is not that rank"
+            self.peers.send(peer.identity, m.Refused(reason=reason))
             return
         peer.incarnation = self.run.policies.incarnation
         # Another rank may ask before rank 0's commit of the step before has arrived: their sockets have no order.
@@ -49,19 +46,18 @@ class BatchDesk:
         if take.have:
             self._has(peer, take)
         elif take.step in self.batches:
-            self._send(peer.identity, self.batches[take.step][take.rank])
+            self.peers.send(peer.identity, self.batches[take.step][take.rank])
 
     def _has(self, peer: Peer, take: m.Take) -> None:
         haves = self.haves.setdefault(take.step, set())
         haves.add(take.rank)
-        if (
-            self.run.proceeding == take.step
-        ):  # its fellows wait for it in a collective, also if replay was restarted since
-            self._send(peer.identity, m.Proceed(step=take.step))
+        # Its fellows wait for it in a collective, also if replay was restarted since.
+        if self.run.proceeding == take.step:
+            self.peers.send(peer.identity, m.Proceed(step=take.step))
         elif len(haves) == self.num_ranks:
             record(self.run, "proceed", {"step": take.step, "incarnation": self.run.policies.incarnation})
             for rank in range(self.num_ranks):
-                self.to_rank(rank, m.Proceed(step=take.step))
+                self.peers.to_rank(rank, m.Proceed(step=take.step))
 
     def form(self, stats: Callable[[], dict[str, float]]) -> None:
         """Form the batch once all ranks have asked for it; a step of the line gets the groups that it had."""
@@ -102,7 +98,7 @@ class BatchDesk:
             for part in batches.build(step, groups, assignment, num_ranks=self.num_ranks, stats=stats)
         ]
         for rank, part in enumerate(self.batches[step]):
-            self.to_rank(rank, part)
+            self.peers.to_rank(rank, part)
 
     def committed(self, message: m.Committed) -> None:
         """The step is in the weights; a repeated commit changes nothing."""
@@ -127,9 +123,3 @@ class BatchDesk:
         """What ranks have asked for is void: a learner starts, or the line ends."""
         for state in (self.takes, self.haves, self.batches):
             state.clear()
-
-    def to_rank(self, rank: int, message: Message) -> None:
-        """Send to a learner rank, if it is connected."""
-        peer = self.peers.rank(rank)
-        if peer is not None:
-            self._send(peer.identity, message)

@@ -13,6 +13,7 @@ resumed learner takes again (replay/desks/line.py) come before all of them.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
@@ -28,9 +29,7 @@ class GroupBuffer:
     """All admitted groups in order of admission, the line of policies, and the batch in training."""
 
     def __init__(self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0) -> None:
-        self.groups_per_step = groups_per_step
-        self.async_lag = async_lag
-        self.on_stale = on_stale
+        self.groups_per_step, self.async_lag, self.on_stale = groups_per_step, async_lag, on_stale
         self.version = version
         """Last committed policy version."""
         self.slots: dict[GroupId, Slot] = {}
@@ -42,13 +41,12 @@ class GroupBuffer:
 
     @property
     def max_groups(self) -> int:
-        """The admission bound."""
         return (self.async_lag + 1) * self.groups_per_step
 
     @property
     def taken(self) -> int:
         """Groups in batches that are not committed (again) yet."""
-        return self.line.num_ahead(self.version)
+        return len(self.line.groups_ahead(self.version))
 
     @property
     def in_flight(self) -> int:
@@ -92,12 +90,8 @@ class GroupBuffer:
 
     def oldest_missing(self) -> Slot | None:
         """The slot that the next batch waits for, if it waits for one in particular."""
-        for ready, slot in enumerate(self.slots.values(), start=1):
-            if slot.state is not SlotState.BUFFERED:
-                return slot
-            if ready == self.groups_per_step:
-                return None
-        return None
+        first = islice(self.slots.values(), self.groups_per_step)
+        return next((slot for slot in first if slot.state is not SlotState.BUFFERED), None)
 
     def commit(self, step: int, digest: str) -> None:
         """Step `step` is in the weights: the room of its groups is free."""
@@ -110,11 +104,12 @@ class GroupBuffer:
     def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> None:
         """The line ends at `version`: what was taken after it stands first in the order again, not loaded yet."""
         back = []
+        for taken in self.line.groups_ahead(version):
+            slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
+            slot.location = taken.location
+            back.append(slot)
         for step in self.line.ahead(version):
-            for taken in self.line.steps.pop(step).groups:
-                slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
-                slot.location = taken.location
-                back.append(slot)
+            del self.line.steps[step]
         self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
 
     def order_anew(self) -> None:
@@ -123,7 +118,6 @@ class GroupBuffer:
             slot.min_version = max(slot.min_version, self._min_version_at(position))
 
     def count(self, state: SlotState) -> int:
-        """Number of groups in a state."""
         if state is SlotState.TAKEN:
             return self.taken
         return sum(slot.state is state for slot in self.slots.values())

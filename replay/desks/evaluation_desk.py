@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replay import messages as m
-from replay.channel import Message
 from replay.channel.frames import encode
-from replay.desks.granting import Send
 from replay.desks.validation import problem_with_evaluation
 from replay.journal.apply import record
 from replay.journal.format import Frames
@@ -23,14 +21,11 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationDesk:
-    """Requests, assignments and results of evaluations."""
-
-    def __init__(self, run: Run, rows: Sequence[dict[str, Any]], peers: Peers, *, send: Send) -> None:
+    def __init__(self, run: Run, peers: Peers, rows: Sequence[dict[str, Any]]) -> None:
         self.run, self.board, self.peers = run, run.board, peers
         self.rows = list(rows[: run.config.evaluation.num_prompts])
         self.withheld: set[int] = set()
         """Versions of which the present learner has not been told: it has not made them, and may make others."""
-        self._send = send
 
     def request(self, version: int, now: float) -> None:
         """The learner wants `version` evaluated; what is known already it gets at once."""
@@ -47,20 +42,20 @@ class EvaluationDesk:
         for told in [v for v in sorted(self.withheld) if v <= version]:
             self.withheld.discard(told)
             for location in self.board.results.get(told, {}).values():
-                self._to_learner(self.run.journal.read(location))
+                self.peers.to_rank(0, self.run.journal.read(location))
             if told in self.board.closed:
-                self._to_learner(m.EvaluationClosed(version=told, reason=self.board.closed[told]))
+                self.peers.to_rank(0, m.EvaluationClosed(version=told, reason=self.board.closed[told]))
 
     def joined(self, peer: Peer) -> None:
         """It may hold a version that was closed while it was silent."""
         for version in self.board.closed:
-            self._send(peer.identity, m.EvaluationClosed(version=version))
+            self.peers.send(peer.identity, m.EvaluationClosed(version=version))
 
     def holds(self, peer: Peer, version: int) -> None:
         """A server reports which version is live there."""
         self.board.holds(peer.identity, version)
         if version in self.board.closed:  # it got the version after everybody was told
-            self._send(peer.identity, m.EvaluationClosed(version=version))
+            self.peers.send(peer.identity, m.EvaluationClosed(version=version))
 
     def assign(self) -> None:
         """Hand out what can start now."""
@@ -72,10 +67,9 @@ class EvaluationDesk:
             for greedy in evaluation.open_modes:
                 seed = stream_seed(self.run.config.run.seed, version, 1 << 20)
                 lease = m.EvaluationLease(version=version, greedy=greedy, seed=seed, prompts=self.rows)
-                self._send(server, lease)
+                self.peers.send(server, lease)
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
-        """A part of an evaluation is done."""
         version, problem = result.version, problem_with_evaluation(result, len(self.rows))
         if problem is not None:
             log.warning("replay: evaluation of version %d by %r rejected: %s [corrupt]", version, peer.name, problem)
@@ -86,7 +80,7 @@ class EvaluationDesk:
         fields = {"version": version, "greedy": result.greedy}
         record(self.run, "evaluated", fields, frames or encode(result, "", 0))
         if version <= self.run.buffer.version:
-            self._to_learner(result)
+            self.peers.to_rank(0, result)
         else:
             self.withheld.add(version)
         if not self.board.open[version].open_modes:
@@ -98,7 +92,6 @@ class EvaluationDesk:
         self._failed_at(peer, message.version)
 
     def expire(self, now: float) -> None:
-        """Give up what took too long."""
         for version, reason in self.board.overdue(now):
             log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)
             self._close(version, reason)
@@ -107,8 +100,7 @@ class EvaluationDesk:
         """Policies from `version` on are about to be lost: their successors are evaluated when the learner asks."""
         for lost in self.board.known_from(version):
             self.withheld.discard(lost)
-            for peer in self.peers.role("rollout_server"):
-                self._send(peer.identity, m.EvaluationClosed(version=lost, reason="its policy is not on the line"))
+            self.peers.to_servers(m.EvaluationClosed(version=lost, reason="its policy is not on the line"))
 
     def _failed_at(self, peer: Peer, version: int) -> None:
         if self.board.failed(peer.identity, version):
@@ -116,14 +108,9 @@ class EvaluationDesk:
 
     def _close(self, version: int, reason: str) -> None:
         record(self.run, "evaluation_closed", {"version": version, "reason": reason})
-        for peer in self.peers.role("rollout_server"):
-            self._send(peer.identity, m.EvaluationClosed(version=version, reason=reason))
+        closed = m.EvaluationClosed(version=version, reason=reason)
+        self.peers.to_servers(closed)
         if version <= self.run.buffer.version:
-            self._to_learner(m.EvaluationClosed(version=version, reason=reason))
+            self.peers.to_rank(0, closed)
         else:
             self.withheld.add(version)
-
-    def _to_learner(self, message: Message) -> None:
-        first = self.peers.rank(0)
-        if first is not None:
-            self._send(first.identity, message)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from replay.journal.format import Location
 
-MAX_ROUNDS = 2
-"""How often all holders of a version are asked, before its deadline closes it."""
+MAX_TRIES = 2
+"""How often each holder of a version is asked, before its deadline closes it."""
 MAX_CLOSED = 64
 """Closed versions to remember, for servers that still hold one."""
 
@@ -24,7 +24,7 @@ class Evaluation:
     opened_at: float
     server: str | None = None
     tried: list[str] = field(default_factory=list)
-    rounds: int = 1
+    """Servers that were asked, each as often as it was."""
 
 
 class EvaluationBoard:
@@ -52,25 +52,18 @@ class EvaluationBoard:
             del self.holders[old]
 
     def next_server(self, version: int) -> str | None:
-        """The server that an open evaluation can start at now: one that was not asked in this round."""
-        evaluation, holders = self.open[version], list(self.holders.get(version, ()))
-        if evaluation.server is not None:
+        """The server that an open evaluation can start at now: the one of its holders that was asked least."""
+        evaluation, holders = self.open[version], self.holders.get(version, ())
+        if evaluation.server is not None or not holders:
             return None
-        fresh = [server for server in holders if server not in evaluation.tried]
-        if not fresh and evaluation.rounds < MAX_ROUNDS:
-            fresh = holders
-        return fresh[0] if fresh else None
+        server = min(holders, key=evaluation.tried.count)
+        return server if evaluation.tried.count(server) < MAX_TRIES else None
 
     def begin(self, version: int, server: str) -> None:
-        """A server runs what is open of this version; one that was asked before begins another round."""
         evaluation = self.open.get(version)
-        if evaluation is None:
-            return
-        if server in evaluation.tried:
-            evaluation.rounds += 1
-            evaluation.tried.clear()
-        evaluation.server = server
-        evaluation.tried.append(server)
+        if evaluation is not None:
+            evaluation.server = server
+            evaluation.tried.append(server)
 
     def wants(self, server: str, version: int, greedy: bool) -> bool:
         """Whether a part is wanted from this server, not late and not repeated."""
@@ -78,7 +71,6 @@ class EvaluationBoard:
         return evaluation is not None and server in evaluation.tried and greedy in evaluation.open_modes
 
     def done(self, version: int, greedy: bool, place: Location) -> None:
-        """A part is in the journal."""
         evaluation = self.open.get(version)
         if evaluation is not None and greedy in evaluation.open_modes:
             evaluation.open_modes.remove(greedy)
@@ -90,7 +82,7 @@ class EvaluationBoard:
         if evaluation is None or evaluation.server != server:
             return False
         evaluation.server = None
-        return evaluation.rounds >= MAX_ROUNDS and not set(self.holders.get(version, ())) - set(evaluation.tried)
+        return bool(self.holders.get(version)) and self.next_server(version) is None
 
     def server_lost(self, server: str) -> None:
         """Its evaluations are free for another holder."""

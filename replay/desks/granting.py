@@ -6,12 +6,11 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from replay import messages as m
-from replay.bounded_log import BoundedLog
-from replay.channel import Message
 from replay.desks.buffer import drops
 from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.desks.validation import Bounds
 from replay.journal.apply import record
+from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers
 from replay.prompts import stream_seed
 from replay.run import Run
@@ -25,22 +24,19 @@ RELEASES = NEVER_AGAIN | {
 }  # fmt: skip
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
-Send = Callable[[str, Message], None]
-
 
 class Granting:
     """Moves slots between queued and leased, and drops what cannot be done."""
 
-    def __init__(
-        self, run: Run, peers: Peers, *, vocab_size: int | None, send: Send, fail: Callable[[str], None]
-    ) -> None:
-        self.run, self.peers, self.vocab_size = run, peers, vocab_size
+    def __init__(self, run: Run, peers: Peers, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers = run, peers
+        size = peers.expected.get("vocab_size", "")
+        self.vocab_size = int(size) if size.isdigit() else None
         self.buffer, self.leases = run.buffer, run.leases
         self.last_drop = ""
         """Group, reason and detail of the last drop."""
         self.bounded = BoundedLog(log)
         self._shares = Shares()
-        self._send = send
         self._fail = fail
 
     def expire(self, now: float) -> None:
@@ -57,11 +53,15 @@ class Granting:
             self.release(slot, "expired", f"not renewed by {who}")
 
     def server_lost(self, identity: str) -> int:
-        """Take back the leases of a server that is lost; how many there were."""
-        held = list(Leases.held_by(self.buffer.slots.values(), identity))
+        """A server is lost: its evaluations and leases are free for others; how many leases there were."""
+        self.run.board.server_lost(identity)
+        held = self.held_by(identity)
         for slot in held:
             self.release(slot, "server_lost", identity)
         return len(held)
+
+    def held_by(self, identity: str) -> list[Slot]:
+        return [s for s in self.buffer.slots.values() if s.state is SlotState.LEASED and s.server == identity]
 
     def grant(self, now: float) -> None:
         """Hand out what servers have room for: the oldest admitted first, to the least loaded server."""
@@ -88,7 +88,7 @@ class Granting:
             fields = {"group": list(group_id), "attempt": attempt, "min_version": min_version, "server": peer.identity}
             record(self.run, "lease", fields, now=now)
             held[peer.identity] += 1
-            self._send(peer.identity, self._lease(self.buffer.slots[group_id]))
+            self.peers.send(peer.identity, self._lease(self.buffer.slots[group_id]))
             if held[peer.identity] < min(most, peer.capacity):
                 heappush(free, (held[peer.identity] / peer.capacity, order, peer))
 
@@ -98,7 +98,7 @@ class Granting:
 
     def off_line(self, peer: Peer) -> None:
         """A server holds a policy that is not on the line: what it has begun does not count."""
-        for slot in list(Leases.held_by(self.buffer.slots.values(), peer.identity)):
+        for slot in self.held_by(peer.identity):
             self.recall(slot)
 
     def recall(self, slot: Slot) -> None:
@@ -120,7 +120,7 @@ class Granting:
                 continue
             self.run.counters["renewals_refused"] += 1
             cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
-            self._send(peer.identity, cancel)
+            self.peers.send(peer.identity, cancel)
         if self.run.partials is not None:
             for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
@@ -157,9 +157,8 @@ class Granting:
             record(self.run, "stale", fields)
 
     def cancel(self, slot: Slot, identity: str, reason: str) -> None:
-        """Tell a server to stop working on a lease."""
         pass_, index = slot.group_id
-        self._send(identity, m.Cancel(pass_=pass_, index=index, attempt=slot.attempt, reason=reason))
+        self.peers.send(identity, m.Cancel(pass_=pass_, index=index, attempt=slot.attempt, reason=reason))
 
     def _next(self, queued: deque[Slot], version: int) -> tuple[GroupId, int, int] | None:
         """(group, attempt, min_version) of the oldest lease that may start at `version`; a new one where room is."""
@@ -177,8 +176,7 @@ class Granting:
 
     def _lease(self, slot: Slot) -> m.Lease:
         pass_, index = slot.group_id
-        partials = self.run.partials
-        prefix = partials.prefix(slot.group_id, slot.min_version) if partials is not None else {}
+        prefix = self.run.partials.prefix(slot.group_id, slot.min_version) if self.run.partials is not None else {}
         return m.Lease(
             pass_=pass_,
             index=index,

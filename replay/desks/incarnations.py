@@ -8,7 +8,6 @@ lost policies is sampled anew. No socket, and time is an argument.
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from replay import messages as m
 from replay.desks.batch_desk import BatchDesk
@@ -23,12 +22,6 @@ from replay.run import Run
 log = logging.getLogger(__name__)
 
 
-class End(Protocol):
-    """Ends the run."""
-
-    def __call__(self, reason: str, *, failed: bool) -> None: ...
-
-
 class Incarnations:
     """Counts the learner's starts within the run, and watches over the present one."""
 
@@ -41,24 +34,21 @@ class Incarnations:
         evaluations: EvaluationDesk,
         *,
         playback: bool,
-        greet: Callable[[Peer], None],
-        end: End,
+        fail: Callable[[str], None],
         now: float,
     ) -> None:
-        """`greet` sends the run's Welcome; `playback` goes on after a divergence, which changes nothing then."""
+        """With `playback` the run goes on after a divergence, which changes nothing then."""
         self.run, self.peers, self.granting = run, peers, granting
         self.batch_desk, self.evaluations, self.playback = batch_desk, evaluations, playback
-        self._greet, self._end = greet, end
+        self._fail = fail
         self._here_at = now
 
     @property
     def number(self) -> int:
-        """Starts of the learner so far."""
         return self.run.policies.incarnation
 
     @property
     def learner_is_here(self) -> bool:
-        """Whether rank 0 is connected."""
         return self.peers.rank(0) is not None
 
     def hello(self, identity: str, hello: m.Hello) -> str | None:
@@ -90,7 +80,7 @@ class Incarnations:
         if self.number == 0 or self.learner_is_here or has_ended:
             self._here_at = now
         elif now - self._here_at > (waited := config.replay.wait_for_learner_s):
-            self._end(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]", failed=True)
+            self._fail(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]")
 
     def settle(self) -> None:
         """Carry out the divergence that a record has shown, if any: the line ends there and goes on anew."""
@@ -108,9 +98,9 @@ class Incarnations:
             return
         if run.config.replay.on_divergence == "stop":
             run.counters["diverged"] += 1
-            self._end(f"{what}; replay.on_divergence is 'stop' [corrupt]", failed=True)
+            self._fail(f"{what}; replay.on_divergence is 'stop' [corrupt]")
             return
-        ahead = [taken for later in run.buffer.line.ahead(step) for taken in run.buffer.line.steps[later].groups]
+        ahead = run.buffer.line.groups_ahead(step)
         groups = [(taken.group_id, run.load_group(taken.location)) for taken in ahead]
         for slot in list(run.buffer.slots.values()):
             if slot.state is SlotState.LEASED:
@@ -166,8 +156,7 @@ class Incarnations:
             f", {ahead} batches of the journal come again" if ahead else "",
         )  # fmt: skip
         self.settle()
-        for peer in servers:
-            self._greet(peer)
+        self.peers.to_servers(run.welcome())
         return None
 
     def _start_from_checkpoint(self, hello: m.Hello) -> str | None:

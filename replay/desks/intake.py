@@ -9,13 +9,13 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.granting import RELEASES, Granting, Send
+from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import Slot, SlotState
-from replay.desks.policies import Policy
+from replay.desks.line import Policy
 from replay.desks.validation import Bounds, problem_with
 from replay.journal.apply import record
 from replay.journal.format import Frames
-from replay.peers import Peer
+from replay.peers import Peer, Peers
 from replay.run import Run
 
 log = logging.getLogger(__name__)
@@ -29,20 +29,13 @@ AckStatus = Literal["accepted", "superseded", "rejected"]
 class Intake:
     """Accepts the first valid group of each prompt (invariant 2)."""
 
-    def __init__(self, run: Run, granting: Granting, *, send: Send, fail: Callable[[str], None]) -> None:
-        self.run, self.granting = run, granting
+    def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers, self.granting = run, peers, granting
         self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
-        self._send = send
         self._fail = fail
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
-        """Take a finished group in.
-
-        Args:
-            peer: its sender.
-            group: the message.
-            frames: the message as it came, for the journal; encoded again where they are not at hand.
-        """
+        """Take a finished group in; `frames` are the message as it came, for the journal."""
         run, slot = self.run, self.run.buffer.slots.get((group.pass_, group.index))
         if slot is None:
             self._ack(peer, group, "superseded", "this group is finished")
@@ -60,9 +53,7 @@ class Intake:
     def failed(self, peer: Peer, cancel: m.Cancel) -> None:
         """A server gives a lease up; too many reward errors end the run."""
         slot = self.run.buffer.slots.get((cancel.pass_, cancel.index))
-        if slot is None or slot.state is not SlotState.LEASED or slot.server != peer.identity:
-            return
-        if slot.attempt != cancel.attempt:
+        if slot is None or not self._holds(peer, slot, cancel.attempt):
             return
         self.granting.bounded.warning(
             cancel.reason if cancel.reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
@@ -88,8 +79,12 @@ class Intake:
             "rejected", "replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem
         )
         self._ack(peer, group, "rejected", problem)
-        if slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, group.attempt):
+        if self._holds(peer, slot, group.attempt):
             self.granting.release(slot, "rejected", problem)
+
+    @staticmethod
+    def _holds(peer: Peer, slot: Slot, attempt: int) -> bool:
+        return slot.state is SlotState.LEASED and (slot.server, slot.attempt) == (peer.identity, attempt)
 
     def _judge(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
         """Accept the group if its policies are on the line; one without a commit yet is passed over."""
@@ -128,4 +123,4 @@ class Intake:
         if status == "superseded" and reason:
             self.run.counters["superseded"] += 1
         ack = m.Ack(pass_=group.pass_, index=group.index, attempt=group.attempt, status=status, reason=reason)
-        self._send(peer.identity, ack)
+        self.peers.send(peer.identity, ack)

@@ -76,13 +76,10 @@ class Leases:
     def grant(self, slot: Slot, server: str, now: float) -> None:
         """QUEUED → LEASED, with the next attempt number."""
         assert slot.state is SlotState.QUEUED
-        slot.state = SlotState.LEASED
+        slot.state, slot.server, slot.tokens = SlotState.LEASED, server, 0
         slot.attempt += 1
-        slot.server = server
-        slot.leased_at = now
+        slot.leased_at = slot.progress_at = now
         slot.deadline = now + self.lease_s
-        slot.progress_at = now
-        slot.tokens = 0
 
     def renew(self, slot: Slot, server: str, attempt: int, tokens: int, now: float) -> bool:
         """Push the deadline of a lease that is still held; False when it is not (any more).
@@ -114,13 +111,7 @@ class Leases:
 
     @staticmethod
     def expired(slots: Iterable[Slot], now: float) -> Iterator[Slot]:
-        """Leases whose deadline has passed."""
         return (slot for slot in slots if slot.state is SlotState.LEASED and slot.deadline <= now)
-
-    @staticmethod
-    def held_by(slots: Iterable[Slot], server: str) -> Iterator[Slot]:
-        """Leases of one server."""
-        return (slot for slot in slots if slot.state is SlotState.LEASED and slot.server == server)
 
 
 class Shares:
@@ -135,13 +126,9 @@ class Shares:
         """The version, and since when some server has it."""
 
     def most(self, versions: Sequence[int], *, needed: int, work: int, now: float) -> int:
-        """Of one server: its part of `work` for WAIT_FOR_OTHERS_S, afterwards all of it.
+        """Of one server: its part of `work` (leases held or possible) for WAIT_FOR_OTHERS_S, afterwards all of it.
 
-        Args:
-            versions: that servers hold, one number each.
-            needed: by the next lease.
-            work: leases that are held or could be given.
-            now: seconds.
+        `versions` has one number for each server; the next lease needs `needed`.
         """
         ready = sum(version >= needed for version in versions)
         if ready and needed != self._needed:

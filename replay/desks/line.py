@@ -1,4 +1,4 @@
-"""The line of policies: which groups made which version, as far back as a kept checkpoint needs it. Pure.
+"""The line of policies: which groups made which version, and which policies by (incarnation, version) are lost. Pure.
 
 A learner that resumes at version v takes the steps after v again: the same groups in the same order, and the weights
 must get the digests that the journal has. So a step stays on the line until a durable checkpoint is behind it.
@@ -8,6 +8,7 @@ must get the digests that the journal has. So a step stays on the line until a d
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from replay.desks.leases import GroupId
 from replay.journal.format import Location
@@ -42,7 +43,6 @@ class Line:
 
     @property
     def last(self) -> int:
-        """The last step here; 0 for none."""
         return max(self.steps, default=0)
 
     @property
@@ -51,7 +51,6 @@ class Line:
         return max((step for step, made in self.steps.items() if made.digest), default=0)
 
     def digest(self, version: int) -> str:
-        """Digest of a version; empty when it is not known."""
         if self.initial is not None and self.initial[0] == version:
             return self.initial[1]
         made = self.steps.get(version)
@@ -65,12 +64,11 @@ class Line:
             self.initial = (version, digest)
 
     def ahead(self, version: int) -> list[int]:
-        """Steps after `version`, in order."""
         return sorted(step for step in self.steps if step > version)
 
-    def num_ahead(self, version: int) -> int:
-        """Groups of the steps after `version`."""
-        return sum(len(self.steps[step].groups) for step in self.ahead(version))
+    def groups_ahead(self, version: int) -> list[Taken]:
+        """Groups of the steps after `version`, in order."""
+        return [taken for step in self.ahead(version) for taken in self.steps[step].groups]
 
     def reaches(self, version: int) -> bool:
         """Whether every step after `version` is here, up to the last."""
@@ -88,3 +86,55 @@ class Line:
     def first_segment(self) -> int | None:
         """Number of the oldest file of the journal that the line needs."""
         return min((taken.location.segment for made in self.steps.values() for taken in made.groups), default=None)
+
+
+class Policy(NamedTuple):
+    """Weights that one incarnation of the learner has made. Example: Policy(incarnation=2, version=17)."""
+
+    incarnation: int
+    version: int
+
+
+class Lost(NamedTuple):
+    """Policies of incarnations `first` to `last` from `version` on are not on the line any more."""
+
+    first: int
+    last: int
+    version: int
+
+    def covers(self, policy: Policy) -> bool:
+        return self.first <= policy.incarnation <= self.last and policy.version >= self.version
+
+
+class Policies:
+    """The present incarnation, what it can have published, and what its predecessors have lost."""
+
+    def __init__(self) -> None:
+        self.incarnation = 0
+        """Starts of the learner so far."""
+        self.published = 0
+        """Newest version that the present learner can have made."""
+        self.lost: list[Lost] = []
+
+    def possible(self, version: int) -> None:
+        """Tokens of `version` are possible from now on: its batch goes out, or the learner has published it.
+
+        The latter alone would not do: it comes on another socket than the groups, which may overtake it.
+        """
+        self.published = max(self.published, version)
+
+    def lose(self, version: int, *, first: int = 0, last: int) -> None:
+        """Policies from `version` on that incarnations `first` to `last` made are not on the line (any more)."""
+        others = [old for old in self.lost if not (first <= old.first and old.last <= last and version <= old.version)]
+        self.lost = [*others, Lost(first, last, version)]
+
+    def is_lost(self, policy: Policy) -> bool:
+        return any(lost.covers(policy) for lost in self.lost)
+
+    def is_unproven(self, policy: Policy, *, version: int, last_committed: int) -> bool:
+        """Whether no commit has named the digest of this policy: its publication may overtake its commit.
+
+        `version` is the last that the present learner has committed, `last_committed` that any incarnation has.
+        """
+        of_the_present = policy.incarnation == self.incarnation or policy.version > last_committed
+        return policy.version > version and of_the_present

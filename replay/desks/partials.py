@@ -5,7 +5,6 @@ next server goes on from them. Nothing here is journalled: after a restart of re
 No socket, no clock.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.desks.leases import INTERRUPTIONS, GroupId, Slot
-from replay.desks.validation import LOGPROB_SLACK, Bounds
+from replay.desks.validation import Bounds, id_problem, logprob_problem
 from replay.messages import Float32, Int32, Renew
 
 MAX_BYTES = 1024**3
-TOKEN_BYTES = 12
-"""Token id, logprob and version."""
+TOKEN = np.dtype([("id", np.int32), ("logprob", np.float32), ("version", np.int32)])
+TOKEN_BYTES = TOKEN.itemsize
 ANSWER_BYTES = 512
 """The objects that hold an answer."""
 FINISHED = ("", "stop", "length")
@@ -29,7 +28,10 @@ FINISHED = ("", "stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one entry of Renew.progress says: answer `answer` had `start` tokens, and has got these."""
+    """What one entry of Renew.progress says: answer `answer` had `start` tokens, and has got these.
+
+    `finished` is 0 while it goes on, 1 when it ended by a stop token, 2 by its length.
+    """
 
     answer: int
     start: int
@@ -37,7 +39,6 @@ class Told:
     logprobs: Float32
     versions: Int32
     finished: int
-    """0 while it goes on, 1 ended by a stop token, 2 by its length."""
 
 
 @dataclass(slots=True)
@@ -46,21 +47,24 @@ class _Answer:
     """Lease that told last."""
     floor: int = 0
     """Version of the last token that this attempt told; a later token is not older."""
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: "array[int]" = field(default_factory=lambda: array("i"))
+    packed: bytearray = field(default_factory=bytearray)
+    """Its tokens, one TOKEN each."""
     finished: int = 0
     broken: bool = False
     """A piece is missing or was thrown away: nothing is taken until a server tells it from the start."""
 
-    def clear(self, *, broken: bool) -> None:
-        self.token_ids, self.logprobs, self.versions = array("i"), array("f"), array("i")
-        self.finished, self.broken = 0, broken
+    @property
+    def size(self) -> int:
+        return len(self.packed) // TOKEN_BYTES
+
+    def tokens(self) -> NDArray[np.void]:
+        """[size] TOKEN; a copy, for a buffer of which there is a view cannot grow."""
+        return np.frombuffer(bytes(self.packed), TOKEN)
 
     def add(self, told: Told) -> None:
-        self.token_ids.frombytes(np.ascontiguousarray(told.token_ids, np.int32).tobytes())
-        self.logprobs.frombytes(np.ascontiguousarray(told.logprobs, np.float32).tobytes())
-        self.versions.frombytes(np.ascontiguousarray(told.versions, np.int32).tobytes())
+        tokens = np.empty(told.token_ids.size, TOKEN)
+        tokens["id"], tokens["logprob"], tokens["version"] = told.token_ids, told.logprobs, told.versions
+        self.packed += tokens.tobytes()
         self.finished = told.finished
         if told.versions.size:
             self.floor = int(told.versions[-1])
@@ -74,37 +78,24 @@ class Partials:
     """
 
     def __init__(self, group_size: int, max_new_tokens: int, max_bytes: int = MAX_BYTES) -> None:
-        self.group_size = group_size
-        self.max_new_tokens = max_new_tokens
-        self.max_bytes = max_bytes
+        self.group_size, self.max_new_tokens, self.max_bytes = group_size, max_new_tokens, max_bytes
         self.counters: Counter[str] = Counter()
         """`partials_refused`: reports of what cannot be; `partials_evicted`: groups thrown away for want of memory;
         `partials_too_old`: answers with a token older than the next lease allows; `partials_used` and
         `partial_tokens_used`: answers and tokens that leases were given."""
-        self._groups: dict[GroupId, list[_Answer]] = {}
-        self._bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = 0
         """Memory held, by count of tokens and answers."""
-        return self._bytes
+        self._groups: dict[GroupId, list[_Answer]] = {}
 
     def take(self, renew: Renew, held: Mapping[int, Slot], bounds: Bounds) -> list[str]:
-        """Take in what a Renew tells.
+        """Take in what a Renew tells; what is wrong with it, a sentence for each answer that is forgotten for it.
 
-        Args:
-            renew: the message.
-            held: by position in `renew.leases`, the slots of those leases that the sender does hold. What is told of
-                others is passed over: they were given to somebody else.
-            bounds: what no token can be above.
-
-        Returns:
-            What is wrong with it, a sentence each. Only the answer that it speaks of is forgotten; leases go on.
+        `held` has, by position in `renew.leases`, the slots of those leases that the sender does hold. What it tells of
+        others is passed over: they were given to another server.
         """
         problem = _shape_problem(renew)
         if problem is not None:
-            self.counters["partials_refused"] += 1
-            return [problem]
+            return [self._refuse(problem)]
         problems, start = [], 0
         for position, answer, before, count, finished in renew.progress:
             tokens = slice(start, start + count)
@@ -126,12 +117,12 @@ class Partials:
         `told.start` 0 begins the answer anew; else it is the number of tokens that are here already.
         """
         if not 0 <= told.answer < self.group_size:
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer} of {self.group_size}"
+            return self._refuse(f"answer {told.answer} of {self.group_size}")
         answer = (self._groups.get(group_id) or self._begin(group_id))[told.answer]
         if attempt < answer.attempt:
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer}: attempt {attempt} tells, and attempt {answer.attempt} has told before"
+            return self._refuse(
+                f"answer {told.answer}: attempt {attempt} tells, and attempt {answer.attempt} has told before"
+            )
         if attempt > answer.attempt:  # another server: it may be of an older version than the one before
             answer.attempt, answer.floor = attempt, 0
         if told.start == 0:
@@ -142,12 +133,15 @@ class Partials:
         problem = self._problem(answer, told, min_version, bounds)
         if problem is not None:
             self._clear(answer, broken=True)
-            self.counters["partials_refused"] += 1
-            return f"answer {told.answer}: {problem}"
+            return self._refuse(f"answer {told.answer}: {problem}")
         answer.add(told)
-        self._bytes += TOKEN_BYTES * told.token_ids.size
+        self.num_bytes += TOKEN_BYTES * told.token_ids.size
         self._make_room()
         return None
+
+    def _refuse(self, problem: str) -> str:
+        self.counters["partials_refused"] += 1
+        return problem
 
     def prefix(self, group_id: GroupId, min_version: int) -> dict[str, Any]:
         """The `prefix_*` fields of a Lease; empty when there is nothing to go on from.
@@ -156,20 +150,21 @@ class Partials:
         """
         answers = self._groups.get(group_id, [])
         for answer in answers:
-            if answer.versions and int(_numpy(answer.versions, np.int32).min()) < min_version:
+            if answer.packed and answer.tokens()["version"].min() < min_version:
                 self._clear(answer, broken=True)
                 self.counters["partials_too_old"] += 1
-        used = [answer for answer in answers if answer.token_ids]
+        used = [answer for answer in answers if answer.packed]
         if not used:
             return {}
+        tokens = np.concatenate([answer.tokens() for answer in answers])
         self.counters["partials_used"] += len(used)
-        self.counters["partial_tokens_used"] += sum(len(answer.token_ids) for answer in used)
+        self.counters["partial_tokens_used"] += tokens.size
         return {
             "prefix_finished": [FINISHED[answer.finished] for answer in answers],
-            "prefix_lengths": np.array([len(answer.token_ids) for answer in answers], np.int32),
-            "prefix_token_ids": np.concatenate([_numpy(answer.token_ids, np.int32) for answer in answers]),
-            "prefix_logprobs": np.concatenate([_numpy(answer.logprobs, np.float32) for answer in answers]),
-            "prefix_versions": np.concatenate([_numpy(answer.versions, np.int32) for answer in answers]),
+            "prefix_lengths": np.array([answer.size for answer in answers], np.int32),
+            "prefix_token_ids": tokens["id"],
+            "prefix_logprobs": tokens["logprob"],
+            "prefix_versions": tokens["version"],
         }
 
     def released(self, group_id: GroupId, reason: str) -> None:
@@ -180,44 +175,40 @@ class Partials:
     def forget(self, group_id: GroupId) -> None:
         """The group is here, or will never be trained. Unknown ones are ignored."""
         answers = self._groups.pop(group_id, [])
-        self._bytes -= sum(ANSWER_BYTES + TOKEN_BYTES * len(answer.token_ids) for answer in answers)
+        self.num_bytes -= sum(ANSWER_BYTES + len(answer.packed) for answer in answers)
 
     def forget_newer(self, version: int) -> int:
         """Forget answers with a token newer than `version`; how many.
 
         For a learner that goes on from `version`: it makes the versions above anew, perhaps not the same.
         """
-        newer = [
-            answer
-            for answers in self._groups.values()
-            for answer in answers
-            if answer.versions and int(_numpy(answer.versions, np.int32).max()) > version
-        ]
+        known = [answer for answers in self._groups.values() for answer in answers if answer.packed]
+        newer = [answer for answer in known if answer.tokens()["version"].max() > version]
         for answer in newer:
             self._clear(answer, broken=True)
         return len(newer)
 
     def _begin(self, group_id: GroupId) -> list[_Answer]:
         answers = self._groups[group_id] = [_Answer() for _ in range(self.group_size)]
-        self._bytes += ANSWER_BYTES * self.group_size
+        self.num_bytes += ANSWER_BYTES * self.group_size
         return answers
 
     def _clear(self, answer: _Answer, *, broken: bool) -> None:
-        self._bytes -= TOKEN_BYTES * len(answer.token_ids)
-        answer.clear(broken=broken)
+        self.num_bytes -= len(answer.packed)
+        answer.packed, answer.finished, answer.broken = bytearray(), 0, broken
 
     def _make_room(self) -> None:
         """Throw away the tokens of the oldest groups; the groups stay known, so that what follows is passed over."""
         for answers in self._groups.values():
-            if self._bytes <= self.max_bytes:
+            if self.num_bytes <= self.max_bytes:
                 return
-            if any(answer.token_ids for answer in answers):
+            if any(answer.packed for answer in answers):
                 for answer in answers:
                     self._clear(answer, broken=True)
                 self.counters["partials_evicted"] += 1
 
     def _problem(self, answer: _Answer, told: Told, min_version: int, bounds: Bounds) -> str | None:
-        held = len(answer.token_ids)
+        held = answer.size
         if told.start != held:
             return f"told from token {told.start} on, and {held} are here"
         if told.finished not in (0, 1, 2):
@@ -231,7 +222,8 @@ class Partials:
             return "it has ended without a token"
         if not told.token_ids.size:
             return None
-        return _value_problem(told, bounds.vocab_size) or _version_problem(told, answer.floor, min_version, bounds)
+        problem = id_problem(told.token_ids, bounds.vocab_size) or logprob_problem(told.logprobs)
+        return problem or _version_problem(told, answer.floor, min_version, bounds)
 
 
 def _shape_problem(renew: Renew) -> str | None:
@@ -245,19 +237,6 @@ def _shape_problem(renew: Renew) -> str | None:
     return None
 
 
-def _value_problem(told: Told, vocab_size: int | None) -> str | None:
-    low, high = int(told.token_ids.min()), int(told.token_ids.max())
-    if low < 0:
-        return f"token id {low}"
-    if vocab_size is not None and high >= vocab_size:
-        return f"token id {high} of a vocabulary of {vocab_size}"
-    if not np.isfinite(told.logprobs).all():
-        return "a logprob that is not finite"
-    if float(told.logprobs.max()) > LOGPROB_SLACK:
-        return f"a positive logprob ({float(told.logprobs.max()):.3g})"
-    return None
-
-
 def _version_problem(told: Told, floor: int, min_version: int, bounds: Bounds) -> str | None:
     oldest, newest = int(told.versions.min()), int(told.versions.max())
     if oldest < min_version:
@@ -267,8 +246,3 @@ def _version_problem(told: Told, floor: int, min_version: int, bounds: Bounds) -
     if int(told.versions[0]) < floor or (np.diff(told.versions) < 0).any():
         return "a token of an older version than the one before"
     return None
-
-
-def _numpy(numbers: "array[Any]", dtype: type[np.generic]) -> NDArray[Any]:
-    """A copy: an array of which there is a view cannot grow."""
-    return np.array(numbers, dtype=dtype)

@@ -7,7 +7,7 @@ import numpy as np
 
 from configs.schema import Config
 from replay.desks.leases import Slot
-from replay.messages import EvaluationResult, Float32, Group
+from replay.messages import EvaluationResult, Float32, Group, Int32
 
 LOGPROB_SLACK = 1e-3
 
@@ -57,16 +57,14 @@ def _shape_problem(group: Group, config: Config) -> str | None:
 
 
 def _value_problem(group: Group, vocab_size: int | None) -> str | None:
-    if int(min(group.token_ids.min(), group.prompt_ids.min())) < 0:
-        return "a negative token id"
-    largest = int(max(group.token_ids.max(), group.prompt_ids.max()))
-    if vocab_size is not None and largest >= vocab_size:
-        return f"token id {largest} of a vocabulary of {vocab_size}"
+    problem = id_problem(group.token_ids, vocab_size) or id_problem(group.prompt_ids, vocab_size)
+    if problem is not None:
+        return problem
     if int(group.loss_mask.max()) > 1:
         return "a loss mask that is not 0 or 1"
-    problem = _logprob_problem(group.logprobs)
+    problem = logprob_problem(group.logprobs)
     if problem is not None:  # tokens that were not sampled may carry anything
-        problem = _logprob_problem(group.logprobs[group.loss_mask != 0])
+        problem = logprob_problem(group.logprobs[group.loss_mask != 0])
     if problem is not None:
         return problem
     if not np.isfinite(group.rewards).all():
@@ -76,7 +74,15 @@ def _value_problem(group: Group, vocab_size: int | None) -> str | None:
     return None
 
 
-def _logprob_problem(logprobs: Float32) -> str | None:
+def id_problem(token_ids: Int32, vocab_size: int | None) -> str | None:
+    """What is wrong with token ids (at least one), or None."""
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0:
+        return f"a negative token id {low}"
+    return f"token id {high} of a vocabulary of {vocab_size}" if vocab_size is not None and high >= vocab_size else None
+
+
+def logprob_problem(logprobs: Float32) -> str | None:
     if not logprobs.size:
         return None
     lowest, highest = float(logprobs.min()), float(logprobs.max())  # both are NaN where one token's is
@@ -97,7 +103,6 @@ def _version_problem(group: Group, slot: Slot, config: Config, newest_version: i
 
 
 def problem_with_evaluation(result: EvaluationResult, num_prompts: int) -> str | None:
-    """What is wrong with an evaluation result, or None."""
     sizes = {result.rewards.size, result.lengths.size, len(result.texts), len(result.finish_reasons)}
     if sizes != {num_prompts}:
         return f"{sorted(sizes)} answers for {num_prompts} prompts"

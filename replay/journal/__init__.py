@@ -2,16 +2,13 @@
 
     runs/NAME/journal/000001.seg, 000002.seg, ...
 
-`format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there, `tail` tells a torn end
-from damage, `lock` keeps a second writer out; `apply` turns records back into the state that wrote them.
-docs/journal.md is the page about it.
+`format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there and tells a torn end from
+damage; `apply` turns records back into the state that wrote them. docs/journal.md is the page about it.
 """
 
 from replay.journal.format import JournalDamaged, JournalError, Location, Record
-from replay.journal.lock import FolderLock
-from replay.journal.memory import MemoryJournal
 from replay.journal.reader import JournalReader
-from replay.journal.writer import Journal, JournalFull, JournalWriter
+from replay.journal.writer import FolderLock, Journal, JournalFull, JournalWriter
 
 __all__ = [
     "FolderLock",
@@ -22,6 +19,5 @@ __all__ = [
     "JournalReader",
     "JournalWriter",
     "Location",
-    "MemoryJournal",
     "Record",
 ]

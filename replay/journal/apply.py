@@ -12,6 +12,7 @@ from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.journal.snapshot import group_id_of, take_over
+from replay.prompts.source import SETTINGS
 from replay.run import Run
 
 
@@ -23,11 +24,7 @@ def record(run: Run, kind: str, fields: dict[str, Any], frames: Frames = (), *, 
 
 
 def restore(run: Run, records: Iterable[Record], now: float) -> int:
-    """Bring a new run to where its journal ends; how many records there were.
-
-    Raises:
-        JournalError: the journal is of a run with other settings or another dataset.
-    """
+    """Bring a new run to where its journal ends; how many records there were. Raises JournalError, as `check_boot`."""
     count = 0
     for each in records:
         apply(run, each, now)
@@ -38,9 +35,8 @@ def restore(run: Run, records: Iterable[Record], now: float) -> int:
 
 def apply(run: Run, decision: Record, now: float) -> None:
     """What this decision changes; kinds that change nothing are passed over."""
-    handler = _HANDLERS.get(decision.kind)
-    if handler is not None:
-        handler(run, decision, now)
+    if decision.kind in _HANDLERS:
+        _HANDLERS[decision.kind](run, decision, now)
 
 
 def boot_fields(config: Config, source: dict[str, Any], pid: int) -> dict[str, Any]:
@@ -55,26 +51,24 @@ def boot_fields(config: Config, source: dict[str, Any], pid: int) -> dict[str, A
     return {"pid": pid, "run": run, "source": source}
 
 
+KEPT = (
+    ("run", "groups_per_step", "rollout.groups_per_step"),
+    ("run", "group_size", "rollout.group_size"),
+    *(("source", name, key) for name, key in SETTINGS.items()),
+)
+"""What of a `boot` record must not change, and how the user calls it."""
+
+
 def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
     """Raises JournalError when the journal was written with other settings, or for another dataset."""
     mine = boot_fields(run.config, run.source.state(), 0)
-    keys = {"groups_per_step": "rollout.groups_per_step", "group_size": "rollout.group_size", "seed": "run.seed"}
-    for name, key in keys.items():
-        if decision.fields["run"][name] != mine["run"][name]:
+    for part, name, key in KEPT:
+        theirs = decision.fields[part].get(name)
+        if theirs != mine[part][name]:
             raise JournalError(
-                f"{key}: the run's journal was written with {decision.fields['run'][name]!r}, now it is"
-                f" {mine['run'][name]!r}; go back to what it was, or start a new run"
+                f"{key}: the run's journal was written with {theirs!r}, now it is {mine[part][name]!r}; go back to what"
+                " it was, or start a new run"
             )
-    for name in ("rows", "fingerprint", "shuffle"):
-        theirs = decision.fields["source"].get(name)
-        if theirs != mine["source"][name]:
-            raise JournalError(
-                f"data.train: the run's journal was written with a dataset of {name} {theirs!r}, now it is"
-                f" {mine['source'][name]!r}; go back to what it was, or start a new run"
-            )
-
-
-# ---- leases and groups ---------------------------------------------------------------------------------
 
 
 def _slot(run: Run, decision: Record) -> Slot:
@@ -124,13 +118,6 @@ def _drop(run: Run, decision: Record, _: float) -> None:
         run.flat_drops += 1
     if run.partials is not None:
         run.partials.forget(slot.group_id)
-
-
-def _stale(run: Run, decision: Record, _: float) -> None:
-    run.buffer.lease_again(_slot(run, decision), decision.fields["min_version"])
-
-
-# ---- batches and policies ------------------------------------------------------------------------------
 
 
 def _take(run: Run, decision: Record, _: float) -> None:
@@ -206,25 +193,6 @@ def _checkpoint(run: Run, decision: Record, _: float) -> None:
     run.counters["checkpoints"] += 1
 
 
-# ---- evaluations ---------------------------------------------------------------------------------------
-
-
-def _evaluate(run: Run, decision: Record, now: float) -> None:
-    run.board.request(decision.fields["version"], now)
-
-
-def _evaluating(run: Run, decision: Record, _: float) -> None:
-    run.board.begin(decision.fields["version"], decision.fields["server"])
-
-
-def _evaluated(run: Run, decision: Record, _: float) -> None:
-    run.board.done(decision.fields["version"], decision.fields["greedy"], decision.location)
-
-
-def _evaluation_closed(run: Run, decision: Record, _: float) -> None:
-    run.board.close(decision.fields["version"], decision.fields["reason"])
-
-
 _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "boot": check_boot,
     "snapshot": lambda run, decision, now: take_over(run, decision.fields, now),
@@ -233,19 +201,18 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "release": _release,
     "group": _group,
     "drop": _drop,
-    "stale": _stale,
+    "stale": lambda run, decision, _: run.buffer.lease_again(_slot(run, decision), decision.fields["min_version"]),
     "take": _take,
     "proceed": _proceed,
     "commit": _commit,
     "diverged": _diverged,
-    "evaluate": _evaluate,
-    "evaluating": _evaluating,
-    "evaluated": _evaluated,
-    "evaluation_closed": _evaluation_closed,
     "checkpoint": _checkpoint,
+    "evaluate": lambda run, decision, now: run.board.request(decision.fields["version"], now),
+    "evaluating": lambda run, decision, _: run.board.begin(**decision.fields),
+    "evaluated": lambda run, decision, _: run.board.done(**decision.fields, place=decision.location),
+    "evaluation_closed": lambda run, decision, _: run.board.close(**decision.fields),
 }
 
 
 def as_plain(groups: Iterable[GroupId]) -> list[list[int]]:
-    """Group ids as records have them."""
     return [list(group_id) for group_id in groups]

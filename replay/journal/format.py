@@ -9,6 +9,7 @@
 Numbers count the records of the whole journal from 1, so that a missing one shows.
 """
 
+import itertools
 import re
 import struct
 import zlib
@@ -81,12 +82,10 @@ def pack(kind: str, number: int, fields: dict[str, Any], frames: Frames) -> byte
 
 
 def path_of(folder: Path, segment: int) -> Path:
-    """File of a segment."""
     return folder / f"{segment:06d}{SUFFIX}"
 
 
 def segments(folder: Path) -> list[int]:
-    """Numbers of the files of a journal, in order."""
     if not folder.is_dir():
         return []
     return sorted(int(p.stem) for p in folder.iterdir() if re.fullmatch(rf"\d{{6,}}{re.escape(SUFFIX)}", p.name))
@@ -97,13 +96,10 @@ def scan(file: BinaryIO, segment: int) -> Iterator[Record | int]:
     rest is torn or damaged."""
     size = file.seek(0, 2)
     offset = 0
-    while True:
-        record = read_record(file, segment, offset, size)
-        if record is None:
-            yield offset
-            return
+    while (record := read_record(file, segment, offset, size)) is not None:
         yield record
         offset = record.location.end
+    yield offset
 
 
 def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
@@ -111,7 +107,9 @@ def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record 
     record = read_meta(file, segment, offset, size)
     if record is None or record.location.end > size:
         return None
-    return record if _is_whole(read_frames(file, record.location)) else None
+    frames = read_frames(file, record.location)
+    whole = not frames or bytes(frames[0][-CRC_BYTES:]) == checksum(frames[0][:-CRC_BYTES], frames[1:])
+    return record if whole else None
 
 
 def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
@@ -131,7 +129,7 @@ def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | 
         kind, number, fields, sizes = msgpack.unpackb(meta, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException):  # bytes of a frame that look like a record
         return None
-    if not (type(kind) is str and type(number) is int and type(fields) is dict and type(sizes) is list):
+    if [type(value) for value in (kind, number, fields, sizes)] != [str, int, dict, list]:
         return None
     if not all(type(frame_size) is int and frame_size >= 0 for frame_size in sizes):
         return None
@@ -139,15 +137,7 @@ def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | 
 
 
 def read_frames(file: BinaryIO, location: Location) -> list[memoryview]:
-    """Frames of a record."""
     file.seek(location.offset)
     data = memoryview(file.read(location.end - location.offset))
-    frames, start = [], 0
-    for size in location.sizes:
-        frames.append(data[start : start + size])
-        start += size
-    return frames
-
-
-def _is_whole(frames: Sequence[memoryview]) -> bool:
-    return not frames or bytes(frames[0][-CRC_BYTES:]) == checksum(frames[0][:-CRC_BYTES], frames[1:])
+    ends = itertools.accumulate(location.sizes)
+    return [data[end - size : end] for size, end in zip(location.sizes, ends, strict=True)]

@@ -1,17 +1,23 @@
-"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place."""
+"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place.
+
+What stands behind the last whole record of a file is a torn end, or damage. A process that is killed leaves at most one
+record that is cut short. A power failure takes what was not synced, in blocks and in any order: a block that is missing
+reads as zeros, and whole records may follow it. How far the file was synced stands in its records of kind `synced`,
+each written after that sync; what was on the disk then is no torn end.
+"""
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from replay.channel import WireError
 from replay.channel.frames import decode
 from replay.journal.format import (
     FORMAT,
+    MAGIC,
     OLDEST_SCHEMA,
     JournalDamaged,
     JournalError,
@@ -19,15 +25,18 @@ from replay.journal.format import (
     Record,
     path_of,
     read_frames,
+    read_meta,
+    read_record,
     scan,
     segments,
 )
-from replay.journal.tail import follows_behind, is_no_journal, synced_until
 from replay.messages import TO_REPLAY, EvaluationResult, Group
 
 log = logging.getLogger(__name__)
 
-OPEN_FILES = 8
+SEARCH_BYTES = 1 << 20
+BLOCK_BYTES = 4096
+"""What file systems write as a whole."""
 WAY_OUT = (
     "restore the file from a copy, or move the journal folder away and --resume from the checkpoint (the prompts of"
     " lost groups are sampled again)"
@@ -46,14 +55,11 @@ class JournalReader:
         self.end = 0
         """Bytes of it that are whole."""
         self.torn_bytes = 0
-        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
     def records(self, first: int | None = None, *, cut: bool = False) -> Iterator[Record]:
         """Records from file `first` on (default: the first that is there).
 
-        Args:
-            first: number of a file.
-            cut: remove a torn end of the last file, as one who writes on must.
+        `cut` removes a torn end of the last file, as one who writes on must.
 
         Raises:
             JournalDamaged: a record is broken and others follow, or records are missing.
@@ -70,14 +76,11 @@ class JournalReader:
             yield from self._file_records(segment, is_last=segment == numbers[-1], cut=cut)
 
     def read(self, location: Location) -> Group | EvaluationResult:
-        """The message at a place.
-
-        Raises:
-            JournalError: it is not there or damaged.
-        """
+        """The message at a place. Raises JournalError: it is not there or damaged."""
         path = path_of(self.folder, location.segment)
         try:
-            frames = read_frames(self._open(location.segment), location)
+            with path.open("rb") as file:
+                frames = read_frames(file, location)
         except OSError as error:
             raise JournalDamaged(
                 f"{path}: byte {location.offset}: a message that is needed cannot be read: {error.strerror}; {WAY_OUT}"
@@ -87,8 +90,7 @@ class JournalReader:
     def newest_snapshot(self) -> int | None:
         """The last file that begins with a whole snapshot; None when all records from the first on are there.
 
-        Raises:
-            JournalError: a file cannot be read, or the first ones are gone and no snapshot takes their place.
+        Raises JournalError: a file cannot be read, or the first ones are gone and no snapshot takes their place.
         """
         numbers = segments(self.folder)
         for segment in reversed(numbers):
@@ -105,17 +107,6 @@ class JournalReader:
             )
         return None
 
-    def forget(self, first: int) -> None:
-        """Close files before number `first`."""
-        for segment in [s for s in self._files if s < first]:
-            self._files.pop(segment).close()
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
     def _file_records(self, segment: int, *, is_last: bool, cut: bool) -> Iterator[Record]:
         path = path_of(self.folder, segment)
         synced = 0
@@ -131,7 +122,7 @@ class JournalReader:
                         f"{path}: record {record.number} follows record {self.number}; one is missing; {WAY_OUT}"
                     )
                 self.number = record.number
-                synced = max(synced, synced_until(record))
+                synced = max(synced, _synced_until(record))
                 yield record
 
     def _check_end(self, path: Path, file: BinaryIO, end: int, synced: int, *, is_last: bool, cut: bool) -> None:
@@ -139,29 +130,20 @@ class JournalReader:
         self.end = end
         if end == size and (end or is_last):
             return
-        behind = follows_behind(file, self.last, end, synced) if is_last else None
+        behind = _follows_behind(file, self.last, end, synced) if is_last else None
         if behind is not None or not is_last:
             what = f"record {behind.number} follows" if behind is not None else "other files follow"
             raise JournalDamaged(
                 f"{path}: byte {end}: no whole record there although {what}, so this is damage and not a torn end;"
                 f" {WAY_OUT}"
             )
-        if end == 0 and is_no_journal(file):
+        if end == 0 and _is_no_journal(file):
             raise JournalDamaged(f"{path}: byte 0: no record begins like that; this is no file of a journal; {WAY_OUT}")
         self.torn_bytes = size - end
         done = "cut" if cut else "passed over"
         log.warning("replay: %s: the last %d bytes are a torn record and are %s", path, size - end, done)
         if cut:
             os.truncate(path, end)
-
-    def _open(self, segment: int) -> BinaryIO:
-        if segment not in self._files:
-            # unbuffered: a buffer would keep what a file had at its end before it grew
-            self._files[segment] = cast(BinaryIO, path_of(self.folder, segment).open("rb", buffering=0))
-            while len(self._files) > OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-        self._files.move_to_end(segment)
-        return self._files[segment]
 
 
 def message_of(frames: Sequence[bytes | memoryview], path: Path, location: Location) -> Group | EvaluationResult:
@@ -199,3 +181,59 @@ def _check_first(path: Path, segment: int, record: Record) -> None:
             f"{path}: begins with {record.kind!r} of file {record.fields.get('number')}, so it is not the file that its"
             f" name says; {WAY_OUT}"
         )
+
+
+def _follows_behind(file: BinaryIO, segment: int, end: int, synced: int) -> Record | None:
+    """The record that makes what stands at `end` damage; None for a torn end.
+
+    Args:
+        file: the last of the journal.
+        segment: its number.
+        end: where its whole records end, less than its size.
+        synced: up to where its whole records say that it was synced.
+    """
+    size = file.seek(0, 2)
+    started = read_meta(file, segment, end, size)
+    # What is in its frames is part of it, whatever it looks like; frames that were cut short have nothing behind them.
+    behind = list(_whole_from(file, segment, end + 1 if started is None else started.location.end, size))
+    if not behind:
+        return None
+    offset, first = behind[0]
+    synced = max([synced, *(_synced_until(record) for _, record in behind)])
+    return None if synced <= end and _lacks_a_block(file, end, offset) else first
+
+
+def _synced_until(record: Record) -> int:
+    """Bytes of its file that were on the disk when this record was appended, as far as it says so."""
+    return int(record.fields["until"]) if record.kind == "synced" else 0
+
+
+def _is_no_journal(file: BinaryIO) -> bool:
+    """Whether the file begins with something that a journal, torn or not, cannot begin with."""
+    file.seek(0)
+    begin = file.read(len(MAGIC))
+    return begin != MAGIC[: len(begin)] and any(begin)
+
+
+def _whole_from(file: BinaryIO, segment: int, offset: int, size: int) -> Iterator[tuple[int, Record]]:
+    """Whole records from `offset` on with where they begin; what is broken between them is passed over."""
+    while offset < size:
+        record = read_record(file, segment, offset, size)
+        if record is not None:
+            yield offset, record
+            offset = record.location.end
+            continue
+        file.seek(offset + 1)
+        found = file.read(SEARCH_BYTES + len(MAGIC) - 1).find(MAGIC)
+        offset += 1 + (SEARCH_BYTES if found < 0 else found)
+
+
+def _lacks_a_block(file: BinaryIO, start: int, stop: int) -> bool:
+    """Whether a block between two offsets, or the rest of the block at the first one, is nothing but zeros."""
+    while start < stop:
+        end = min(stop, start - start % BLOCK_BYTES + BLOCK_BYTES)
+        file.seek(start)
+        if end % BLOCK_BYTES == 0 and not any(file.read(end - start)):
+            return True
+        start = end
+    return False

@@ -5,14 +5,15 @@ from typing import Any
 
 from replay.desks.evaluations import Evaluation
 from replay.desks.leases import GroupId, Slot, SlotState
-from replay.desks.line import Line, LineStep, Taken
-from replay.desks.policies import Lost
+from replay.desks.line import Line, LineStep, Lost, Taken
 from replay.journal.format import Location
 from replay.run import Run
 
+KEPT = ("min_version", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
+"""Of a slot, as it is."""
+
 
 def snapshot_of(run: Run) -> dict[str, Any]:
-    """The whole state, groups by their place in the journal."""
     buffer, board, policies = run.buffer, run.board, run.policies
     return {
         "version": buffer.version,
@@ -67,7 +68,6 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
 
 
 def line_from(line: Line, fields: dict[str, Any]) -> None:
-    """The line of policies of a snapshot."""
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
     for step, digest, taken in fields["line"]:
@@ -75,26 +75,16 @@ def line_from(line: Line, fields: dict[str, Any]) -> None:
 
 
 def _plain_slot(slot: Slot) -> dict[str, Any]:
-    return {
-        "group": list(slot.group_id),
-        "min_version": slot.min_version,
-        "state": slot.state.value,
-        "attempt": slot.attempt,
-        "server": slot.server,
-        "stale_retries": slot.stale_retries,
-        "failures": slot.failures,
-        "interruptions": slot.interruptions,
-        "voided": slot.voided,
-        "location": slot.location.plain() if slot.location is not None else None,
-    }
+    location = slot.location.plain() if slot.location is not None else None
+    plain = {"group": list(slot.group_id), "state": slot.state.value, "location": location}
+    return plain | {name: getattr(slot, name) for name in KEPT}
 
 
 def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
     slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
-    slot.attempt, slot.server = plain["attempt"], plain["server"]
-    slot.stale_retries, slot.voided = plain["stale_retries"], plain["voided"]
-    slot.failures, slot.interruptions = plain.get("failures", 0), plain.get("interruptions", 0)  # older journals: none
+    for name in KEPT:  # older journals have no failures, interruptions
+        setattr(slot, name, plain.get(name, getattr(slot, name)))
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
     return slot
@@ -105,12 +95,10 @@ def _plain_taken(taken: Taken) -> list[Any]:
 
 
 def taken_of(plain: list[Any]) -> Taken:
-    """A group of a batch, as a snapshot has it."""
     group, attempt, min_version, location = plain
     return Taken(group_id_of(group), attempt, min_version, Location.of(location))
 
 
 def group_id_of(plain: list[int]) -> GroupId:
-    """A group id, as records have it."""
     pass_, index = plain
     return int(pass_), int(index)

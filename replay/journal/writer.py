@@ -1,20 +1,20 @@
 """Appends to the journal. Nothing blocks but the write itself; syncing has a thread of its own.
 
-`append` keeps a record in memory and says where it will be; `flush` writes what was appended, and only after it may
-anybody be told. When the disk is full `flush` says so and keeps everything, to be tried again.
+`append` keeps a record in memory; `flush` writes what was appended, and only after it may anybody be told. When the
+disk is full `flush` says so and keeps everything, to be tried again.
 """
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from replay.journal.format import FORMAT, Frames, JournalError, Location, pack, path_of, segments
-from replay.journal.lock import FolderLock
 from replay.journal.reader import JournalReader, message_of
 from replay.messages import EvaluationResult, Group
 
@@ -33,37 +33,74 @@ class JournalFull(JournalError):
     """The disk takes no more. What was appended is kept and written with the next flush."""
 
 
-class Journal(Protocol):
-    """What the service needs of a journal."""
+class Journal:
+    """What the service needs of a journal. This one keeps nothing, and is the base of those that do."""
+
+    @property
+    def segment(self) -> int:
+        """Number of the present file."""
+        return 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files, what is not written yet included."""
+        return 0
 
     def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
         """Add a record; where its frames will be."""
+        return Location(1, 0, ())
 
     def flush(self) -> None:
         """Write what was appended. Raises JournalError; nothing is lost then, and the next flush tries again."""
 
     def read(self, location: Location) -> Group | EvaluationResult:
         """The message of a record. Raises JournalError."""
+        raise JournalError(f"no message at {location}: this journal keeps nothing")
 
     def begin_segment(self) -> None:
         """Go on in a new file, whose first record should be a snapshot. Raises JournalError; nothing changes then."""
 
     def release(self, first: int) -> None:
-        """Files before number `first` are not needed any more."""
+        """Files before number `first` are not needed: they go with the next flush, once what precedes it is synced."""
 
     def want_sync(self) -> None:
         """Have the next flush wait until everything is on the disk (unless fsync is never)."""
 
-    @property
-    def segment(self) -> int:
-        """Number of the present file."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all files."""
+    def close(self) -> None:
+        """Write and sync what is left."""
 
 
-class JournalWriter:
+class FolderLock:
+    """One process writes a journal: a second one would cut and overwrite what the first is writing.
+
+    Held until `close` or the end of the process, however it ends.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder if need be. Raises JournalError: another process holds it, or it cannot be written."""
+        self._file = -1
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise JournalError(
+                f"{folder}: another replay is writing this journal; let that run end, or end it, before it is resumed"
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                self.close()
+                raise _unwritable(folder, error) from error
+            log.warning("replay: %s: its file system has no locks; start no second replay on this journal", folder)
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+class JournalWriter(Journal):
     """The journal of a run folder. Not thread-safe, except for its own syncing."""
 
     def __init__(
@@ -72,33 +109,24 @@ class JournalWriter:
         run_id: str,
         *,
         fsync: Fsync,
-        number: int = 0,
-        last: int = 0,
-        end: int = 0,
+        after: JournalReader | None = None,
         lock: FolderLock | None = None,
     ) -> None:
-        """Go on behind record `number`, in file `last` behind byte `end`; 0 begins a new journal.
+        """Go on behind the last record that `after` has read, and cut what is there; None begins a new journal.
 
-        Args:
-            folder: of the journal.
-            run_id: for people who read the files.
-            fsync: replay.fsync.
-            number: of the last record.
-            last: number of the last file.
-            end: its whole bytes; what is behind them is cut.
-            lock: given back by `close`.
-
-        Raises:
-            JournalError: the folder cannot be written.
+        `run_id` is for people who read the files; `lock` is given back by `close`. Raises JournalError: the folder
+        cannot be written.
         """
         self.folder, self._run_id, self._fsync, self._lock = folder, run_id, fsync, lock
-        self._number, self._segment, self._written, self._file = number, last, end, -1
+        self._reader = JournalReader(folder) if after is None else after
+        self._number, self._segment, self._written = self._reader.number, self._reader.last, self._reader.end
+        self._file = -1
         self._synced = 0
         """Bytes of the present file that are on the disk, as far as it is known."""
         self._sync_failed = False
         """The system may have given up on the pages behind `_synced`, so they must be written again."""
         self._told = 0
-        """Up to where the present file says that it is synced (replay/journal/tail.py)."""
+        """Up to where the present file says that it is synced (replay/journal/reader.py)."""
         self._pending: list[bytes | memoryview] = []
         self._pending_bytes = 0
         self._unwritten: dict[int, Frames] = {}
@@ -111,13 +139,12 @@ class JournalWriter:
         self._syncing = threading.Lock()
         self._switch = threading.Lock()
         """Held while the present file changes."""
-        self._reader = JournalReader(folder)
         try:
             self._open()
         except OSError as error:
-            raise JournalError(f"{folder}: the journal cannot be written: {error.strerror}; free or mend it") from error
+            raise _unwritable(folder, error) from error
         if self._written == 0:
-            self._begin() if last else self.begin_segment()
+            self._begin() if self._segment else self.begin_segment()
             self.flush()
         self._thread: threading.Thread | None = None
         if fsync == "interval":
@@ -126,30 +153,21 @@ class JournalWriter:
 
     @property
     def segment(self) -> int:
-        """Number of the present file."""
         return self._segment
 
     @property
     def size_bytes(self) -> int:
-        """Of all files, what is not written yet included."""
         return sum(self._older.values()) + self._written + self._pending_bytes
 
     def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
-        """See `Journal.append`."""
         if self._told < self._synced:
             self._told = self._synced
             self._add("synced", {"until": self._told}, ())
         return self._add(kind, fields, frames)
 
     def flush(self) -> None:
-        """Write what was appended; with fsync `every` also wait until it is on the disk.
-
-        Raises:
-            JournalFull: nothing is lost; try again later.
-            JournalError: the disk failed otherwise.
-        """
-        if self._pending:
-            self._write(sync=self._fsync == "every")
+        """As `Journal.flush`, raising JournalFull on a full disk; with fsync `every` wait until it is on the disk."""
+        self._write()
         if self._want_sync:
             self._sync()
         self._want_sync = False
@@ -160,9 +178,7 @@ class JournalWriter:
             self.begin_segment()
 
     def begin_segment(self) -> None:
-        """See `Journal.begin_segment`."""
-        if self._pending:
-            self._write(sync=self._fsync == "every")
+        self._write()
         if self._file >= 0:
             self._sync()
         path = path_of(self.folder, self._segment + 1)
@@ -180,22 +196,18 @@ class JournalWriter:
         self._begin()
 
     def want_sync(self) -> None:
-        """See `Journal.want_sync`."""
         self._want_sync = True
 
     def read(self, location: Location) -> Group | EvaluationResult:
-        """See `Journal.read`."""
         if location.segment == self._segment and location.offset >= self._written:
             path = path_of(self.folder, self._segment)
             return message_of(self._unwritten[location.offset], path, location)
         return self._reader.read(location)
 
     def release(self, first: int) -> None:
-        """See `Journal.release`. They go with the next flush, once what was appended before is on the disk."""
         self._first_needed = max(self._first_needed, first)
 
     def close(self) -> None:
-        """Write and sync what is left."""
         if self._file < 0:
             return
         self._closed.set()
@@ -209,11 +221,8 @@ class JournalWriter:
             log.error("replay: the end of the journal was not written: %s [full]", error)
         os.close(self._file)
         self._file = -1
-        self._reader.close()
         if self._lock is not None:
             self._lock.close()
-
-    # ---- records and files ----------------------------------------------------------------------------
 
     def _add(self, kind: str, fields: dict[str, Any], frames: Frames) -> Location:
         self._number += 1
@@ -227,7 +236,6 @@ class JournalWriter:
         return location
 
     def _begin(self) -> None:
-        """The first record of a file."""
         self._add("segment", {"format": FORMAT, "number": self._segment, "run_id": self._run_id}, ())
 
     def _open(self) -> None:
@@ -264,12 +272,12 @@ class JournalWriter:
                 log.warning("replay: %s: not deleted, although no longer needed: %s", path, error.strerror)
             else:
                 del self._older[segment]
-        self._reader.forget(self._first_needed)
         self._first_needed = 0
 
-    # ---- bytes ----------------------------------------------------------------------------------------
-
-    def _write(self, *, sync: bool) -> None:
+    def _write(self) -> None:
+        if not self._pending:
+            return
+        sync = self._fsync == "every"
         try:
             _write_all(self._file, self._pending)
             if sync:
@@ -294,18 +302,9 @@ class JournalWriter:
         if self._fsync == "never" or self._synced == self._written:
             return
         try:
-            self._sync_up_to(self._written, self._file)
+            self._sync_a_copy()
         except OSError as error:
             raise _error(error, path_of(self.folder, self._segment), "it cannot be synced") from error
-        self._synced = self._written
-
-    def _sync_up_to(self, written: int, file: int) -> None:
-        with self._syncing:  # one at a time: a file reports a failed sync once, and to one caller only
-            if self._sync_failed:
-                _write_again(file, self._synced, written)
-            self._sync_failed = True
-            os.fdatasync(file)
-            self._sync_failed = False
 
     def _sync_now_and_then(self) -> None:
         while not self._closed.is_set():
@@ -319,12 +318,16 @@ class JournalWriter:
             self._closed.wait(SYNC_S)
 
     def _sync_a_copy(self) -> None:
-        """Sync what is written by now; the writer goes on meanwhile, also in another file."""
+        """Sync what is written by now; the writer may go on meanwhile, also in another file."""
         with self._switch:
             segment, written, file = self._segment, self._written, os.dup(self._file)
         try:
-            if self._synced < written:
-                self._sync_up_to(written, file)
+            with self._syncing:  # one at a time: a file reports a failed sync once, and to one caller only
+                if self._sync_failed:
+                    _write_again(file, self._synced, written)
+                self._sync_failed = True
+                os.fdatasync(file)
+                self._sync_failed = False
         finally:
             os.close(file)
         with self._switch:
@@ -355,6 +358,10 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _unwritable(folder: Path, error: OSError) -> JournalError:
+    return JournalError(f"{folder}: the journal cannot be written: {error.strerror}; free or mend it")
 
 
 def _error(error: OSError, path: Path, what: str) -> JournalError:

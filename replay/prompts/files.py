@@ -28,11 +28,6 @@ Located = tuple[int, dict[str, Any]]
 """A raw row, and where the file has it: the byte that a JSONL line begins with, or the number of a parquet row."""
 
 
-def load_rows(path: str | os.PathLike[str], report: Report | None = None) -> "Rows":
-    """Check every row of a JSONL or parquet file, in one pass; see `Rows`."""
-    return Rows(path, report)
-
-
 def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Normalised rows of a JSONL or parquet file (told apart by its first bytes), one at a time.
 
@@ -51,14 +46,9 @@ class Rows(Sequence[Row]):
     """
 
     def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:
-        """Read the file once.
+        """Check every row, in one pass; raises DataError as `read_rows`.
 
-        Args:
-            path: of the file.
-            report: gets a sentence every few seconds, which is logged as well.
-
-        Raises:
-            DataError: as `read_rows`.
+        `report` gets a sentence every few seconds, which is logged as well.
         """
         file = _DataFile(path)
         self.source = file.source
@@ -105,12 +95,6 @@ class Rows(Sequence[Row]):
         start, stop = self._starts[index], self._starts[index + 1]
         raw = json.loads(os.pread(self._file, stop - start, start).decode("utf-8-sig"))
         return normalize(raw, self._convention, Place(source=self.source, row=index + 1))
-
-
-def _written(file: int) -> tuple[int, int]:
-    """Size and time of the last change of an open file."""
-    status = os.fstat(file)
-    return status.st_size, status.st_mtime_ns
 
 
 class _DataFile:
@@ -196,3 +180,12 @@ def _parquet_rows(source: str) -> Iterator[tuple[int, Located]]:
         raise DataError(
             f"{source}: row {number + 1}: not readable as parquet: {error}; write the file again"
         ) from error
+
+
+def _written(file: int) -> tuple[int, int]:
+    """Size and time of the last change of an open file."""
+    status = os.fstat(file)
+    return status.st_size, status.st_mtime_ns
+
+
+load_rows = Rows

@@ -18,13 +18,13 @@ import datetime
 import decimal
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 16
+EMPTY = "the prompt is empty; fill it or remove the row"
 
 
 class DataError(ValueError):
@@ -41,9 +41,8 @@ Example: {"prompt": "312=", "ground_truth": "123", "data_source": "train", "extr
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Convention:
-    """Where a kind of dataset keeps what. Found per file by `detect`."""
+class Convention(NamedTuple):
+    """Which columns of a kind of dataset hold what. Found per file by `detect`."""
 
     name: str
     prompt: str
@@ -51,18 +50,17 @@ class Convention:
     extra: str = "extra_info"
 
 
-VERL = Convention(name="verl", prompt="prompt", truth="reward_model")
-SLIME = Convention(name="slime", prompt="prompt", truth="label", extra="metadata")
-GSM8K = Convention(name="gsm8k", prompt="question", truth="answer")
-QUESTION = Convention(name="question", prompt="question", truth="answer")
-OWN = Convention(name="own", prompt="prompt", truth="answer")
-TRL = Convention(name="trl", prompt="prompt", truth="solution")
-TRL_UNJUDGED = Convention(name="trl", prompt="prompt", truth=None)
+VERL = Convention("verl", "prompt", "reward_model")
+SLIME = Convention("slime", "prompt", "label", "metadata")
+GSM8K = Convention("gsm8k", "question", "answer")
+QUESTION = Convention("question", "question", "answer")
+OWN = Convention("own", "prompt", "answer")
+TRL = Convention("trl", "prompt", "solution")
+TRL_UNJUDGED = Convention("trl", "prompt", None)
 """TRL's prompt-only form: the reward function looks at the answer alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """Where a value stands, for errors."""
 
     source: str
@@ -80,11 +78,7 @@ def shorten(value: object, limit: int = 120) -> str:
 
 
 def detect(raw: Mapping[str, Any], source: str) -> Convention:
-    """The convention of a file, from its first row.
-
-    Raises:
-        DataError: there is neither a prompt nor a question.
-    """
+    """The convention of a file, from its first row. Raises DataError: there is neither a prompt nor a question."""
     if "prompt" in raw:
         for convention in (VERL, SLIME, OWN, TRL):
             if convention.truth in raw:
@@ -99,15 +93,10 @@ def detect(raw: Mapping[str, Any], source: str) -> Convention:
 
 
 def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
-    """Check one raw row and bring it into the form of `Row`.
-
-    Raises:
-        DataError: a column is missing or holds something that cannot be used.
-    """
-    extra = raw.get(convention.extra)
+    """A raw row in the form of `Row`. Raises DataError: a column is missing or cannot be used."""
+    extra, data_source = raw.get(convention.extra), raw.get("data_source")
     if extra is not None and not isinstance(extra, Mapping):
         raise place.error(convention.extra, extra, f"expected a mapping, found a {type(extra).__name__}")
-    data_source = raw.get("data_source")
     if data_source is not None and not isinstance(data_source, str):
         raise place.error("data_source", data_source, f"expected text, found a {type(data_source).__name__}")
     used = {convention.prompt, convention.extra, "data_source"} | ({"reward_model"} if convention is VERL else set())
@@ -132,31 +121,30 @@ def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str
         text = _text(value, column, place)
         return [{"role": "user", "content": text}] if column == "question" else text
     if not isinstance(value, (list, tuple, np.ndarray)):
-        kind = type(value).__name__
-        raise place.error(column, value, f"expected text or a list of chat messages, found a {kind}")
+        raise place.error(column, value, f"expected text or a list of messages, found a {type(value).__name__}")
     if not len(value):
-        raise place.error(column, value, "the prompt is empty; fill it or remove the row")
+        raise place.error(column, value, EMPTY)
     return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
 
 
 def _message(message: Any, column: str, place: Place) -> dict[str, str]:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise place.error(column, message, 'expected a message {"role": ..., "content": ...}')
-    if message["role"] not in ROLES:
-        raise place.error(f"{column}.role", message["role"], f"unknown role; take one of {', '.join(ROLES)}")
-    if not isinstance(message["content"], str):
-        kind = type(message["content"]).__name__
-        raise place.error(f"{column}.content", message["content"], f"expected text, found a {kind}")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise place.error(f"{column}.role", role, f"unknown role; take one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise place.error(f"{column}.content", content, f"expected text, found a {type(content).__name__}")
     # Parquet gives every message of a column the same keys, so null ones say nothing.
     other = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
     if other:
         raise place.error(f"{column}.{other[0]}", message[other[0]], "a message has role and content only; remove it")
-    return {"role": message["role"], "content": _text(message["content"], f"{column}.content", place)}
+    return {"role": role, "content": _text(content, f"{column}.content", place)}
 
 
 def _text(value: str, column: str, place: Place) -> str:
     if not value.strip():
-        raise place.error(column, value, "the prompt is empty; fill it or remove the row")
+        raise place.error(column, value, EMPTY)
     return str(plain(value, column, place))
 
 
@@ -176,9 +164,7 @@ def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) 
         return plain(value["ground_truth"], "reward_model.ground_truth", place)
     if convention is GSM8K:
         if not isinstance(value, str) or not value.rpartition("####")[2].strip() or "####" not in value:
-            raise place.error(
-                column, value, "expected a solution that ends in `#### <answer>`, as in row 1's file form"
-            )
+            raise place.error(column, value, "expected a solution that ends in `#### <answer>`, like row 1's")
         # GSM8K writes thousands as 1,000; verl's preparation drops the comma as well.
         return plain(value.rpartition("####")[2].strip().replace(",", ""), column, place)
     return plain(value, column, place)
@@ -187,9 +173,7 @@ def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) 
 def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
     """The value in types that msgpack carries: numpy becomes Python, dates become ISO text, decimals become text.
 
-    Raises:
-        DataError: NaN or infinity, integers beyond 64 bits, keys that are not text, unpaired surrogates, or a type
-            that has no such form.
+    Raises DataError: NaN, infinity, integers beyond 64 bits, keys that are no text, unpaired surrogates, other types.
     """
     if value is None or isinstance(value, (bool, bytes)):
         return value
@@ -202,9 +186,8 @@ def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {
-            _key(key, column, place): plain(item, f"{column}.{key}", place, depth + 1) for key, item in value.items()
-        }
+        items = [(_key(key, column, place), item) for key, item in value.items()]
+        return {key: plain(item, f"{column}.{key}", place, depth + 1) for key, item in items}
     if isinstance(value, Sequence):
         return [plain(item, f"{column}[{number}]", place, depth + 1) for number, item in enumerate(value)]
     raise place.error(column, value, f"a {type(value).__name__} cannot be sent; store text, numbers, lists or mappings")

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import msgpack
@@ -13,14 +12,13 @@ from replay.prompts.files import Rows
 from replay.prompts.rows import DataError, Row
 
 STATE_SCHEMA = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """The next row to hand out: the `offset`-th of pass `pass_`."""
-
-    pass_: int
-    offset: int
+SETTINGS = {
+    "rows": "data.train (number of rows)",
+    "fingerprint": "data.train (hash of the contents)",
+    "shuffle": "data.shuffle",
+    "seed": "run.seed",
+}
+"""What a state must have in common with the source that goes on from it, and how the user calls it."""
 
 
 class PromptSource:
@@ -37,34 +35,25 @@ class PromptSource:
         self.shuffle = shuffle
         self.seed = seed
         self.fingerprint = rows.fingerprint if isinstance(rows, Rows) else _fingerprint(rows)
-        self._position = _Position(0, 0)
-        self._order = self._order_of(0)
+        self._pass, self._offset, self._order = 0, 0, self._order_of(0)
 
     def __len__(self) -> int:
-        """Rows in one pass."""
         return len(self.rows)
 
     def next(self) -> tuple[int, int, Row]:
         """The next prompt as (pass, prompt index, row); the first two are its group id."""
-        at = self._position
-        index = int(self._order[at.offset])
-        if at.offset + 1 < len(self.rows):
-            self._position = _Position(at.pass_, at.offset + 1)
-        else:
-            self._position = _Position(at.pass_ + 1, 0)
-            self._order = self._order_of(at.pass_ + 1)
-        return at.pass_, index, self.rows[index]
+        pass_, index = self.peek()
+        self._offset += 1
+        if self._offset == len(self.rows):
+            self._pass, self._offset, self._order = pass_ + 1, 0, self._order_of(pass_ + 1)
+        return pass_, index, self.rows[index]
 
     def peek(self) -> tuple[int, int]:
         """(pass, prompt index) of what `next` gives next."""
-        return self._position.pass_, int(self._order[self._position.offset])
+        return self._pass, int(self._order[self._offset])
 
     def row(self, index: int) -> Row:
-        """The row of a prompt index.
-
-        Raises:
-            DataError: there is no such row.
-        """
+        """The row of a prompt index. Raises DataError: there is no such row."""
         if not 0 <= index < len(self.rows):
             raise DataError(f"prompt index {index}: the dataset has {len(self.rows)} rows")
         return self.rows[index]
@@ -73,8 +62,8 @@ class PromptSource:
         """Position and identity of the dataset, in types that JSON and msgpack carry; see `restore`."""
         return {
             "schema": STATE_SCHEMA,
-            "pass": self._position.pass_,
-            "offset": self._position.offset,
+            "pass": self._pass,
+            "offset": self._offset,
             "rows": len(self.rows),
             "fingerprint": self.fingerprint,
             "shuffle": self.shuffle,
@@ -84,18 +73,12 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
 
-        Raises:
-            DataError: the state belongs to another dataset or order, or is broken; nothing has changed then.
+        Raises DataError: the state belongs to another dataset or order, or is broken; nothing has changed then.
         """
         if state.get("schema") != STATE_SCHEMA:
             raise DataError(f"prompt state of schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         mine = self.state()
-        for key, setting in {
-            "rows": "data.train (number of rows)",
-            "fingerprint": "data.train (hash of the contents)",
-            "shuffle": "data.shuffle",
-            "seed": "run.seed",
-        }.items():
+        for key, setting in SETTINGS.items():
             if state.get(key) != mine[key]:
                 raise DataError(
                     f"{setting}: the run was {state.get(key)!r} and is now {mine[key]!r}, so its prompts cannot be"
@@ -104,8 +87,7 @@ class PromptSource:
         pass_, offset = state.get("pass"), state.get("offset")
         if type(pass_) is not int or type(offset) is not int or pass_ < 0 or not 0 <= offset < len(self.rows):
             raise DataError(f"prompt state is broken: pass {pass_!r}, offset {offset!r} of {len(self.rows)} rows")
-        self._position = _Position(pass_, offset)
-        self._order = self._order_of(pass_)
+        self._pass, self._offset, self._order = pass_, offset, self._order_of(pass_)
 
     def _order_of(self, pass_: int) -> NDArray[np.int64]:
         """[rows] prompt indices in the order of a pass.
@@ -125,7 +107,6 @@ class PromptSource:
 
 
 def _fingerprint(rows: Sequence[Row]) -> str:
-    """Hash of all rows in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(cast(bytes, msgpack.packb(row)))

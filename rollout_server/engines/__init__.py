@@ -1,22 +1,16 @@
 """Engines, chosen once by name."""
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from configs.schema import Config
-from rollout_server.engines.base import (
-    Completion,
-    Engine,
-    EngineError,
-    EngineStartFailed,
-    Health,
-    Partial,
-    Sampling,
-    StagesItself,
-)
+from replay.channel.interfaces import InterfaceError, bind_collectives
+from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Partial, Sampling
 
 if TYPE_CHECKING:
     from rollout_server.engines.sglang.direct import DirectGroup
+    from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
 __all__ = [
     "Completion",
@@ -26,7 +20,6 @@ __all__ = [
     "Health",
     "Partial",
     "Sampling",
-    "StagesItself",
     "build_engine",
     "direct_updates",
     "staging_in",
@@ -40,13 +33,14 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     variant of `SGLangEngine` in its place.
 
     Raises:
-        EngineError: the model folder cannot be served, or the engine's package is not installed.
+        EngineError: the model folder cannot be served, the engine's package is not installed, or no interface has the
+            address of network.host.
         EngineStartFailed: SGLang did not start.
     """
     if config.rollout.engine == "torch":
         from rollout_server.engines.torch.engine import TorchEngine
 
-        return TorchEngine.from_folder(
+        return TorchEngine(
             config.model.path,
             max_context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
             max_running=config.rollout.max_running,
@@ -56,39 +50,32 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
         )
     from rollout_server.engines.sglang.engine import SGLangEngine
 
+    # What the schedulers inherit, where they are members of the bus's group.
     if config.weight_bus.apply == "direct" or config.weight_bus.stage_in == "engine":
-        from rollout_server.engines.sglang.direct import name_interface
-
-        name_interface(config)
+        try:
+            bind_collectives(os.environ, config.network.host)
+        except InterfaceError as error:
+            raise EngineError(str(error)) from error
     if config.weight_bus.stage_in == "engine" and config.weight_bus.backend == "nccl":
         from weight_bus.transports import set_nccl_defaults
 
-        set_nccl_defaults(config.weight_bus)  # for the schedulers, which inherit it
+        set_nccl_defaults(config.weight_bus)
     return (sglang or SGLangEngine)(config)
 
 
 def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
-    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise.
-
-    Raises:
-        EngineError: this engine cannot.
-    """
+    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise."""
     if config.weight_bus.apply != "direct":
         return None
     from rollout_server.engines.sglang.direct import DirectGroup
     from rollout_server.engines.sglang.engine import SGLangEngine
 
-    if not isinstance(engine, SGLangEngine):
-        raise EngineError("weight_bus.apply: 'direct' needs rollout.engine: sglang; take weight_bus.apply: staged")
+    assert isinstance(engine, SGLangEngine), "the configuration refuses others"
     return DirectGroup(engine, config.weight_bus.backend)
 
 
-def staging_in(config: Config, engine: Engine) -> StagesItself | None:
-    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise.
-
-    Raises:
-        EngineError: this engine cannot, or would be taken for dead before a broadcast that hangs is given up.
-    """
+def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":
+    """The engine's receiver with weight_bus.stage_in `engine`; None otherwise. Raises EngineError."""
     if config.weight_bus.stage_in == "server":
         return None
     broadcast_s, engine_s = config.weight_bus.collective_timeout_s, config.rollout.engine_deadline_s
@@ -101,8 +88,5 @@ def staging_in(config: Config, engine: Engine) -> StagesItself | None:
     from rollout_server.engines.sglang.engine import SGLangEngine
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
-    if not isinstance(engine, SGLangEngine):
-        raise EngineError(
-            "weight_bus.stage_in: 'engine' needs rollout.engine: sglang; take weight_bus.stage_in: server"
-        )
+    assert isinstance(engine, SGLangEngine), "the configuration refuses others"
     return SGLangStaging(config, engine)

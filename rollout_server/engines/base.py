@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,14 +10,12 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-    from weight_bus.remote import Line, RemoteUpdate
-
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """The engine failed; it must not serve until it is refilled or restarted."""
+    """The engine failed, or cannot do what is asked; it must not serve until it is refilled or restarted."""
 
 
 class EngineStartFailed(RuntimeError):
@@ -44,51 +41,29 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
-    """One sampled answer.
-
-    Example: token_ids [5, 9, 2], logprobs [-0.1, -1.2, -0.0], versions [3, 3, 4], finish_reason "stop"
-    is an answer whose last token was sampled after an update from version 3 to 4.
-    """
-
-    token_ids: NDArray[np.int32]
-    """[L] sampled tokens, the stop token included."""
-    logprobs: NDArray[np.float32]
-    """[L] logprob of each token at the sampling temperature, from float32 logits."""
-    versions: NDArray[np.int32]
-    """[L] policy version that sampled each token."""
-    finish_reason: FinishReason
-
-
-def nothing(dtype: type[np.generic]) -> NDArray[Any]:
-    """No tokens."""
-    return np.empty(0, dtype=dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
     """Tokens of an answer that may still run: a prefix, or the newest ones."""
 
-    token_ids: NDArray[np.int32] = field(default_factory=partial(nothing, np.int32))
-    """[L] sampled tokens."""
-    logprobs: NDArray[np.float32] = field(default_factory=partial(nothing, np.float32))
-    """[L], as in `Completion`."""
-    versions: NDArray[np.int32] = field(default_factory=partial(nothing, np.int32))
-    """[L], as in `Completion`; a token that is in doubt has the older version."""
-    finish_reason: Literal["stop", "length"] | None = None
-    """How the answer has ended; None while it goes on."""
+    token_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[L] sampled tokens, the stop token included."""
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    """[L] logprob of each token at the sampling temperature, from float32 logits."""
+    versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    """[L] policy version that sampled each token; one that is in doubt has the older version."""
+    finish_reason: FinishReason | None = None
+    """How the answer has ended ("stop" or "length"); None while it goes on."""
 
     @classmethod
-    def of(cls, answer: Completion) -> "Partial":
+    def of(cls, answer: "Completion") -> "Partial":
         """An answer that has ended; one that was aborted has not come to its end."""
-        return cls(
+        return Partial(
             token_ids=answer.token_ids,
             logprobs=answer.logprobs,
             versions=answer.versions,
             finish_reason=None if answer.finish_reason == "abort" else answer.finish_reason,
         )
 
-    def as_completion(self, reason: FinishReason) -> Completion:
+    def as_completion(self, reason: FinishReason) -> "Completion":
         """The answer that this is the whole of."""
         return Completion(
             token_ids=self.token_ids, logprobs=self.logprobs, versions=self.versions, finish_reason=reason
@@ -97,11 +72,28 @@ class Partial:
     def since(self, first: int) -> "Partial":
         """Without the tokens before number `first`."""
         return replace(
-            self,
-            token_ids=self.token_ids[first:],
-            logprobs=self.logprobs[first:],
-            versions=self.versions[first:],
+            self, token_ids=self.token_ids[first:], logprobs=self.logprobs[first:], versions=self.versions[first:]
         )
+
+    def then(self, more: "Partial") -> "Partial":
+        """These tokens and the next ones, which say how it ended."""
+        return Partial(
+            token_ids=np.concatenate((self.token_ids, more.token_ids)),
+            logprobs=np.concatenate((self.logprobs, more.logprobs)),
+            versions=np.concatenate((self.versions, more.versions)),
+            finish_reason=more.finish_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion(Partial):
+    """One sampled answer.
+
+    Example: token_ids [5, 9, 2], logprobs [-0.1, -1.2, -0.0], versions [3, 3, 4], finish_reason "stop"
+    is an answer whose last token was sampled after an update from version 3 to 4.
+    """
+
+    finish_reason: FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +111,10 @@ class Health:
 
 
 class Engine(Protocol):
-    """An engine serves one policy version at a time; evaluations may pin another one."""
+    """An engine serves one policy version at a time; evaluations may pin another one.
+
+    All coroutines raise EngineError where the engine has died or is closed.
+    """
 
     @property
     def version(self) -> int:
@@ -135,7 +130,7 @@ class Engine(Protocol):
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """Sample `n` answers to one prompt; updates show in the versions of tokens.
+        """Sample `n` answers to one prompt. A caller that is cancelled aborts its request.
 
         Args:
             token_ids: the prompt.
@@ -148,71 +143,52 @@ class Engine(Protocol):
                 sampled; it is of the same distribution.
 
         Raises:
-            EngineError: the prompt or a prefix does not fit, `pinned` is not held, or the engine died.
+            EngineError: the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop between two decode steps; `drain` lets running requests finish first.
+        """Stop between two decode steps. Raises EngineError when running requests did not end for an update.
 
-        `keep_kv` keeps the KV of running requests over the update, `recompute_kv` computes it anew.
+        `keep_kv` keeps the KV of running requests, `recompute_kv` computes it anew, `drain` lets them finish first.
         """
 
     async def load(self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int) -> None:
         """Replace the weights (HF names and shapes, all of them) while paused. The engine copies.
 
         Raises:
-            EngineError: a tensor is unknown, missing or of the wrong shape; the engine is then half updated.
+            EngineError: not paused, or a tensor is unknown, missing or of the wrong shape. After the latter the engine
+                is half updated: `resume` and `pin` refuse until a load has succeeded.
         """
 
     async def digest(self) -> Mapping[str, int]:
-        """Digest of every HF tensor, computed on the live tensors that decode."""
+        """Digest of every HF tensor, of the live tensors that decode; a tied lm_head.weight has none."""
 
     async def resume(self) -> None:
-        """Go on decoding with what is loaded."""
+        """Go on decoding with what is loaded. Raises EngineError while the engine is half updated."""
 
     def holds(self) -> int | None:
         """Version that an evaluation keeps live, for which `pause` waits; None without."""
 
     async def pin(self, version: int) -> None:
-        """Keep the live weights, which must be `version`, for evaluation until `unpin`."""
+        """Keep the live weights for evaluation until `unpin`. Raises EngineError where they are not `version`."""
 
     async def unpin(self, version: int) -> None:
-        """Forget pinned weights; unknown versions are ignored."""
+        """Forget pinned weights, if any; what still runs on them comes back as `abort`."""
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next decode step; its answers come back with finish_reason `abort`."""
+        """End a request, if there is one; its answers come back as `abort`."""
 
     def running_tokens(self) -> Mapping[str, int]:
-        """Tokens generated so far, by request id; those of prefixes are counted."""
+        """Tokens so far, prefixes included, by request id; waiting answers count as 0."""
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         """What each answer of a running request has, prefix included; nothing for unknown requests.
 
-        Args:
-            request_id: as given to `generate`.
-            since: tokens of each answer to leave out at its beginning, because the caller has them; none if empty.
+        `since`: tokens of each answer to leave out at its beginning, because the caller has them; none if empty.
         """
 
     async def health(self) -> Health:
-        """Numbers about the engine. Raises EngineError when its loop has died, with the cause."""
+        """Numbers about the engine. Raises EngineError when it has died or stands still."""
 
     async def close(self) -> None:
-        """Stop; running requests come back as `abort`."""
-
-
-class StagesItself(Protocol):
-    """An engine in whose own process updates are staged, while it decodes (weight_bus.stage_in: engine)."""
-
-    async def link(self) -> "Line":
-        """The connection to the receiver in the engine, which is started first where none was.
-
-        Raises:
-            EngineError: it cannot be reached.
-            NotAvailable: it lacks what it would receive with.
-        """
-
-    async def load(self, update: "RemoteUpdate", version: int) -> None:
-        """As `Engine.load`, of what is staged there."""
-
-    def close(self) -> None:
-        """End the receiver; from any thread."""
+        """Stop, in time or with EngineError; running requests come back as `abort`."""

@@ -29,10 +29,8 @@ def check_request(token_ids: Sequence[int], sampling: Sampling, n: int, *, max_c
 def settled(prefixes: Sequence[Partial] | None, n: int, sampling: Sampling, vocab_size: int) -> list[Partial]:
     """One prefix per answer, empty where there is none; those that have ended say how.
 
-    An engine shows the last token of an answer before it says that it was the last: such a prefix has ended too.
-
-    Example: prefixes of tokens [5, 9] and [5, 2], stop token 2, nothing said of how they ended: the second one has
-    finish_reason "stop", the first one goes on.
+    An engine shows the last token of an answer before it says that it was the last: such a prefix has ended too. With
+    stop token 2 and nothing said of how they ended, [5, 9] goes on and [5, 2] has ended with "stop".
 
     Raises:
         EngineError: not n prefixes, or one is longer than `max_new_tokens`, goes on after a stop token, says that it

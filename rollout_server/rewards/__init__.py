@@ -1,22 +1,46 @@
-"""Rewards: functions that judge answers, and the pool of killable processes that they run in.
+"""Rewards: functions that judge answers, and the processes that they run in (rewards/pool.py).
 
-`RewardPool` is imported on first use: worker processes import this package too, start anew after every timeout,
-and have no use for the configuration and asyncio.
+Worker processes import this package and start anew after every timeout: nothing heavy may be imported here.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from rollout_server.rewards.base import RewardError, RewardOutcome, Sample
-
-if TYPE_CHECKING:
-    from rollout_server.rewards.pool import RewardPool
-
-__all__ = ["RewardError", "RewardOutcome", "RewardPool", "Sample"]
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
 
 
-def __getattr__(name: str) -> Any:
-    if name == "RewardPool":
-        from rollout_server.rewards.pool import RewardPool
+class RewardError(ValueError):
+    """The reward function cannot be loaded, or its processes do not start."""
 
-        return RewardPool
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+class Sample(TypedDict):
+    """One answer as a reward function sees it: a dict with these keys.
+
+    Example: {"prompt": "312=", "completion": "123", "ground_truth": "123", "data_source": "train",
+    "extra_info": {}, "columns": {}, "num_tokens": 4, "finish_reason": "stop"}
+    """
+
+    prompt: str | list[dict[str, str]]
+    completion: str
+    """The decoded answer without special tokens."""
+    ground_truth: Any
+    data_source: str
+    extra_info: dict[str, Any]
+    columns: dict[str, Any]
+    """Every other column of the row."""
+    num_tokens: int
+    """Tokens of the answer, the stop token included."""
+    finish_reason: str
+    """`stop`, or `length` for an answer that was cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """Result of judging one sample."""
+
+    score: float
+    """NaN when `error` is set, so that no error can pass for a score."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other numbers that the function returned."""
+    error: str | None = None
+    """Why there is no score, or None."""
+    seconds: float
+    """Time that the function took for this sample (a call that judges several: their share of it)."""

@@ -1,10 +1,10 @@
-"""Reward `exact`: the answer is the ground truth, to the letter, and was ended by the policy itself."""
+"""Reward `exact`: the ground truth to the letter, ended by the policy itself."""
 
-from rollout_server.rewards.base import Sample
+from rollout_server.rewards import Sample
 
 
 def reward(sample: Sample) -> float:
-    """1.0 when the text equals the ground truth and the finish reason is `stop`, else 0.0.
+    """1.0 for the text of the ground truth with finish reason `stop`, else 0.0.
 
     Numbers as ground truth are compared as Python writes them.
 

@@ -6,9 +6,10 @@ last number of the text. Thousands separators, currency signs, percent signs and
 """
 
 import re
+from collections import deque
 from fractions import Fraction
 
-from rollout_server.rewards.base import Sample
+from rollout_server.rewards import Sample
 
 MAX_DIGITS = 100
 """Longer numbers count as none: a policy must not be able to buy grading time with digits."""
@@ -24,7 +25,7 @@ MARKER = "####"
 
 
 def reward(sample: Sample) -> dict[str, float]:
-    """`score` 1.0 when the numbers are equal, else 0.0; `has_number` says whether the answer held any number.
+    """`score` 1.0 when the numbers are equal; `has_number` 1.0 when the answer holds one.
 
     Raises:
         ValueError: the ground truth is no number.
@@ -40,7 +41,7 @@ def reward(sample: Sample) -> dict[str, float]:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text ends on, by the rules of the module; None when there is none."""
+    """The number that a text ends on, by the module's rules."""
     text = LATEX_FRACTION.sub(r"\1/\2", text)
     marker, box = text.rfind(MARKER), text.rfind(BOXED)
     if marker > box:
@@ -64,10 +65,8 @@ def _inside(text: str, start: int) -> str:
 
 
 def _last(text: str) -> Fraction | None:
-    last = None
-    for match in NUMBER.finditer(text):
-        last = match
-    return _value(last)
+    last = deque(NUMBER.finditer(text), maxlen=1)
+    return _value(last[0] if last else None)
 
 
 def _value(match: re.Match[str] | None) -> Fraction | None:

@@ -1,22 +1,23 @@
-"""The pool's side of one reward process: starts it, asks it, kills it with all that it has started."""
+"""The pool's side of a reward process: starts, asks and kills it with its descendants."""
 
 import asyncio
+import contextlib
 import logging
+import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from configs.data import Reward
-from rollout_server.rewards.base import RewardError, RewardOutcome
-from rollout_server.rewards.framing import LENGTH, MAX_REPLY_BYTES, pack, unpack_reply
+from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.limits import EXIT_CODES, RESOURCES
-from rollout_server.rewards.output import Output
-from rollout_server.rewards.spawning import spawn
-from rollout_server.rewards.verdicts import read_answer, read_verdicts
+from rollout_server.rewards.protocol import LENGTH, MAX_REPLY_BYTES, pack, read_answer, read_verdicts, unpack_reply
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
@@ -27,26 +28,26 @@ ASYNC_GRACE_S = 1.0
 """The worker itself cancels asynchronous calls at the timeout; the pool kills it this much later."""
 MEMORY_SIGNS = ("bad_alloc", "MemoryError", "Cannot allocate memory", "out of memory", "can't start new thread")
 """In the last words of native code that found no memory."""
+PACKAGE_ROOT = str(Path(__file__).parents[2])
+SECRET_NAME = re.compile(
+    r"(KEYS?|TOKENS?|COOKIES?|AUTH(_SOCK)?)(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|^(AWS|AZURE|WANDB)_",
+    re.IGNORECASE,
+)
+SECRET_VALUE = re.compile(r"://[^/@\s]*:[^/@\s]+@")
+"""An address with a password in it, such as that of a proxy or a package index."""
+DEFAULTS = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+"""glibc reserves 64 MB of address space for each further arena, and reward.memory_bytes counts address space."""
+LAST_PRINTS_S = 0.2
+MAX_LOGGED_LINES = 200
+TAIL_BYTES = 2000
+CHUNK_BYTES = 65536
+FLOOD_PAUSE_S = 0.002
+"""Between two chunks of prints past the logged ones: a flood may take 32 MB/s of this process, not all of its time."""
 Deliver = Callable[[int, RewardOutcome], None]
 
 
 class WorkerLost(RuntimeError):
-    """The process timed out, died or sent garbage, and must be stopped; `seconds` is how long the request ran."""
-
-    def __init__(self, reason: str, seconds: float) -> None:
-        super().__init__(reason)
-        self.seconds = seconds
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """A running process with its streams."""
-
-    process: subprocess.Popen[bytes]
-    """The supervisor, which ends the way the worker ends."""
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    output: Output
+    """The process timed out, died or sent garbage, and must be stopped."""
 
 
 class RewardProcess:
@@ -57,19 +58,15 @@ class RewardProcess:
         self.convention = ""
         """How the function is called (rewards/loading.py); known once it is loaded."""
         self._reward = reward
-        self._timeout_s = reward.timeout_s
+        self._grace_s = 0.0
         self._worker: _Worker | None = None
 
     async def ensure(self) -> None:
-        """Start the process, unless it runs and has not hung up.
-
-        Raises:
-            RewardError: it does not start, or cannot load the function.
-        """
+        """Start the process, unless it runs. Raises RewardError: it cannot load the function."""
         if self._worker is not None and not self._worker.reader.at_eof():
             return
         await self.stop()
-        self._worker = await _connect(self.name)
+        self._worker = await _start(self.name)
         try:
             await self._load(self._worker)
         except RewardError:
@@ -77,68 +74,59 @@ class RewardProcess:
             raise
 
     async def judge(self, num_samples: int, frame: bytes, deliver: Deliver) -> None:
-        """Send a request and hand every outcome to `deliver` with its index, as soon as it is there.
+        """Send a request; hand each outcome to `deliver` with its index when it comes.
 
-        `reward.timeout_s` runs from the last sign of progress.
-
-        Raises:
-            WorkerLost: the process must be stopped; some samples may have no outcome yet.
+        `reward.timeout_s` runs from the last sign of progress. Raises WorkerLost: some samples may have no outcome.
         """
         assert self._worker is not None
         worker, missing = self._worker, set(range(num_samples))
-        started = time.monotonic()
-        loop = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                worker.writer.write(frame)
-                await worker.writer.drain()
-                while missing:
-                    for index, outcome in read_verdicts(await _receive(worker.reader), missing):
-                        deliver(index, outcome)
-                    limit.reschedule(loop.time() + self._timeout_s)
-        except TimeoutError as error:
-            seconds = time.monotonic() - started
-            raise WorkerLost(f"timed out after {self._reward.timeout_s:g} s", seconds) from error
-        except ValueError as error:
-            raise WorkerLost(f"the reward process sent garbage: {error}", time.monotonic() - started) from error
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise WorkerLost(await self._autopsy(worker), time.monotonic() - started) from error
+        async with self._asking(worker, self._reward.timeout_s) as limit:
+            worker.writer.write(frame)
+            await worker.writer.drain()
+            while missing:
+                for index, outcome in read_verdicts(await worker.receive(), missing):
+                    deliver(index, outcome)
+                limit.reschedule(asyncio.get_running_loop().time() + self._reward.timeout_s + self._grace_s)
 
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
-        worker = self._worker
-        if worker is not None:
-            await _kill(worker.process, self.name)
-            await worker.output.close()
-            worker.writer.close()
-        self._worker = None  # only now: who is cancelled while he waits leaves it to the next call
+        if self._worker is not None:
+            await self._worker.end()
+            self._worker.writer.close()
+        self._worker = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
 
-    async def _load(self, worker: _Worker) -> None:
+    async def _load(self, worker: "_Worker") -> None:
         function, timeout_s = self._reward.function, self._reward.timeout_s
         limits = {key: getattr(self._reward, key) for key in RESOURCES}
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with self._asking(worker, START_TIMEOUT_S):
                 worker.writer.write(pack({"function": function, "timeout_s": timeout_s, "limits": limits}))
-                answer = read_answer(await _receive(worker.reader))
-        except TimeoutError as error:
-            raise RewardError(f"reward.function: {function!r} was not loaded within {START_TIMEOUT_S:g} s") from error
-        except ValueError as error:
-            raise RewardError(f"reward.function: {function!r} writes to the pool's socket: {error}") from error
-        except (asyncio.IncompleteReadError, OSError) as error:
-            reason = await self._autopsy(worker)
-            raise RewardError(f"reward.function: {function!r} could not be loaded: {reason}") from error
-        if answer.error is not None:
-            raise RewardError(answer.error)
-        self.convention = answer.convention
-        self._timeout_s = timeout_s + (ASYNC_GRACE_S if answer.is_async else 0.0)
+                self.convention, is_async = read_answer(await worker.receive())
+        except WorkerLost as lost:
+            raise RewardError(f"reward.function: {function!r} could not be loaded: {lost}") from lost
+        self._grace_s = ASYNC_GRACE_S if is_async else 0.0
 
-    async def _autopsy(self, worker: _Worker) -> str:
-        """How a process that hung up has ended, what it said last, and which limit it ran into."""
+    @contextlib.asynccontextmanager
+    async def _asking(self, worker: "_Worker", timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Raises WorkerLost for whatever goes wrong with a process that is asked something."""
+        try:
+            async with asyncio.timeout(timeout_s + self._grace_s) as limit:
+                yield limit
+        except RewardError:
+            raise
+        except TimeoutError as error:
+            raise WorkerLost(f"timed out after {timeout_s:g} s") from error
+        except ValueError as error:
+            raise WorkerLost(f"the reward process sent garbage: {error}") from error
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise WorkerLost(await self._autopsy(worker)) from error
+
+    async def _autopsy(self, worker: "_Worker") -> str:
+        """How a process that hung up has ended, its last output, and its limit."""
         # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
         await asyncio.sleep(0.01)
-        await _kill(worker.process, self.name)
-        await worker.output.close()
-        code, last = worker.process.returncode, worker.output.last_line()
+        await worker.end()
+        code, last = worker.process.returncode, worker.last_line()
         for key, exit_code in EXIT_CODES.items():
             if code == exit_code:
                 return f"the reward process needs more than reward.{key} = {getattr(self._reward, key)} allows"
@@ -148,24 +136,105 @@ class RewardProcess:
         return f"the reward process died ({how}){said}{hint}"
 
 
-async def _connect(name: str) -> _Worker:
+class _Worker:
+    """A running process with its streams; its prints are logged up to a limit.
+
+    The prints are read for as long as any process holds the other end, so that printing blocks no grader for long.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        """The supervisor, which ends the way the worker ends."""
+        self._name = name
+        self._tail = b""
+
+    async def connect(self, channel: socket.socket) -> None:
+        self.reader, self.writer = await asyncio.open_unix_connection(sock=channel, limit=MAX_REPLY_BYTES)
+        prints = asyncio.StreamReader()
+        self._prints, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(prints), self.process.stderr
+        )
+        self._printing = asyncio.create_task(self._log(prints))
+
+    async def receive(self) -> Any:
+        """The next message. Raises ValueError for a frame that is too long or no msgpack."""
+        (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+        if length > MAX_REPLY_BYTES:
+            raise ValueError(f"a message of {length} bytes, at most {MAX_REPLY_BYTES} are read")
+        return unpack_reply(await self.reader.readexactly(length))
+
+    async def end(self) -> None:
+        """Kill the process and its descendants; read its last prints for a moment."""
+        await _kill(self.process, self._name)
+        await asyncio.wait([self._printing], timeout=LAST_PRINTS_S)
+        self._printing.cancel()
+        self._prints.close()
+
+    def last_line(self) -> str:
+        """The last line printed, or an empty string."""
+        lines = self._tail.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1][:500] if lines else ""
+
+    async def _log(self, prints: asyncio.StreamReader) -> None:
+        num_lines = 0
+        while chunk := await prints.read(CHUNK_BYTES):
+            self._tail = (self._tail + chunk)[-TAIL_BYTES:]
+            if num_lines > MAX_LOGGED_LINES:
+                await asyncio.sleep(FLOOD_PAUSE_S)
+                continue
+            lines = chunk.decode("utf-8", "replace").splitlines()
+            for line in lines[: MAX_LOGGED_LINES - num_lines]:
+                log.info("%s: %s", self._name, line[:500])
+            num_lines += len(lines)
+            if num_lines > MAX_LOGGED_LINES:
+                log.warning("%s: printed more than %d lines; the rest is not logged", self._name, MAX_LOGGED_LINES)
+
+
+async def _start(name: str) -> _Worker:
     ours, theirs = socket.socketpair()
     with theirs:
-        process = spawn(theirs)
-    output = Output(name)
+        worker = _Worker(name, _spawn(theirs.fileno()))
     try:
-        reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MAX_REPLY_BYTES)
-        assert process.stderr is not None
-        await output.open(process.stderr)
+        await worker.connect(ours)
     except BaseException:
         ours.close()
-        await _kill(process, name)
+        await _kill(worker.process, name)
         raise
-    return _Worker(process, reader, writer, output)
+    return worker
+
+
+def _spawn(channel: int) -> subprocess.Popen[bytes]:
+    """Start the supervisor (rewards/supervisor.py), which starts the worker, in a session of its own.
+
+    Must be called from a thread that lives as long as the worker shall: the parent-death signal follows it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", "rollout_server.rewards.worker", str(os.getpid())],
+        stdin=channel,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=without_secrets(os.environ),
+        start_new_session=True,
+    )
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a reward process; functions read the keys of services from files.
+
+    Example: OPENAI_API_KEY, HF_TOKEN, AWS_PROFILE, SSH_AUTH_SOCK and HTTP_PROXY=http://me:word@proxy are left out;
+    PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay.
+    """
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
+    }
+    path = os.pathsep.join(filter(None, [PACKAGE_ROOT, environment.get("PYTHONPATH")]))
+    return DEFAULTS | kept | {"PYTHONPATH": path}
 
 
 async def _kill(process: subprocess.Popen[bytes], name: str) -> None:
-    """Have the supervisor end the worker with all that it has started; end the supervisor itself if it cannot."""
+    """Have the supervisor end all descendants; end the supervisor itself if it cannot."""
     for kill in (process.terminate, process.kill):
         kill()  # a process that was reaped already gets no signal
         deadline = time.monotonic() + KILL_TIMEOUT_S
@@ -174,11 +243,3 @@ async def _kill(process: subprocess.Popen[bytes], name: str) -> None:
                 log.error("%s: pid %d does not end %g s after a signal to do so", name, process.pid, KILL_TIMEOUT_S)
                 break
             await asyncio.sleep(0.001)
-
-
-async def _receive(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises ValueError for a frame that is too long or no msgpack."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > MAX_REPLY_BYTES:
-        raise ValueError(f"a message of {length} bytes, at most {MAX_REPLY_BYTES} are read")
-    return unpack_reply(await reader.readexactly(length))

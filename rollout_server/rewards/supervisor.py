@@ -1,24 +1,25 @@
-"""Stands between the pool and a worker, so that nothing that reward code has started outlives it.
+"""Stands between pool and worker, so that nothing that reward code starts outlives it.
 
-consumes      SIGTERM from the pool, or from the kernel when the pool's process is gone
-produces      its own end, by the worker's signal or exit code, once no descendant is left
-waits for     the end of the worker, for as long as the pool lives
-unblocked by  the worker, the pool, or the pool's end
+It waits for the end of the worker, for SIGTERM from the pool, or for SIGTERM from the kernel when the pool's process
+is gone; then it ends every descendant, and itself by the worker's signal or exit code.
 
 A process that leaves its group and session and lets its parents end would be handed to init. As a child subreaper
 this process gets it instead, and can find it. No code of the user runs here.
 """
 
 import contextlib
+import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 from collections import defaultdict
 from typing import NoReturn
 
-from rollout_server.rewards.limits import PR_SET_CHILD_SUBREAPER, control, die_with, hold_back
-
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
 KILL_S = 4.0
 """The pool waits for longer than this (process.KILL_TIMEOUT_S) before it kills the supervisor itself."""
 ROUND_S = 0.001
@@ -26,27 +27,48 @@ WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
 def supervise(pool: int) -> None:
-    """Fork. The child returns, in a session of its own, and becomes the worker; the parent never returns.
+    """Fork. Only the child returns: in a session of its own, as the worker.
 
-    Args:
-        pool: pid of the process whose thread started this one.
+    `pool` is the pid of the process whose thread started this one. Raises OSError: the kernel refused.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    die_with(pool, signal.SIGTERM)
-    control(PR_SET_CHILD_SUBREAPER, 1)
-    hold_back()
+    _die_with(pool, signal.SIGTERM)
+    _control(PR_SET_CHILD_SUBREAPER, 1)
+    # No memory images of a crash on disk, and no way to more rights: whatever is started stays ours to kill.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _control(PR_SET_NO_NEW_PRIVS, 1)
     supervisor, worker = os.getpid(), os.fork()
     if worker:
         _watch(worker)
     os.setsid()
-    die_with(supervisor, signal.SIGKILL)
+    _die_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
 
 
+def let_go_of_stdin() -> None:
+    """Put nothing in the place of fd 0, which held the channel."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def _control(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
+
+
+def _die_with(parent: int, how: signal.Signals) -> None:
+    """Get a signal when the thread that started this process ends; leave once it has."""
+    _control(PR_SET_PDEATHSIG, how)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _watch(worker: int) -> NoReturn:
-    """Wait for the worker's end or the order to end it, then end all that is left and follow it."""
-    _let_go_of_stdin()
+    """Wait for the worker's end or SIGTERM; end all that is left, then alike."""
+    let_go_of_stdin()  # only the worker may hold the channel: its end is how the pool learns of a death
     while signal.sigwaitinfo(WATCHED).si_signo == signal.SIGCHLD and not _has_ended(worker):
         pass
     # Not reaped yet, so neither the pid nor the group can belong to anybody else.
@@ -62,15 +84,8 @@ def _watch(worker: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _let_go_of_stdin() -> None:
-    """Only the worker may hold the channel: its end is how the pool learns of a death."""
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-
-
 def _has_ended(worker: int) -> bool:
-    """Reap what was handed over to this process; the worker, when it has ended, is left for later."""
+    """Reap what was handed over to this process, but not the worker."""
     while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
         if ended.si_pid == worker:
             return True
@@ -79,11 +94,7 @@ def _has_ended(worker: int) -> bool:
 
 
 def _end_descendants(worker: int) -> int:
-    """Kill round after round until no child is left: each round may bring the orphans of the one before.
-
-    Returns:
-        The wait status of the worker.
-    """
+    """Kill until no child is left, and return the worker's wait status."""
     status, deadline = signal.SIGKILL.value, time.monotonic() + KILL_S
     while True:
         try:
@@ -92,7 +103,7 @@ def _end_descendants(worker: int) -> int:
                     status = ended[1]
         except ChildProcessError:
             return status
-        left = _descendants()
+        left = _descendants()  # each round may bring the orphans of the one before
         if time.monotonic() > deadline:
             named = ", ".join(map(str, left[:8]))
             sys.stderr.write(f"{len(left)} processes do not end {KILL_S:g} s after SIGKILL: {named}\n")

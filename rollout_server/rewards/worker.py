@@ -1,9 +1,6 @@
 """A reward process: `python -m rollout_server.rewards.worker <pid of the pool>`, with a socket as stdin.
 
-consumes      samples, framed (rewards/framing.py), on the socket
-produces      a verdict per sample, on the same socket
-waits for     the next request, for as long as the pool lives
-unblocked by  the pool, or its end: the socket closes, and the parent-death signal arrives
+Answers requests (rewards/protocol.py) until the pool closes the socket or the parent-death signal arrives.
 
 Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long,
 prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded. A supervisor of its own
@@ -11,113 +8,80 @@ prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code 
 """
 
 import os
-import select
-import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
-from rollout_server.rewards import limits
-from rollout_server.rewards.base import RewardError
-from rollout_server.rewards.framing import LENGTH, MAX_ERROR_CHARS, pack, unpack
-from rollout_server.rewards.judging import Verdict, judge, sendable
-from rollout_server.rewards.loading import RewardFunction, load_function
-from rollout_server.rewards.supervisor import supervise
+import msgpack
+
+from rollout_server.rewards import RewardError
+from rollout_server.rewards.judging import Verdict, judge, judge_async, sendable
+from rollout_server.rewards.limits import confine, exceeded, leave
+from rollout_server.rewards.loading import load_function
+from rollout_server.rewards.protocol import LENGTH, MAX_ERROR_CHARS, pack
+from rollout_server.rewards.supervisor import let_go_of_stdin, supervise
 
 
 def main() -> int:
     """Entry point."""
     supervise(int(sys.argv[1]))
-    channel = private_channel()
-    threading.Thread(target=_die_with_channel, args=(channel,), daemon=True).start()
-    order = receive(channel)
+    channel = _private_channel()
+    requests = channel.makefile("rb")
+    order = _receive(requests)
     if order is None:
         return 0
-    limits.confine(order["limits"])
+    confine(order["limits"])
     try:
-        return work(channel, order["function"], order["timeout_s"])
+        return work(channel, requests, order["function"], order["timeout_s"])
     except MemoryError:
-        limits.leave("memory_bytes")
+        leave("memory_bytes")
 
 
-def work(channel: socket.socket, name: str, timeout_s: float) -> int:
-    """Load the function and serve until the pool closes the channel."""
-    try:
-        function = load_function(name)
-    except RewardError as error:
-        key = limits.reached(error)
-        if key in limits.EXIT_CODES:
-            limits.leave(key)
-        channel.sendall(pack({"error": sendable(str(error)[:MAX_ERROR_CHARS])}))
-        return 1
-    channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
-    serve(channel, function, timeout_s)
-    return 0
-
-
-def serve(channel: socket.socket, function: RewardFunction, timeout_s: float) -> None:
-    """Answer requests until the pool closes the channel."""
+def work(channel: socket.socket, requests: BinaryIO, name: str, timeout_s: float) -> int:
+    """Load the function and answer requests until the pool closes the channel."""
 
     def send(verdicts: list[Verdict]) -> None:
         channel.sendall(pack(verdicts))
 
-    def answer_all(answer: Callable[[Any], None]) -> None:
-        while (samples := receive(channel)) is not None:
-            try:
-                answer(samples)
-            except limits.LimitReached as limit:
-                limits.leave(limit.key)
-            except MemoryError:
-                limits.leave("memory_bytes")
-
+    try:
+        function = load_function(name)
+    except RewardError as error:
+        reason = str(error) + exceeded(error)
+        channel.sendall(pack({"error": sendable(reason[:MAX_ERROR_CHARS])}))
+        return 1
+    channel.sendall(pack({"convention": function.convention, "is_async": function.is_async}))
     if function.is_async:
-        # asyncio costs 40 ms of start-up that synchronous functions do not need.
-        from rollout_server.rewards.judging_async import AsyncJudge
+        import asyncio  # as in judge_async
 
-        with AsyncJudge(function, timeout_s) as async_judge:
-            answer_all(lambda samples: async_judge.judge(samples, send))
-    else:
-        answer_all(lambda samples: judge(function, samples, send))
+        # One loop over all requests, so that the function may keep its connections. It ends with this process,
+        # without being closed: past a memory limit, tasks of the user must not hold up the end.
+        loop = asyncio.Runner()
+    while (samples := _receive(requests)) is not None:
+        if function.is_async:
+            loop.run(judge_async(function, timeout_s, samples, send))
+        else:
+            judge(function, samples, send)
+    return 0
 
 
-def private_channel() -> socket.socket:
-    """Move the socket away from stdin, and let what the user prints go to stderr line by line."""
+def _private_channel() -> socket.socket:
+    """Move the socket away from stdin; prints go to stderr line by line."""
     channel = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
+    os.dup(0)  # stays open to the very end: the pool takes a hang-up for a death, and asks how this process has ended
+    let_go_of_stdin()
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return channel
 
 
-def _die_with_channel(channel: socket.socket) -> None:
-    """Kill this process and what it has started as soon as the pool closes its end, even amid a call."""
-    poll = select.poll()
-    poll.register(channel, 0)  # only hang-up and errors, never readable data
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
-
-
-def receive(channel: socket.socket) -> Any:
+def _receive(requests: BinaryIO) -> Any:
     """The next message; None when the pool has closed the channel."""
-    header = _exactly(channel, LENGTH.size)
-    if header is None:
+    header = requests.read(LENGTH.size)
+    if len(header) < LENGTH.size:
         return None
-    body = _exactly(channel, LENGTH.unpack(header)[0])
-    return None if body is None else unpack(body)
-
-
-def _exactly(channel: socket.socket, num_bytes: int) -> bytes | None:
-    data = channel.recv(num_bytes, socket.MSG_WAITALL)
-    while len(data) < num_bytes:
-        more = channel.recv(num_bytes - len(data))
-        if not more:
-            return None
-        data += more
-    return data
+    (length,) = LENGTH.unpack(header)
+    body = requests.read(length)
+    return msgpack.unpackb(body) if len(body) == length else None
 
 
 if __name__ == "__main__":

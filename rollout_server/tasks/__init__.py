@@ -1,4 +1,4 @@
-"""Tasks: from a dataset's row to the token ids of its prompt, and from an answer to what a reward function sees."""
+"""Tasks: from dataset rows to prompts, and from answers to samples for the reward."""
 
 from rollout_server.tasks.task import PromptTooLong, Task, TaskError
 

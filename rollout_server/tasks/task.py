@@ -1,4 +1,4 @@
-"""A task on the side of the rollout server: encodes prompts, decodes answers, builds samples for the reward.
+"""Encodes prompts, decodes answers, builds samples for the reward.
 
 Token ids are made here once and never again: what the engine continues and the learner trains on are these ids,
 so no later re-tokenisation can drift from them.
@@ -12,39 +12,19 @@ from typing import Any
 import jinja2
 
 from configs.schema import Config
-from replay.fingerprint import FingerprintError, model_fingerprint, resolve_chat_template, stop_token_ids
-from rollout_server.rewards.base import Sample
+from replay.fingerprint import resolve_chat_template, stop_token_ids
+from rollout_server.rewards import Sample
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""
 
 
-def _load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder; code in the folder is never run."""
-    config = Path(path) / "tokenizer_config.json"
-    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_TOKENIZERS:
-        # Without the choice among all models' tokenizers, importing takes half as long.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
 class TaskError(ValueError):
-    """A prompt or the model folder's tokenizer cannot be used; the message says what to do."""
+    """A prompt or the model folder's tokenizer cannot be used."""
 
 
 class PromptTooLong(TaskError):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
-
-    def __init__(self, num_tokens: int, limit: int) -> None:
-        super().__init__(
-            f"the prompt has {num_tokens} tokens, data.max_prompt_tokens is {limit}; raise it or shorten the prompt"
-        )
-        self.num_tokens = num_tokens
-        self.limit = limit
 
 
 class Task:
@@ -63,14 +43,11 @@ class Task:
 
         Raises:
             TaskError: the tokenizer cannot be loaded, or nothing says which token ends an answer.
+            FingerprintError: generation_config.json or the chat template is broken.
         """
         path = config.model.path
-        try:
-            self._fingerprint = model_fingerprint(path, config.model.chat_template)
-            self._chat_template = resolve_chat_template(path, config.model.chat_template)
-            stops = stop_token_ids(path)
-        except FingerprintError as error:
-            raise TaskError(str(error)) from error
+        self._chat_template = resolve_chat_template(path, config.model.chat_template)
+        stops = stop_token_ids(path)
         try:
             self._tokenizer = _load_tokenizer(path)
         except Exception as error:  # the tokenizers library raises bare Exception on a broken file
@@ -86,10 +63,6 @@ class Task:
         starts_with_bos = bos is not None and self._tokenizer("").input_ids[:1] == [bos]
         self._prefix = [bos] if starts_with_bos else []
 
-    def fingerprint(self) -> dict[str, str]:
-        """What replay compares between peers; the same as `replay.fingerprint.model_fingerprint`."""
-        return dict(self._fingerprint)
-
     def encode(self, row: dict[str, Any]) -> list[int]:
         """Token ids of a row's prompt.
 
@@ -102,7 +75,10 @@ class Task:
         if not token_ids:
             raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")
         if len(token_ids) > self._max_prompt_tokens:
-            raise PromptTooLong(len(token_ids), self._max_prompt_tokens)
+            raise PromptTooLong(
+                f"the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self._max_prompt_tokens};"
+                " raise it or shorten the prompt"
+            )
         return token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -110,16 +86,16 @@ class Task:
         # Cleaning up spaces would show the reward another text than the policy wrote.
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def sample(self, row: dict[str, Any], completion_text: str, *, num_tokens: int, finish_reason: str) -> Sample:
-        """What a reward function sees of one answer; `num_tokens` counts its tokens, the stop token included."""
+    def sample(self, row: dict[str, Any], token_ids: Sequence[int], finish_reason: str) -> Sample:
+        """What a reward function sees of one answer of these tokens."""
         return {
             "prompt": row["prompt"],
-            "completion": completion_text,
+            "completion": self.decode(token_ids),
             "ground_truth": row["ground_truth"],
             "data_source": row["data_source"],
             "extra_info": row["extra_info"],
             "columns": row["columns"],
-            "num_tokens": num_tokens,
+            "num_tokens": len(token_ids),
             "finish_reason": finish_reason,
         }
 
@@ -145,3 +121,16 @@ class Task:
             roles = ", ".join(message["role"] for message in messages)
             raise TaskError(f"model.chat_template: fails on messages of the roles {roles}: {error}") from error
         return list(token_ids)
+
+
+def _load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder; code in the folder is never run."""
+    config = Path(path) / "tokenizer_config.json"
+    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_TOKENIZERS:
+        # Without the choice among all models' tokenizers, importing takes half as long.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)

@@ -9,25 +9,23 @@ Each takes --help. The last line on standard output is one object of JSON.
 """
 
 import sys
-from typing import Any
 
 
 def main() -> int:
-    """Entry point."""
-    chosen: Any  # imported when it is run: replay needs no torch
+    """Entry point. Imports the chosen one alone: replay needs no torch."""
     match sys.argv[1:2]:
         case ["pipeline"]:
-            from scripts.bench import pipeline as chosen
+            from scripts.bench.pipeline import command
         case ["bus"]:
-            from scripts.bench import bus as chosen
+            from scripts.bench.bus import command
         case ["replay"]:
-            from scripts.bench import replay as chosen
+            from scripts.bench.replay import command
         case ["link"]:
-            from scripts.bench import link as chosen
+            from scripts.bench.link import command
         case _:
             sys.stderr.write(f"{__doc__}\n")
             return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2
-    return int(chosen.command(sys.argv[2:]))
+    return command(sys.argv[2:])
 
 
 if __name__ == "__main__":

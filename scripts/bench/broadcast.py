@@ -8,7 +8,6 @@ end of its last bucket with the device synchronised. Each rank is `torchrun -m s
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -17,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from configs.machine import visible_devices
 from configs.plan import NCCL_DEFAULTS
 from configs.schema import Config
-from learner.launch.machine import visible_devices
 from replay.channel.interfaces import bind_collectives
 from replay.lifeline import PARENT, die_with_parent
-from scripts.bench.core import CaseFailed, tail
+from scripts.bench.core import output_of
 from scripts.chaos.report import conclude
 
 WARM_UP, REPEAT = 3, 12
@@ -41,47 +40,40 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
     command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
     command += [str(num_bytes), str(config.weight_bus.bucket_bytes), config.weight_bus.backend, config.network.host]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"the raw broadcast did not end within {LIMIT_S:g} s") from expired
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise CaseFailed(f"the raw broadcast failed (exit code {done.returncode}): {tail(done.stderr)}")
-    return dict(json.loads(lines[-1]))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was queued."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    """The largest number of all ranks; also a barrier."""
-    value = torch.tensor([seconds], dtype=torch.float64, device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return float(value.item())
+    said = output_of("the raw broadcast", command, LIMIT_S, environment)
+    return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
 
 
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
     sizes = [bucket] * (num_bytes // bucket) + ([num_bytes % bucket] if num_bytes % bucket else [])
     buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-    seconds = []
+
+    def now() -> float:
+        """When the device has done what was queued."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def slowest(seconds: float) -> float:
+        """The largest number of all ranks; also a barrier."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
+    found = []
     for _ in range(WARM_UP + REPEAT):
-        synchronize(device)
-        slowest(0.0, device)
-        started = time.perf_counter()
+        now()
+        slowest(0.0)
+        started = now()
         for one in buckets:
             dist.broadcast(one, 0)
-        synchronize(device)
-        seconds.append(slowest(time.perf_counter() - started, device))
-    return seconds[WARM_UP:]
+        found.append(slowest(now() - started))
+    return found[WARM_UP:]
 
 
 def main() -> int:
-    """Entry point of one rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
+    """One rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
     num_bytes, bucket, backend, host = sys.argv[1:]
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
     device = torch.device("cpu")

@@ -15,11 +15,11 @@ import asyncio
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,28 @@ from configs.schema import Config
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
 from rollout_server.follower import WeightFollower
-from scripts.bench import model
+from scripts.bench import core, model
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, Processes, Row, median_of, phases, until, write_json
+from scripts.bench.core import CaseFailed, Processes, Row, median_of
 from scripts.bench.server import make_engine
 from scripts.chaos.report import conclude
-from weight_bus import Publisher, PublishReport
+from weight_bus import Publisher
 from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
 
 RUN = "bench-bus"
 JOIN_S = 300.0
 STEPS_BEFORE = 40
-LOOK_S = 0.001
 AROUND_S = 0.1
+"""After an update the next token of every request has come."""
 PROMPT = [3, 4, 5, 6]
-DEFAULTS = {"shape": ("0.6B", "10M"), "receivers": (1, 2), "versions": (14, 10), "requests": (64, 4)}
-DEFAULTS |= {"bucket_mib": (512.0, 4.0)}
-"""Of the options that --quick changes: without it, with it."""
+SIZES = {
+    "shape": ("0.6B", "10M", "of the model"),
+    "receivers": (1, 2, "engines"),
+    "versions": (14, 10, "to publish"),
+    "requests": (64, 4, "that each engine answers meanwhile"),
+    "bucket_mib": (512.0, 4.0, "size of one broadcast"),
+}
 
 
 def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
@@ -58,22 +62,15 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "backend": "nccl" if cuda and args.transport == "collective" else "gloo",
         "folder": str(folder / "weights") if args.transport == "disk" else None,
         "bucket_bytes": int(args.bucket_mib * 2**20),
-        "delta": True,
-        "full_every": 2,
         "compression": args.compression,
-        "deadline_s": 120.0,
-        "collective_timeout_s": 30.0,
     }
+    bus |= {"delta": True, "full_every": 2, "deadline_s": 120.0, "collective_timeout_s": 30.0}
+    engine = {"engine": "sglang" if cuda else "torch", "dtype": "bfloat16"}
     tree: dict[str, Any] = {
-        "run": {"name": "bench-bus", "dir": str(folder)},
+        "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 16},
-        "rollout": {
-            "engine": "sglang" if cuda else "torch",
-            "dtype": "bfloat16",
-            "max_new_tokens": args.tokens,
-            "max_running": args.requests,
-        },
+        "rollout": engine | {"max_new_tokens": args.tokens, "max_running": max(1, args.requests)},
         "learner": {"compute_dtype": "bfloat16" if cuda else "float32"},
         "weight_bus": bus | ({"stage_in": args.stage_in} if cuda else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
@@ -92,17 +89,30 @@ def to_and_fro(number: int, kept: int) -> int:
     return min(at, 2 * kept - 2 - at)
 
 
-def row_of(report: PublishReport, cpu_s: float) -> dict[str, Any]:
-    """Bytes and seconds of one update."""
-    seconds = {f"{phase}_s": seconds for phase, seconds in report.seconds.items()}
-    return {"bytes": report.num_bytes, "cpu_s": cpu_s, **seconds}
+def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
+    digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
+    rows = []
+    for number in range(args.versions):
+        kept = to_and_fro(number, len(made))
+        began, cpu = time.monotonic(), time.process_time()
+        digests = dict(zip(made[kept], digesters[kept].launch().sums(), strict=True))
+        digested = time.monotonic() - began
+        report = publisher.publish(number, made[kept].items(), digests)
+        if len(report.served) != args.receivers:
+            raise CaseFailed(f"v{number} was not served by all: {report.failed}")
+        row = {"version": number, "bytes": report.num_bytes, "cpu_s": time.process_time() - cpu}
+        row |= {f"{phase}_s": seconds for phase, seconds in report.seconds.items()}
+        rows.append(row | {"learner_digest_s": digested})
+        print(f"v{number}: {row['bytes']:,} bytes, {1e3 * row['total_s']:.1f} ms", flush=True)
+        time.sleep(args.between_s)
+    return rows
 
 
-def by_kind(rows: Sequence[dict[str, Any]], enough: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     """Versions sent whole and as changes, without the first of each, which connects and allocates.
 
-    Raises:
-        CaseFailed: fewer than `enough` of a kind.
+    Raises CaseFailed when there are fewer than `enough` of a kind.
     """
     full = max(row["bytes"] for row in rows)
     whole, changes = [r for r in rows if r["bytes"] == full][1:], [r for r in rows if r["bytes"] < full][1:]
@@ -111,41 +121,26 @@ def by_kind(rows: Sequence[dict[str, Any]], enough: int) -> tuple[list[dict[str,
     return whole, changes
 
 
-def published(publisher: Publisher, number: int, version: model.Version, digester: Digester, receivers: int) -> Any:
-    """Publish one version; its row. Raises CaseFailed when an engine does not have it."""
-    began, cpu = time.monotonic(), time.process_time()
-    digests = dict(zip(version, digester.launch().sums(), strict=True))
-    digested = time.monotonic()
-    report = publisher.publish(number, version.items(), digests)
-    if len(report.served) != receivers:
-        raise CaseFailed(f"v{number} was not served by all: {report.failed}")
-    row = row_of(report, time.process_time() - cpu)
-    return {"version": number, "learner_digest_s": digested - began, **row}
-
-
-def publish_all(
-    args: argparse.Namespace, publisher: Publisher, versions: list[model.Version], receivers: Processes
-) -> list[dict[str, Any]]:
-    """Wait for every engine, then publish; a row each. Raises CaseFailed."""
-    digesters = [Digester(Part(tensor) for tensor in version.values()) for version in versions]
-    everyone = f"{args.receivers} receivers to join"
-    receivers.wait_until(everyone, lambda: len(publisher.members()) == args.receivers, JOIN_S)
-    rows = []
-    for number in range(args.versions):
-        kept = to_and_fro(number, args.kept)
-        row = published(publisher, number, versions[kept], digesters[kept], args.receivers)
-        rows.append(row)
-        sys.stdout.write(f"v{number}: {row['bytes']:,} bytes, {1e3 * row['total_s']:.1f} ms\n")
-        time.sleep(args.between_s)
-    return rows
+def summary(rows: Sequence[Row], enough: int) -> dict[str, Any]:
+    """Medians of versions sent whole (`full_`) and as changes (`delta_`). Raises CaseFailed."""
+    kinds = dict(zip(("full", "delta"), by_kind(rows, enough), strict=True))
+    found: dict[str, Any] = {}
+    for kind, its in kinds.items():
+        keys = sorted({key for row in its for key in row if key.endswith("_s")})
+        phases = {key: median_of(its, key) for key in keys}
+        found |= {f"{kind}_bytes": median_of(its, "bytes"), f"{kind}_sync_s": phases["total_s"]}
+        found |= {f"{kind}_cpu_s": phases["cpu_s"], f"{kind}_phases": phases}
+    found["delta_ratio"] = found["full_bytes"] / found["delta_bytes"]
+    found["delta_over_full"] = found["delta_sync_s"] / found["full_sync_s"]
+    return found | {"measured": [len(its) for its in kinds.values()]}
 
 
 def engine_side(pauses: Sequence[Row]) -> dict[str, Any]:
-    """What updates cost the engines: gaps between tokens beyond the usual one, and what went on meanwhile."""
-    gaps = [1e3 * max(0.0, row["gap_s"] - row["usual_gap_s"]) for row in pauses]
+    """What updates cost the engines: how long decoding stood still, and what went on meanwhile."""
+    gaps = [row.get("gap_ms", 1e3 * row["paused_s"]) for row in pauses]
     names = ("paused_s", "pausing_s", "apply_wait_s", "apply_load_s", "apply_digest_s")
     return {
-        "pause_ms_p50": statistics.median(gaps) if gaps else None,
+        "pause_ms_p50": core.median(gaps),
         "pause_ms_max": max(gaps, default=None),
         "engine_phases": {key: median_of(pauses, key) for key in names} if pauses else {},
     }
@@ -155,24 +150,19 @@ def result_of(
     args: argparse.Namespace, rows: list[dict[str, Any]], pauses: list[dict[str, Any]], raw: Row, density: float
 ) -> dict[str, Any]:
     """What both ways cost, beside the raw broadcast. Raises CaseFailed when too little was measured."""
-    whole, changes = by_kind(rows, 1)
-    full, smaller = whole[0]["bytes"], statistics.median(row["bytes"] for row in changes)
+    found = summary(rows, 1)
     engines = [
-        engine_side([p for p in pauses if p["version"] in {r["version"] for r in kind}]) for kind in (whole, changes)
+        engine_side([p for p in pauses if p["version"] in {r["version"] for r in kind}]) for kind in by_kind(rows, 1)
     ]
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    phases = found["full_phases"]
     return {
         **{key: getattr(args, key) for key in ("shape", "device", "transport", "receivers")},
-        "bytes": full,
-        "sync_s": median_of(whole, "total_s"),
-        "wire_s": median_of(whole, "wire_s"),
-        "phases": phases(whole),
-        "delta_bytes": smaller,
-        "delta_ratio": full / smaller,
-        "delta_sync_s": median_of(changes, "total_s"),
-        "delta_over_full": median_of(changes, "total_s") / median_of(whole, "total_s"),
-        "delta_cpu_s": median_of(changes, "cpu_s"),
-        "delta_phases": phases(changes),
+        "bytes": found["full_bytes"],
+        "sync_s": phases["total_s"],
+        "wire_s": phases["wire_s"],
+        "phases": phases,
+        **{key: value for key, value in found.items() if key.startswith("delta_")},
         "compression": args.compression,
         **engines[0],
         **{f"delta_{key}": value for key, value in engines[1].items()},
@@ -181,65 +171,87 @@ def result_of(
         "lr": args.lr,
         "step": STEPS_BEFORE,
         **raw,
-        "sync_over_raw": median_of(whole, "total_s") / raw["raw_s"],
-        "wire_over_raw": median_of(whole, "wire_s") / raw["raw_s"],
+        "sync_over_raw": phases["total_s"] / raw["raw_s"],
+        "wire_over_raw": phases["wire_s"] / raw["raw_s"],
         "receivers_cpu_s": usage.ru_utime + usage.ru_stime,
         "torch": torch.__version__,
     }
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole job. Raises CaseFailed, ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """What a publisher and its receivers have measured."""
+
+    config: Config
+    rows: list[dict[str, Any]]
+    """Of the publisher, one a version."""
+    pauses: list[dict[str, Any]]
+    """Of the receivers, one a version and engine."""
+    density: float
+    """Share of elements that a version changes."""
+    busy: dict[str, Any]
+    """A raw broadcast while the engines answer, on GPUs."""
+
+
+def updates(
+    args: argparse.Namespace, folder: Path, host: str = "127.0.0.1", enter: Sequence[str] = (), threads: int = 1
+) -> Updates:
+    """Publish all versions from `host` to receivers, whose commands follow the words `enter`.
+
+    Raises CaseFailed and ConfigError.
+    """
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
     model.make(args.shape, path, args.seed)
     config = settings(args, folder, path)
-    device = torch.device("cpu")
-    if args.device == "cuda":
-        device = torch.device("cuda", 0)
+    cuda = args.device == "cuda"
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    if cuda:
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
     made = model.versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
-    with Processes(folder) as receivers:
-        with Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1) as publisher:
+    with Processes(folder) as processes:
+        identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
+        with Publisher(config.weight_bus, host=host, **identity) as publisher:
             for number in range(args.receivers):
-                start_receiver(args, receivers, publisher.address, number)
-            rows = publish_all(args, publisher, made, receivers)
-            full = max(row["bytes"] for row in rows)
-            if args.device == "cuda" and args.transport == "collective":
-                busy = raw_broadcast(config, full)
-        until(receivers.ended, 20)  # by themselves, with the publisher's goodbye
+                name = f"engine-{number}"
+                job = {"address": publisher.address, "name": name, "requests": args.requests, "parent": os.getpid()}
+                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), json.dumps(job)]
+                # each on a GPU of its own, after the publisher's
+                devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
+                processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
+            everyone = f"{args.receivers} receivers to join"
+            processes.wait_until(everyone, lambda: len(publisher.members()) == args.receivers, JOIN_S)
+            rows = publish_all(publisher, made, args)
+            if cuda and args.transport == "collective":
+                busy = raw_broadcast(config, max(row["bytes"] for row in rows))
+        core.until(processes.ended, 20)  # by themselves, with the publisher's goodbye
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]
-    result = result_of(args, rows, pauses, raw_broadcast(config, full), model.density(made[0], made[1]))
-    if busy:
-        result |= {"raw_busy_s": busy["raw_s"], "wire_over_raw_busy": result["wire_s"] / busy["raw_s"]}
+    return Updates(config, rows, pauses, model.density(made[0], made[1]), busy)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The whole job. Raises CaseFailed, ConfigError."""
+    found = updates(args, folder)
+    raw = raw_broadcast(found.config, max(row["bytes"] for row in found.rows))
+    result = result_of(args, found.rows, found.pauses, raw, found.density)
+    if found.busy:
+        result |= {"raw_busy_s": found.busy["raw_s"], "wire_over_raw_busy": result["wire_s"] / found.busy["raw_s"]}
     return result
-
-
-def start_receiver(args: argparse.Namespace, receivers: Processes, address: str, number: int) -> None:
-    """One process, on a GPU of its own after the publisher's."""
-    folder = receivers.folder
-    job = {"address": address, "name": f"engine-{number}", "requests": args.requests, "parent": os.getpid()}
-    words = [sys.executable, "-m", "scripts.bench.bus", str(folder), json.dumps(job)]
-    devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if args.device == "cuda" else {}
-    receivers.start(f"engine-{number}", words, OMP_NUM_THREADS="1", **devices)
 
 
 # ---- a receiver -----------------------------------------------------------------------------------------
 
 
 class Receiver:
-    """An engine that answers without end, stamps its tokens, and writes a line of JSON for each version gone live.
-
-    The pause is the longest gap between tokens around that moment.
-    """
+    """An engine that answers without end, and writes a line of JSON for each version gone live."""
 
     def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
         self.config, self.name, self.out, self.requests = config, name, out, requests
         self.engine = make_engine(config)
-        self.stamps: list[float] = []
         self.first_live = asyncio.Event()
+        self.gaps_seen = 0.0
         self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)
 
     async def run(self, address: str) -> None:
@@ -247,10 +259,7 @@ class Receiver:
         self.follower.follow(address, RUN)
         async with asyncio.TaskGroup() as tasks:
             work = [tasks.create_task(self._answer(number)) for number in range(self.requests)]
-            work.append(tasks.create_task(self._look()))
-            thread = self.follower._thread
-            assert thread is not None
-            await asyncio.to_thread(thread.join)  # it ends with the publisher's goodbye
+            await asyncio.to_thread(self.follower._thread.join)  # it ends with the publisher's goodbye
             for task in work:
                 task.cancel()
         await self.engine.close()
@@ -261,35 +270,18 @@ class Receiver:
         for again in range(1_000_000):
             await self.engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
 
-    async def _look(self) -> None:
-        """Stamp each growth of the running answers."""
-        before: dict[str, int] = {}
-        while True:
-            now = dict(self.engine.running_tokens())
-            if any(count > before.get(name, 0) for name, count in now.items()):
-                self.stamps.append(time.monotonic())
-            before = now
-            await asyncio.sleep(LOOK_S)
-
     async def _live(self, version: int, _: int) -> None:
         self.first_live.set()
-        asyncio.get_running_loop().create_task(self._note(version, time.monotonic()))
+        asyncio.get_running_loop().create_task(self._note(version))
 
-    async def _note(self, version: int, live_at: float) -> None:
-        pause, pausing = self.follower.gauges["pause_s"], self.follower.gauges["pausing_s"]
+    async def _note(self, version: int) -> None:
+        row = {"name": self.name, "version": version, "cpu_s": time.process_time()}
+        row |= {"paused_s": self.follower.gauges["pause_s"], "pausing_s": self.follower.gauges["pausing_s"]}
         await asyncio.sleep(AROUND_S)
         detail = (await self.engine.health()).detail
-        gaps = [(b - a, a, b) for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        around = [gap for gap, a, b in gaps if b > live_at - pause and a < live_at + AROUND_S]
-        row = {
-            "name": self.name,
-            "version": version,
-            "paused_s": pause,
-            "pausing_s": pausing,
-            **{name: seconds for name, seconds in detail.items() if name.startswith("apply_")},
-            "gap_s": max(around, default=0.0),
-            "usual_gap_s": statistics.median(gap for gap, _, _ in gaps) if gaps else 0.0,
-        }
+        row |= {name: seconds for name, seconds in detail.items() if name.startswith("apply_")}
+        if detail.get("pause_samples", 0.0) > self.gaps_seen:  # the probe had a token on either side of the update
+            self.gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
         with self.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -297,8 +289,8 @@ class Receiver:
         raise RuntimeError(reason)
 
 
-def main() -> int:
-    """Entry point of one receiver: `python -m scripts.bench.bus FOLDER JOB`."""
+def main() -> None:
+    """One receiver: `python -m scripts.bench.bus FOLDER JOB`."""
     folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
     die_with_parent(job["parent"])
     config = load(folder / "config.yaml")
@@ -308,54 +300,47 @@ def main() -> int:
         await Receiver(config, job["name"], folder / "pauses.jsonl", job["requests"]).run(job["address"])
 
     asyncio.run(serve())
-    return 0
 
 
 # ---- the command ----------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of the command."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench bus", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(model.SHAPES), help="default: 0.6B; with --quick 10M")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="small, in less than a minute")
-    parser.add_argument("--receivers", type=int, help="default: 1; with --quick 2")
+    core.add_sizes(parser, SIZES)
     parser.add_argument("--transport", choices=["collective", "disk"], default="collective")
     parser.add_argument("--compression", choices=["none", "zstd"], default="none")
-    parser.add_argument(
-        "--stage-in", choices=["server", "engine"], default="engine", help="weight_bus.stage_in, on GPUs"
-    )
-    parser.add_argument("--versions", type=int, help="to publish; default: 14, with --quick 10")
+    stage_in = {"choices": ["server", "engine"], "default": "engine"}
+    parser.add_argument("--stage-in", **stage_in, help="weight_bus.stage_in, on GPUs")
     parser.add_argument("--kept", type=int, default=3, help="consecutive versions in memory, sent to and fro")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the AdamW steps")
-    parser.add_argument("--requests", type=int, help="that each engine answers meanwhile; default: 64, with --quick 4")
     parser.add_argument("--tokens", type=int, default=512, help="of each answer")
-    parser.add_argument("--bucket-mib", type=float, help="default: 512; with --quick 4")
     parser.add_argument("--between-s", type=float, default=0.3, help="pause between versions")
     parser.add_argument("--work", type=Path, help="folder for models; default: a temporary one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")
     parser.add_argument("--out", type=Path, help="also write the result there")
     args = parser.parse_args(argv)
-    for name, values in DEFAULTS.items():
-        setattr(args, name, getattr(args, name) or values[args.quick])
+    core.fill_sizes(args, SIZES)
+    if args.shape not in model.SHAPES:
+        parser.error(f"--shape {args.shape!r}: take one of {', '.join(model.SHAPES)}")
     return args
 
 
 def command(argv: Sequence[str]) -> int:
-    """Command line."""
+    """1 when there is no result."""
     args = parse(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-bus-") as folder:
             result = measure(args, Path(folder))
     except (CaseFailed, ConfigError) as error:
-        sys.stderr.write(f"bench bus: {error}\n{getattr(error, 'logs', '')}\n")
+        core.say(str(error))
         return 1
     if args.out is not None:
-        write_json(args.out, result)
+        core.write_json(args.out, result)
     return conclude(result, (), in_order=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

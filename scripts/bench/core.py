@@ -1,9 +1,9 @@
 """What all benchmarks share: a deadline, processes with logs, costs from /proc, medians, the last line. No torch."""
 
+import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from scripts.chaos.polling import Hung, wait_until
@@ -28,11 +27,7 @@ Row = Mapping[str, Any]
 
 
 class CaseFailed(RuntimeError):
-    """A case has no result; the message is the root cause, `logs` the last lines of every process."""
-
-    def __init__(self, message: str, logs: str = "") -> None:
-        super().__init__(message)
-        self.logs = logs
+    """A case has no result: the first line is the root cause, the others the last lines of every process's log."""
 
 
 # ---- output ---------------------------------------------------------------------------------------------
@@ -40,8 +35,7 @@ class CaseFailed(RuntimeError):
 
 def say(text: str) -> None:
     """A line for the reader at the terminal; standard output is for results."""
-    sys.stderr.write(f"bench: {text}\n")
-    sys.stderr.flush()
+    print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -57,30 +51,48 @@ def tail(text: str) -> str:
     return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
 
 
+def tails(logs: Iterable[Path]) -> str:
+    """The last lines of every log, each below the name of its file."""
+    return "\n".join(f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
+
+
 def table(results: Sequence[Row], title: str) -> str:
     """Markdown: the numbers of all cases beside each other, a line for each that has none."""
     good = [result for result in results if "error" not in result]
     keys = dict.fromkeys(key for result in good for key in result if key != title)
     lines = [[title, *(str(result[title]) for result in good)], ["---"] * (1 + len(good))]
-    lines += [[key, *(shown(result.get(key)) for result in good)] for key in keys]
+    lines += [[key, *(_cell(result.get(key)) for result in good)] for key in keys]
     failed = [f"{result[title]}: no result: {result['error']}" for result in results if "error" in result]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines if good), "", *failed])
 
 
-def shown(value: Any) -> str:
-    """A cell: floats with four digits."""
+def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {shown(part)}" for key, part in value.items())
+        return ", ".join(f"{key} {_cell(part)}" for key, part in value.items())
     if isinstance(value, list):
-        return ", ".join(map(shown, value))
+        return ", ".join(map(_cell, value))
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, tuple[Any, Any, str]]) -> None:
+    """Options that --quick changes, by name: (default, default with --quick, help)."""
+    parser.add_argument("--quick", action="store_true", help="small and short, in less than a minute")
+    for name, (whole, quick, text) in sizes.items():
+        shown = f"{text} (default: {whole}; with --quick {quick})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(whole), help=shown)
+
+
+def fill_sizes(args: argparse.Namespace, sizes: Mapping[str, tuple[Any, Any, str]]) -> None:
+    """Defaults for the sizes that were not given."""
+    for name, defaults in sizes.items():
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[args.quick])
 
 
 # ---- numbers --------------------------------------------------------------------------------------------
 
 
 def median(values: Iterable[float]) -> float | None:
-    """None of nothing."""
     found = list(values)
     return statistics.median(found) if found else None
 
@@ -96,11 +108,6 @@ def median_of(rows: Iterable[Row], key: str) -> float:
     return statistics.median(row.get(key, 0.0) for row in rows)
 
 
-def phases(rows: Sequence[Row]) -> dict[str, float]:
-    """Medians of everything that is in seconds."""
-    return {key: median_of(rows, key) for key in sorted({key for row in rows for key in row}) if key.endswith("_s")}
-
-
 def spread(sample: dict[str, Any]) -> float:
     """Reward in [0, 1) that differs for every answer, so that every token is trained on."""
     return zlib.crc32(sample["completion"].encode()) / 2**32
@@ -112,10 +119,20 @@ def spread(sample: dict[str, Any]) -> float:
 def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> bool:
     """Poll `done` until it holds; False when that takes longer than `limit_s`."""
     try:
-        wait_until(done, "it", limit_s, look=lambda: time.sleep(look_s))
+        return wait_until(done, "it", limit_s, look=lambda: time.sleep(look_s))
     except Hung:
         return False
-    return True
+
+
+def output_of(what: str, command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
+    """Standard output of a command that ends well within `limit_s`. Raises CaseFailed."""
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired as expired:
+        raise CaseFailed(f"{what}: not done within {limit_s:g} s") from expired
+    if done.returncode:
+        raise CaseFailed(f"{what}: failed with exit code {done.returncode}\n{tail(done.stderr)}")
+    return done.stdout
 
 
 class Processes:
@@ -128,9 +145,7 @@ class Processes:
     def __enter__(self) -> "Processes":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self.by_name.values():
             process.terminate()
         for process in self.by_name.values():
@@ -142,29 +157,28 @@ class Processes:
     def start(self, name: str, command: Sequence[str], **environment: str) -> None:
         """Start a process whose output goes to a file; a variable that is empty is unset."""
         merged = {key: value for key, value in {**os.environ, **environment}.items() if value or key not in environment}
-        with (self.folder / f"{name}.log").open("wb") as log:
+        with self.log(name).open("wb") as log:
             self.by_name[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=merged
             )
 
     def pid(self, name: str) -> int:
-        """Process id."""
         return self.by_name[name].pid
 
-    def log(self, name: str) -> str:
-        """Everything that a process has written so far."""
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
+    def log(self, name: str) -> Path:
+        """Where the output of a process goes."""
+        return self.folder / f"{name}.log"
 
-    def logs(self) -> str:
-        """The last lines of every log."""
-        return "\n".join(f"--- {name}\n{tail(self.log(name))}" for name in self.by_name)
+    def fail(self, why: str) -> CaseFailed:
+        """The error that says why, with the last lines of every log."""
+        return CaseFailed(f"{why}\n{tails(map(self.log, self.by_name))}")
 
     def check(self, *, may_end: bool = False) -> None:
         """Raises CaseFailed when a process has ended, or with `may_end` when it has failed."""
         for name, process in self.by_name.items():
             code = process.poll()
             if code is not None and not (may_end and code == 0):
-                raise CaseFailed(f"{name} ended with code {code}: {tail(self.log(name))}", self.logs())
+                raise self.fail(f"{name} ended with code {code}")
 
     def wait_until(
         self, what: str, done: Callable[[], bool], limit_s: float, *, look_s: float = 0.05, may_end: bool = False
@@ -176,19 +190,11 @@ class Processes:
             return done()
 
         if not until(look, limit_s, look_s):
-            raise CaseFailed(f"waited {limit_s:g} s for {what}", self.logs())
+            raise self.fail(f"waited {limit_s:g} s for {what}")
 
-    def ended(self) -> bool:
-        """Whether none runs any more."""
-        return all(process.poll() is not None for process in self.by_name.values())
-
-    def wait_for_end(self, name: str, limit_s: float) -> None:
-        """Wait for one to end well. Raises CaseFailed."""
-        process = self.by_name[name]
-        if not until(lambda: process.poll() is not None, limit_s):
-            raise CaseFailed(f"{name} did not end within {limit_s:g} s", self.logs())
-        if process.returncode != 0:
-            raise CaseFailed(f"{name} ended with code {process.returncode}: {tail(self.log(name))}", self.logs())
+    def ended(self, *names: str) -> bool:
+        """Whether none of these, or of all, runs any more."""
+        return all(self.by_name[name].poll() is not None for name in names or self.by_name)
 
 
 # ---- costs ----------------------------------------------------------------------------------------------
@@ -209,6 +215,11 @@ class Cost:
     def total(self) -> float:
         """All threads, those that have ended included."""
         return self.user + self.system
+
+    @property
+    def other(self) -> float:
+        """Threads beside the main one and ZeroMQ's."""
+        return self.total - self.main - self.zmq_io
 
     def since(self, before: "Cost") -> "Cost":
         """CPU seconds between two readings."""
@@ -248,15 +259,3 @@ def _times(path: Path) -> tuple[str, float, float]:
     head, _, rest = path.read_text(encoding="utf-8").rpartition(")")
     fields = rest.split()
     return head.partition("(")[2], int(fields[UTIME]) / TICKS_PER_S, int(fields[STIME]) / TICKS_PER_S
-
-
-def ask_gpus(fields: str) -> list[str]:
-    """Lines of `nvidia-smi --query-gpu`; none where it is missing or does not answer."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5)
-        return done.stdout.splitlines() if done.returncode == 0 else []
-    return []

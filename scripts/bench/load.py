@@ -1,83 +1,208 @@
-"""What the replay benchmark puts around the real replay process: `python -m scripts.bench.load ROLE FOLDER JOB`.
+"""What the replay benchmark puts around the real replay process: its cases, the files that it reads, and its peers.
 
-Producers are many simulated rollout servers in one process: each has a DEALER and an identity of its own, and keeps to
+Producers are many simulated rollout servers in one thread: each has a DEALER and an identity of its own, and keeps to
 the protocol (Hello, LeaseRequest, a Group for every Lease, Heartbeats). Their groups are made before the measurement:
-random, all different, of lognormal lengths. The learner takes, commits and publishes; it trains nothing, and checks
-that no group comes twice and no token is too old.
+random, all different, of lognormal lengths. The learner, in another thread, has the real one's end of the channel: it
+takes, commits and publishes; it trains nothing, and checks that no group comes twice and no token is too old.
 """
 
+import argparse
 import json
 import os
+import shutil
 import socket
-import sys
+import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 
-from configs.loading import load as load_config
+from configs.loading import validate
 from configs.schema import Config
+from learner.batches import BatchReader
+from replay import keys as make_keys
 from replay import messages as m
-from replay.channel import Dealer, Limits, Message, configure, decode, encode, load_keys
+from replay.channel import Limits, Message, configure, decode, encode, load_keys
 from replay.fingerprint import run_fingerprint
-from replay.lifeline import die_with_parent
-from scripts.bench.cases import Load, Prepared, prepare
 
 RUN_ID = "bench"
-FIELDS = (
-    "version",  # learner: newest version that was published
-    "steps",  # learner: committed
-    "tokens",  # learner: answer tokens of committed steps
-    "batch_bytes",  # learner: frames of the batches that came
-    "joined",  # producers: that are welcome
-    "groups",  # producers: accepted
-    "group_tokens",  # producers: answer tokens of them
-    "group_bytes",  # producers: their frames
-    "refused",  # producers: acks other than `accepted`, cancels and refusals
-    "stop",  # the command: LEARNER_STOPS, then ALL_STOP
-    "hold",  # the command: the learner joins and takes nothing
-    "resting_bytes",  # the command: resident memory of replay before any group came
-)
-LEARNER_STOPS, ALL_STOP = 1, 2
-POLL_S = 0.1
 POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
-Kind = TypeVar("Kind", bound=Message)
+Int32 = NDArray[np.int32]
+VOCAB_SIZE = 151_936
+TEXT_BYTES_PER_TOKEN = 4
+"""Groups carry their decoded answers as well."""
+LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
+TOOL_SHARE = 0.25
+"""Answers in which a fifth of the tokens, in one span, came from an environment."""
+MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE}
+MODEL |= {"hidden_size": 64, "num_hidden_layers": 2}
+"""Replay reads what identifies a model; it needs no weights."""
+TOKENIZER = {"model": {"type": "WordLevel", "vocab": {"<eos>": 0}}, "added_tokens": []}
 
 
-class Board:
-    """Counters shared by the processes of a case: a file in memory, one int64 and one writer a field, no lock.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What the producers send: lognormal answers in groups."""
 
-    The version is what the weight bus would deliver to rollout servers; everything else is for the measurement.
-    """
-
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            np.zeros(len(FIELDS), dtype=np.int64).tofile(path)
-        self._values = np.memmap(path, dtype=np.int64, mode="r+", shape=(len(FIELDS),))
-
-    def __getitem__(self, field: str) -> int:
-        return int(self._values[FIELDS.index(field)])
-
-    def __setitem__(self, field: str, value: int) -> None:
-        self._values[FIELDS.index(field)] = value
-
-    def add(self, field: str, value: int) -> None:
-        """For the one process that writes this field."""
-        self._values[FIELDS.index(field)] += value
-
-    def read(self, fields: Sequence[str]) -> dict[str, int]:
-        """Several fields, one after the other."""
-        return {field: self[field] for field in fields}
+    median: int = 2000
+    sigma: float = 0.7
+    cap: int = 16_384
+    prompt: int = 256
+    """Tokens of every prompt; they are not counted as tokens of the result."""
+    group_size: int = 8
+    groups_per_step: int = 64
+    pool: int = 256
+    """Different groups that are prepared; a producer process goes through them in turn."""
+    rows: int = 8192
+    """Prompts of the data set."""
+    seed: int = 0
 
 
-# ---- producers ------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One measurement. `hold` fills the buffer and takes nothing, for memory over queued bytes."""
+
+    producers: int = 64
+    curve: bool = True
+    fsync: Literal["every", "interval", "never"] = "interval"
+    lag: int = 1
+    hold: bool = False
+
+    def __str__(self) -> str:
+        curve = "CURVE" if self.curve else "no CURVE"
+        return f"{self.producers} producers, {curve}, fsync {self.fsync}" + (", buffer held" if self.hold else "")
+
+
+MAIN = Case()
+CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(fsync="never")]
+CASES += [Case(producers=count) for count in (1, 10, 300, 1000)]
+CASES += [Case(lag=8, hold=True), Case(producers=1000, lag=8, hold=True)]
+QUICK_CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
+QUICK_LOAD = Load(pool=48, rows=1024)
+
+
+def write_files(options: argparse.Namespace) -> None:
+    """Write the model folder, the prompts and the keys, anew each time."""
+    work, load = options.work, options.load
+    for folder in (work / "model", work / "keys"):
+        shutil.rmtree(folder, ignore_errors=True)
+    (work / "model").mkdir(parents=True)
+    (work / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
+    (work / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
+    rng = np.random.default_rng(load.seed)
+    with (work / "prompts.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(load.rows):
+            prompt = random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN)
+            file.write(json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n")
+    make_keys.make(work / "keys", ["producers"], force=False)
+
+
+def config_of(options: argparse.Namespace, case: Case) -> Config:
+    """The configuration of one case. Raises ConfigError when the options do not fit together."""
+    load, work = options.load, options.work
+    sizes = {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap}
+    endless = {"total_steps": 1_000_000, "batch_deadline_s": options.seconds + options.limit_s}
+    tree: dict[str, Any] = {
+        "run": {"name": "case", "dir": str(work / "runs"), "seed": load.seed},
+        "model": {"path": str(work / "model")},
+        "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": load.prompt},
+        "rollout": sizes,
+        "replay": {"async_lag": case.lag, "fsync": case.fsync},
+        "learner": endless | {"max_tokens_per_microbatch": load.prompt + load.cap},
+        "evaluation": {"every_steps": 0},
+        "network": {"keys": str(work / "keys") if case.curve else None, "silent_after_s": 30.0},
+        "placement": {"device": "cpu", "split": "1:1"},
+    }
+    return validate(tree, f"the settings of {case}")
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A group without what its lease decides: the id, the attempt and the versions."""
+
+    arrays: dict[str, Any]
+    """Fields of Group that no lease changes."""
+    young: Int32
+    """1 for tokens that were sampled after the weights changed during the answer, else 0."""
+
+    def group(self, lease: m.Lease, version: int) -> m.Group:
+        """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
+        oldest = max(lease.min_version, version - 1)
+        return m.Group(
+            pass_=lease.pass_,
+            index=lease.index,
+            attempt=lease.attempt,
+            reward_metrics={"reward/seconds": 0.01},
+            generate_s=1.0,
+            data_source="bench",
+            versions=np.int32(oldest) + self.young * np.int32(version - oldest),
+            **self.arrays,
+        )
+
+
+def random_text(rng: np.random.Generator, length: int) -> str:
+    """ASCII text of six random bits a character."""
+    return LETTERS[rng.integers(0, len(LETTERS), length, dtype=np.uint8)].tobytes().decode("ascii")
+
+
+def prepare(load: Load) -> list[Prepared]:
+    """`load.pool` groups; the same load gives the same groups."""
+    rng = np.random.default_rng([load.seed, 1])
+    return [_one(load, rng) for _ in range(load.pool)]
+
+
+def _one(load: Load, rng: np.random.Generator) -> Prepared:
+    drawn = load.median * np.exp(load.sigma * rng.standard_normal(load.group_size))
+    lengths = np.clip(drawn, 1, load.cap).astype(np.int32)
+    total = int(lengths.sum())
+    mask, young = np.ones(total, dtype=np.uint8), np.ones(total, dtype=np.int32)
+    for end, length in zip(np.cumsum(lengths), lengths, strict=True):
+        begin = end - length
+        young[begin : begin + rng.integers(0, length + 1)] = 0
+        if rng.random() < TOOL_SHARE:
+            span = begin + int(rng.integers(0, length))
+            mask[span : min(end, span + length // 5)] = 0
+    arrays = {
+        "prompt_ids": rng.integers(0, VOCAB_SIZE, load.prompt, dtype=np.int32),
+        "lengths": lengths,
+        "token_ids": rng.integers(0, VOCAB_SIZE, total, dtype=np.int32),
+        "loss_mask": mask,
+        "logprobs": -rng.standard_exponential(total, dtype=np.float32),
+        "rewards": rng.random(load.group_size, dtype=np.float32),
+        "texts": [random_text(rng, int(n) * TEXT_BYTES_PER_TOKEN) for n in lengths],
+        "finish_reasons": ["length" if n == load.cap else "stop" for n in lengths],
+    }
+    return Prepared(arrays, young)
+
+
+# ---- peers of replay ------------------------------------------------------------------------------------
+
+
+class Fault(RuntimeError):
+    """Replay did something that no peer could work with; the message says what."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened so far; each number has one thread that writes it."""
+
+    version: int = 0
+    """Newest version that the learner published; in a run the weight bus would deliver it to rollout servers."""
+    steps: int = 0
+    """Committed steps, their answer tokens, and the arrays of their batches."""
+    tokens: int = 0
+    batch_bytes: int = 0
+    joined: int = 0
+    """Producers that are welcome."""
+    groups: int = 0
+    """Accepted groups, their answer tokens and their frames."""
+    group_tokens: int = 0
+    group_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -92,19 +217,25 @@ class Producer:
     version: int = -1
     joined: bool = False
 
+    def send(self, message: Message) -> int:
+        """Send a message; its bytes."""
+        self.sequence += 1
+        frames = encode(message, RUN_ID, self.sequence)
+        self.socket.send_multipart(frames, copy=False)
+        return sum(len(frame) for frame in frames)
+
 
 class Producers:
-    """All producers of this process."""
+    """All producers."""
 
-    def __init__(self, config: Config, address: str, board: Board, pool: list[Prepared], count: int) -> None:
-        self.config, self.board, self.pool = config, board, pool
+    def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
+        self.config, self.counts, self.pool = config, counts, pool
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(tokens, bytes) of what was not acked yet, by lease."""
-        in_flight = (config.replay.async_lag + 1) * config.rollout.groups_per_step
-        self.capacity = -(-2 * in_flight // count)
+        self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
         self.next = 0
         self.fingerprint = run_fingerprint(config)
-        self.context = zmq.Context()
+        self.context = zmq.Context()  # one for all: each has threads of its own
         self.context.set(zmq.MAX_SOCKETS, count + SPARE_SOCKETS)
         self.poller = zmq.Poller()
         keys, limits = load_keys(config.network.keys), Limits(config.network.max_message_bytes)
@@ -112,141 +243,92 @@ class Producers:
         for i in range(count):
             dealer = self.context.socket(zmq.DEALER)
             configure(dealer, limits, keys)
-            name = f"rollout-{i}"
-            dealer.setsockopt(zmq.IDENTITY, f"{name}.{os.getpid()}".encode())
+            dealer.setsockopt(zmq.IDENTITY, f"rollout-{i}.{os.getpid()}".encode())
             dealer.connect(address)
             self.poller.register(dealer, zmq.POLLIN)
-            self.by_socket[dealer] = Producer(name, dealer)
+            self.by_socket[dealer] = Producer(f"rollout-{i}", dealer)
 
-    def run(self) -> None:
-        """Until the board says stop."""
+    def run(self, over: threading.Event) -> None:
+        """Until it is over. Raises Fault when replay refuses something."""
         next_beat = 0.0
-        while self.board["stop"] < ALL_STOP:
+        while not over.is_set():
             if time.monotonic() >= next_beat:
                 for producer in self.by_socket.values():
                     # a connection that was given up during its handshake has lost its Hello
-                    self.send(producer, BEAT if producer.joined else hello(self.fingerprint, producer.name))
+                    producer.send(BEAT if producer.joined else self.hello(producer.name))
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
-            self.follow(self.board["version"])
+            self.follow(self.counts.version)
+        self.context.destroy(linger=0)
+
+    def hello(self, name: str) -> m.Hello:
+        """The first message of a producer."""
+        host = socket.gethostname()
+        return m.Hello(role="rollout_server", name=name, pid=os.getpid(), host=host, fingerprint=self.fingerprint)
 
     def follow(self, version: int) -> None:
         """In the place of the weight bus: every server gets the newest version, and says so."""
         for producer in self.by_socket.values():
             if producer.incarnation and producer.version < version:
-                producer.version = version
-                asked = m.LeaseRequest(capacity=self.capacity, version=version, incarnation=producer.incarnation)
-                self.send(producer, asked)
+                producer.version, incarnation = version, producer.incarnation
+                producer.send(m.LeaseRequest(capacity=self.capacity, version=version, incarnation=incarnation))
 
     def drain(self, producer: Producer) -> None:
-        """Everything that has arrived for one producer."""
+        """Everything that has arrived for one producer; each lease is answered with the next prepared group."""
         while True:
             try:
                 frames = producer.socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
-            message = decode(frames, m.FROM_REPLAY).message
-            match message:
-                case m.Lease():
-                    self.answer(producer, message)
-                case m.Ack():
-                    self.acked(message)
-                case m.Welcome():
-                    self.board.add("joined", int(not producer.joined))
-                    producer.joined, producer.incarnation = True, message.incarnation
-                case m.Refused() | m.Cancel():
-                    self.board.add("refused", 1)
-                    sys.stderr.write(f"{producer.name}: {message}\n")
-
-    def answer(self, producer: Producer, lease: m.Lease) -> None:
-        """The next prepared group for this lease."""
-        prepared = self.pool[self.next % len(self.pool)]
-        self.next += 1
-        size = self.send(producer, prepared.group(lease, producer.version))
-        self.sent[lease.pass_, lease.index, lease.attempt] = (prepared.young.size, size)
-
-    def acked(self, ack: m.Ack) -> None:
-        """Count an accepted group; anything else is a fault of the benchmark or of replay."""
-        tokens, size = self.sent.pop((ack.pass_, ack.index, ack.attempt), (0, 0))
-        if ack.status != "accepted":
-            self.board.add("refused", 1)
-            sys.stderr.write(f"group ({ack.pass_}, {ack.index}) {ack.status}: {ack.reason}\n")
-            return
-        self.board.add("groups", 1)
-        self.board.add("group_tokens", tokens)
-        self.board.add("group_bytes", size)
-
-    def send(self, producer: Producer, message: Message) -> int:
-        """Send a message; its bytes."""
-        producer.sequence += 1
-        frames = encode(message, RUN_ID, producer.sequence)
-        producer.socket.send_multipart(frames, copy=False)
-        return sum(len(frame) for frame in frames)
-
-    def close(self) -> None:
-        """Close all sockets."""
-        for producer in self.by_socket.values():
-            producer.socket.close(linger=0)
-        self.context.term()
-
-
-def hello(fingerprint: dict[str, str], name: str, role: Any = "rollout_server") -> m.Hello:
-    """The first message of a peer."""
-    return m.Hello(role=role, name=name, pid=os.getpid(), host=socket.gethostname(), fingerprint=fingerprint)
-
-
-# ---- the learner ----------------------------------------------------------------------------------------
-
-
-class Stopped(Exception):
-    """The command wants the case to end."""
-
-
-class Fault(RuntimeError):
-    """Replay did something that no learner could work with; the message says what."""
+            match decode(frames, m.FROM_REPLAY).message:
+                case m.Lease() as lease:
+                    prepared = self.pool[self.next % len(self.pool)]
+                    self.next += 1
+                    size = producer.send(prepared.group(lease, producer.version))
+                    self.sent[lease.pass_, lease.index, lease.attempt] = (prepared.young.size, size)
+                case m.Ack(status="accepted") as ack:
+                    tokens, size = self.sent.pop((ack.pass_, ack.index, ack.attempt))
+                    self.counts.groups += 1
+                    self.counts.group_tokens += tokens
+                    self.counts.group_bytes += size
+                case m.Welcome() as welcome:
+                    self.counts.joined += not producer.joined
+                    producer.joined, producer.incarnation = True, welcome.incarnation
+                case m.Ack() | m.Refused() | m.Cancel() as message:
+                    raise Fault(f"replay refused what {producer.name} sent: {message}")
 
 
 class Learner:
     """Rank 0 of one."""
 
-    def __init__(self, config: Config, address: str, board: Board, checkpoint_every: int) -> None:
-        self.config, self.board, self.checkpoint_every = config, board, checkpoint_every
+    def __init__(self, config: Config, address: str, counts: Counts, checkpoint_every: int) -> None:
+        self.config, self.counts, self.checkpoint_every = config, counts, checkpoint_every
         self.trained: set[tuple[int, int]] = set()
-        keys, limits = load_keys(config.network.keys), Limits(config.network.max_message_bytes)
-        self.dealer = Dealer(address, f"learner-0.{os.getpid()}", m.FROM_REPLAY, limits, keys=keys)
+        self.batches = BatchReader(config, address, rank=0, fingerprint=run_fingerprint(config))
 
-    def run(self) -> None:
-        """Join, then step after step until the board says stop. Raises Fault, Stopped."""
-        self.dealer.send(m.StatusRequest())  # its answer tells the run id
-        self.wait_for(m.Status)
-        self.dealer.send(hello(run_fingerprint(self.config), "learner-0", "learner"))
-        self.wait_for(m.Welcome)
-        step = 0
-        while not self.board["stop"]:
-            if self.board["hold"]:
-                time.sleep(POLL_S)
-                continue
-            step += 1
-            self.step(step)
+    def run(self, over: threading.Event, hold: bool) -> None:
+        """Join, then step after step until it is over; its Goodbye ends the run. With `hold` it takes nothing."""
+        self.batches.connect()
+        self.batches.join(version=0, digest="", bus_address=None, cursor=None)
+        while not over.wait(0 if not hold else 0.1):
+            if not hold:
+                self.step(self.counts.steps + 1)
+        self.batches.close("the benchmark is over", failed=False)
 
     def step(self, step: int) -> None:
-        """Take, have, commit, publish."""
-        self.dealer.send(m.Take(step=step, rank=0))
-        batch = self.wait_for(m.Batch)
+        """Take, commit, publish."""
+        batch = self.batches.take(step, lambda batch: None)
         tokens = self.check(batch, step)
-        self.dealer.send(m.Take(step=step, rank=0, have=True))
-        self.wait_for(m.Proceed)
-        self.dealer.send(m.Committed(step=step, digest=f"simulated-{step}"))
+        self.batches.commit(step, f"simulated-{step}")
         if batch.checkpoint or step % self.checkpoint_every == 0:
-            self.dealer.send(m.CursorRequest(step=step))
-            self.wait_for(m.Cursor)
-            self.dealer.send(m.Checkpointed(step=step, kept=[step]))
-        self.dealer.send(m.Published(version=step, digest=f"simulated-{step}"))
-        self.board["version"] = step
-        self.board.add("tokens", tokens)
-        self.board.add("batch_bytes", sum(getattr(batch, name).nbytes for name in batch.ARRAYS))
-        self.board["steps"] = step
+            self.batches.cursor(step)
+            self.batches.checkpointed(step, [step])
+        self.batches.published(step, f"simulated-{step}")
+        self.counts.version = step
+        self.counts.tokens += tokens
+        self.counts.batch_bytes += sum(getattr(batch, name).nbytes for name in batch.ARRAYS)
+        self.counts.steps = step
 
     def check(self, batch: m.Batch, step: int) -> int:
         """Answer tokens of a batch. Raises Fault when it is not the batch of a step, or has a group a second time."""
@@ -261,47 +343,3 @@ class Learner:
         if int(batch.versions.min()) < step - 1 - self.config.replay.async_lag:
             raise Fault(f"batch {step} has a token of version {int(batch.versions.min())}")
         return tokens
-
-    def wait_for(self, kind: type[Kind]) -> Kind:
-        """The next message of that kind; heartbeats and the like are passed over."""
-        while not self.board["stop"]:
-            envelope = self.dealer.poll(POLL_S)
-            if envelope is None:
-                continue
-            if isinstance(envelope.message, kind):
-                return envelope.message
-            if isinstance(envelope.message, m.Refused | m.Goodbye):
-                raise Fault(f"replay: {envelope.message.reason}")
-        raise Stopped
-
-    def close(self) -> None:
-        """Say Goodbye, which ends the run."""
-        self.dealer.send(m.Goodbye(reason="the benchmark is over"))
-        self.dealer.close()
-
-
-def main() -> int:
-    """Entry point of either."""
-    role, folder, job = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    die_with_parent(job["parent"])
-    config, board = load_config(folder / "config.yaml"), Board(folder / "board")
-    if role == "producers":
-        producers = Producers(config, job["address"], board, prepare(Load(**job["load"])), job["count"])
-        producers.run()
-        producers.close()
-        return 0
-    learner = Learner(config, job["address"], board, job["checkpoint_every"])
-    try:
-        learner.run()
-    except Stopped:
-        sys.stderr.write("stopped\n")
-    except Fault as fault:
-        sys.stderr.write(f"learner: {fault}\n")
-        return 1
-    finally:
-        learner.close()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 
 SHARD = "2GB"
+MAX_TOKENS = 40_960
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 PAD, EOS, UNK = range(3)
 COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -40,15 +41,9 @@ def config(name: str) -> Any:
     """The transformers configuration of a shape."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        **SHAPES[name],
-        max_position_embeddings=40_960,
-        architectures=["Qwen3ForCausalLM"],
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        bos_token_id=None,
-        dtype="bfloat16",
-    )
+    tokens = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
+    sizes = SHAPES[name] | {"max_position_embeddings": MAX_TOKENS}
+    return Qwen3Config(**sizes, **tokens, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
 
 
 def write_weights(folder: Path, shape: str, seed: int) -> None:
@@ -77,7 +72,7 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
         eos_token=SPECIAL[EOS],
         unk_token=SPECIAL[UNK],
         clean_up_tokenization_spaces=False,
-        model_max_length=40_960,
+        model_max_length=MAX_TOKENS,
     ).save_pretrained(folder)
 
 
@@ -107,9 +102,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return True
-
-
-# ---- versions of it -------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,22 +1,19 @@
 """From a finished pipeline run to its numbers."""
 
-import importlib.metadata
 import os
 import platform
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from learner.launch.machine import visible_devices
 from learner.report.metrics import FILE, read_rows
-from scripts.bench.core import Row, ask_gpus, median, p90
+from scripts.bench.core import Row, median, p90
 from scripts.bench.train import Finished, Phase
 
 WARM_UPDATES = 2
 """A server's first weight updates allocate and connect; their pauses are not counted."""
-NOT_PHASES = {"weight_sync/seconds"}
 
 
 def result_of(case: str, run: Finished) -> dict[str, Any]:
@@ -25,26 +22,21 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     idle, full = durations(run, "idle"), durations(run, "full")
     counted = [rows[step] for step in run.measured("full")]
     alone = run.learner["trained"].get("seconds")
-    trained = alone or [row["timing_s/update_actor"] for row in counted]
-    idle_rows = [rows[step] for step in run.measured("idle")]
+    seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
-    roll, train, step = map(statistics.mean, (idle, trained, full))
-    tokens = throughput(run, counted, idle_rows, sum(full))
+    roll, train, step = map(statistics.mean, seconds.values())
+    tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
         "config": case,
         "eta": max(roll, train) / step,
         "eta_same_length": max(scaled, train) / step,
-        "t_rollout": roll,
-        "t_rollout_p90": p90(idle),
-        "t_train": train,
-        "t_train_p90": p90(trained),
+        **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
+        **{f"t_{name}_p90": p90(found) for name, found in seconds.items()},
         "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
         "cut_short": run.cut_short,
-        "t_step": step,
-        "t_step_p90": p90(full),
         "roll_over_train": roll / train,
-        "seconds": {"rollout": idle, "train": trained, "step": full},
+        "seconds": seconds,
         "steps": len(full),
         **tokens,
         **idleness(run, counted, full),
@@ -53,7 +45,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         "max_lag": max(int(lag) for row in rows.values() for lag, n in row["training/lag_histogram"].items() if n),
         "updates_applied": all(row["training/update_applied"] for row in counted),
         "engines_quiet": run.learner.get("quiet"),
-        **memory(run, counted),
+        "memory": memory(run, counted),
         **circumstances(run),
     }
 
@@ -66,14 +58,13 @@ def durations(run: Finished, phase: Phase) -> list[float]:
 
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     """Tokens and seconds of the full phase; lengths of both phases, because each has draws of its own."""
-    answers = run.config.trajectories_per_step
-    generated = sum(row["response_length/mean"] for row in counted) * answers
+    generated = sum(row["response_length/mean"] for row in counted) * run.config.trajectories_per_step
     processed = sum(row["perf/total_num_tokens"] for row in counted)
-    devices = run.config.num_rollout_devices + run.config.num_learner_ranks
+    ranks = run.config.num_learner_ranks
     return {
         "tokens_per_s": generated / seconds,
-        "tokens_per_s_per_gpu": generated / seconds / devices,
-        "trained_tokens_per_s_per_learner_gpu": processed / seconds / run.config.num_learner_ranks,
+        "tokens_per_s_per_gpu": generated / seconds / (run.config.num_rollout_devices + ranks),
+        "trained_tokens_per_s_per_learner_gpu": processed / seconds / ranks,
         "mean_length": statistics.mean(row["response_length/mean"] for row in counted),
         "mean_length_idle": statistics.mean(row["response_length/mean"] for row in idle_rows),
         "longest": max(row["response_length/max"] for row in counted),
@@ -86,16 +77,16 @@ def idleness(run: Finished, counted: Sequence[Row], seconds: Sequence[float]) ->
     `rollout_idle_alone` is that of the idle phase: what the admission barrier leaves empty.
     """
     waited = [row.get("timing_s/wait_batch", 0.0) + row.get("timing_s/publish_wait", 0.0) for row in counted]
-    beats: dict[Phase, list[float]] = {
-        phase: [ratio for step, ratio in run.watcher.idle if step in set(run.measured(phase))]
-        for phase in ("idle", "full")
-    }
-    if not beats["full"]:  # steps shorter than a beat
-        beats["full"] = [row["rollout/idle_ratio"] for row in counted if "rollout/idle_ratio" in row]
+
+    def beats(phase: Phase) -> list[float]:
+        return [ratio for step, ratio in run.watcher.idle if step in run.measured(phase)]
+
+    # steps may be shorter than a beat
+    busy = beats("full") or [row["rollout/idle_ratio"] for row in counted if "rollout/idle_ratio" in row]
     return {
         "learner_idle": min(1.0, sum(waited) / sum(seconds)),
-        "rollout_idle": statistics.mean(beats["full"]) if beats["full"] else None,
-        "rollout_idle_alone": statistics.mean(beats["idle"]) if beats["idle"] else None,
+        "rollout_idle": statistics.mean(busy) if busy else None,
+        "rollout_idle_alone": statistics.mean(beats("idle")) if beats("idle") else None,
         "update_s": median(row["timing_s/update_actor"] for row in counted),
         "param_sync_s": median(row["timing_s/param_sync"] for row in counted),
     }
@@ -110,17 +101,16 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
     synced = [row for row in counted if "weight_sync/seconds" in row]
     names = {name for row in synced for name in row if name.startswith("weight_sync/") and name.endswith("_s")}
     phases = {
-        name.removeprefix("weight_sync/"): median(row[name] for row in synced if name in row)
-        for name in sorted(names - NOT_PHASES)
+        name.removeprefix("weight_sync/"): median(row[name] for row in synced if name in row) for name in sorted(names)
     }
     alone = {f"{name}_alone_s": median(seconds) for name, seconds in run.learner.get("alone", {}).items()}
     equal = [bool(row["weight_sync/digests_equal"]) for row in rows if "weight_sync/digests_equal" in row]
-    whole = median(row["weight_sync/seconds"] for row in synced)
-    commit = median(row["timing_s/commit"] for row in counted)
+    seconds = [row["weight_sync/seconds"] for row in synced]
+    commit = statistics.median(row["timing_s/commit"] for row in counted)
     return {
-        "sync_s": whole,
-        "update_to_verified_s": whole + commit if whole is not None and commit is not None else None,
-        "sync_max_s": max((row["weight_sync/seconds"] for row in synced), default=None),
+        "sync_s": median(seconds),
+        "update_to_verified_s": statistics.median(seconds) + commit if seconds else None,
+        "sync_max_s": max(seconds, default=None),
         "bus_phases": phases | alone,
         "bus_bytes": synced[-1]["weight_sync/bytes"] if synced else None,
         "digests_equal": bool(equal) and all(equal),
@@ -130,44 +120,35 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
 
 def pauses(run: Finished) -> dict[str, Any]:
     """How long decoding stood still. From the engine where it measures gaps between tokens, else from the follower."""
-    steady = {key: gauges for key, gauges in run.watcher.gauges.items() if key[1] > WARM_UPDATES}
-    last = {name: gauges for (name, _), gauges in sorted(steady.items())}
-    found: dict[str, Any] = {"pause_ms_p50": None, "pause_ms_p99": None, "pause_ms_max": None, "pause_source": None}
-    if last and all("pause_ms_p99" in gauges for gauges in last.values()):
-        for key in ("pause_ms_p50", "pause_ms_p99", "pause_ms_max"):
-            found[key] = max(gauges.get(key, 0.0) for gauges in last.values())
+    steady = {key: gauges for key, gauges in sorted(run.watcher.gauges.items()) if key[1] > WARM_UPDATES}
+    last = {name: gauges for (name, _), gauges in steady.items()}.values()
+    keys = ("pause_ms_p50", "pause_ms_p99", "pause_ms_max")
+    found: dict[str, Any] = dict.fromkeys((*keys, "pause_source"))
+    if last and all("pause_ms_p99" in gauges for gauges in last):
+        found |= {key: max(gauges[key] for gauges in last) for key in keys}
         found["pause_source"] = "engine: gaps between tokens"
     elif steady:
         seconds = [1e3 * gauges["pause_s"] for gauges in steady.values()]
-        found |= {"pause_ms_p50": median(seconds), "pause_ms_p99": max(seconds), "pause_ms_max": max(seconds)}
+        found |= zip(keys, (median(seconds), max(seconds), max(seconds)), strict=True)
         found["pause_source"] = f"follower: from pause to resume, {len(seconds)} updates seen (p99 is the largest)"
-    others = {name for gauges in steady.values() for name in gauges if name.endswith("_s") and "/" not in name}
-    others -= {"tokens_per_s"}
+    names = {name for gauges in steady.values() for name in gauges if name.endswith("_s") and "/" not in name}
     found["engine_phases"] = {
-        name: median(gauges[name] for gauges in steady.values() if name in gauges) for name in sorted(others)
+        name: median(gauges[name] for gauges in steady.values() if name in gauges)
+        for name in sorted(names - {"tokens_per_s"})
     }
     return found
 
 
-def memory(run: Finished, counted: Sequence[Row]) -> dict[str, Any]:
-    """Peaks, in GB: of each side's fullest GPU by nvidia-smi, and of the learner's fullest rank by torch."""
-    share, used, visible = run.config.shares[0], run.watcher.used_mib, visible_devices(os.environ)
-    found = dict(run.learner["memory"])
-    allocated = [row[name] for row in counted if (name := "perf/max_memory_allocated_gb") in row]
-    if allocated:
-        found["learner_allocated_gb"] = max(allocated) * 2**30 / 1e9  # that metric counts in GiB
-    if run.config.placement.device == "cuda" and used:
-        index = [int(v) for v in visible] if visible and all(v.isdigit() for v in visible) else sorted(used)
-        for side, devices in (("rollout", share.rollout), ("learner", share.learner)):
-            peaks = [used[index[i]] for i in devices if i < len(index) and index[i] in used]
-            if peaks:
-                found[f"{side}_gpu_gb"] = max(peaks) * 2**20 / 1e9
-    return {"memory": found}
+def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
+    """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
+    name = "perf/max_memory_allocated_gb"  # that metric counts in GiB
+    allocated = [row[name] * 2**30 / 1e9 for row in counted if name in row]
+    return run.learner["memory"] | ({"learner_allocated_gb": max(allocated)} if allocated else {})
 
 
 def circumstances(run: Finished) -> dict[str, Any]:
     """What the numbers were measured with, and on."""
-    rollout, learner = run.config.rollout, run.config.learner
+    rollout, bus, learner = run.config.rollout, run.config.weight_bus, run.config.learner
     versions = {name: installed(name) for name in ("torch", "transformers", "sglang", "pyzmq")}
     return {
         "settings": {
@@ -181,15 +162,15 @@ def circumstances(run: Finished) -> dict[str, Any]:
             "engine": rollout.engine,
             "max_running": rollout.max_running,
             "dtype": rollout.dtype,
-            "backend": run.config.weight_bus.backend,
-            "apply": run.config.weight_bus.apply,
-            "bucket_bytes": run.config.weight_bus.bucket_bytes,
+            "backend": bus.backend,
+            "apply": bus.apply,
+            "bucket_bytes": bus.bucket_bytes,
             "microbatch_tokens": learner.max_tokens_per_microbatch,
             "lr": learner.lr,
             "seed": run.config.run.seed,
         },
         "versions": {**versions, "python": platform.python_version(), "nccl": run.learner["nccl"]},
-        "hardware": ask_gpus("name") or [f"{platform.machine()}, {os.cpu_count()} cores"],
+        "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
         "run_seconds": run.seconds,
         "run_dir": run.config.run_dir,
     }
@@ -197,15 +178,9 @@ def circumstances(run: Finished) -> dict[str, Any]:
 
 def with_raw(result: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """The result with the bus held against the raw broadcast of the same bytes."""
-    phases = result["bus_phases"]
-    wire = phases.get("wire_s", phases.get("send_s"))
-    seconds = raw["raw_s"]
-    return {
-        **result,
-        **raw,
-        "bus_over_raw": wire / seconds if wire is not None else None,
-        "sync_over_raw": result["sync_s"] / seconds if result["sync_s"] is not None else None,
-    }
+    wire = result["bus_phases"].get("wire_s", result["bus_phases"].get("send_s"))
+    over = {"bus_over_raw": wire, "sync_over_raw": result["sync_s"]}
+    return result | raw | {key: s / raw["raw_s"] if s is not None else None for key, s in over.items()}
 
 
 def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
@@ -216,8 +191,7 @@ def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
 
 def installed(name: str) -> str | None:
     """Version of a package, or None."""
-    version: Callable[[str], str] = importlib.metadata.version
     try:
         return version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return sys.modules[name].__version__ if name in sys.modules else None
+    except PackageNotFoundError:
+        return None

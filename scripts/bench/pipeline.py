@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from configs.loading import ConfigError, apply_override, validate
-from configs.placement import PlacementError
 from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
 from learner.report.metrics import MetricsError
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, ask_gpus, say, table, tail, write_json
+from scripts.bench.core import CaseFailed, say, write_json
 from scripts.bench.model import SHAPES, write_prompts
 from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import RESULT, Finished, Plan
@@ -43,20 +41,18 @@ from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
 MODEL_LIMIT_S = 240.0
-MEMORY_EVERY_S = 2.0
-DEFAULTS = {
-    "prompt": (256, 16),
-    "median": (512, 24),
-    "sigma": (0.7, 0.5),
-    "cap": (2048, 64),
-    "groups": (32, 4),
-    "group_size": (8, 4),
-    "steps": (6, 4),
-    "max_running": (512, 64),
-    "microbatch": (16384, 1024),
-    "bucket_mib": (512, 0.125),
+SIZES = {
+    "prompt": (256, 16, "tokens of every prompt"),
+    "median": (512, 24, "median of the answers' lognormal lengths"),
+    "sigma": (0.7, 0.5, "deviation of the logarithm of the lengths"),
+    "cap": (2048, 64, "longer answers are cut here"),
+    "groups": (32, 4, "groups in a step"),
+    "group_size": (8, 4, "answers in a group"),
+    "steps": (6, 4, "counted steps of each phase"),
+    "max_running": (512, 64, "answers that an engine decodes at once"),
+    "microbatch": (16384, 1024, "tokens of a microbatch"),
+    "bucket_mib": (512.0, 0.125, "size of one broadcast"),
 }
-"""Of the options that --quick changes: without it, with it."""
 
 
 class TimeUp(RunFailed):
@@ -94,41 +90,24 @@ class Watcher:
     """Of each rollout server after each of its weight updates, by (name, updates)."""
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
-    used_mib: dict[int, int] = field(default_factory=dict)
-    """Peak of each GPU."""
     step: int = 0
     death: str = ""
-    _memory_at: float = 0.0
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called by the launcher ten times a second.
-
-        Raises:
-            RunFailed: a rollout server has died, or the time is up.
-        """
+        """Called by the launcher ten times a second. Raises RunFailed: a server has died, or the time is up."""
         self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
-        if status is not self._status:
+        if status is not None and status is not self._status:
             self._status = status
-            self._keep(status or {})
-        now = time.monotonic()
-        if now - self._memory_at > MEMORY_EVERY_S:
-            self._memory_at = now
-            for line in ask_gpus("index,memory.used"):
-                index, used = line.split(",")
-                if used.strip().isdigit():
-                    self.used_mib[int(index)] = max(int(used), self.used_mib.get(int(index), 0))
+            for peer in status["peers"]:
+                gauges = peer["gauges"]
+                if peer["role"] == "rollout_server" and "weight_updates" in gauges:
+                    self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
+                    self.idle.append((self.step + 1, gauges["idle_ratio"]))
         if self.death:
             raise RunFailed(self.death)
-        if now - self.started > self.limit_s:
+        if time.monotonic() - self.started > self.limit_s:
             raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
-
-    def _keep(self, status: Mapping[str, Any]) -> None:
-        for peer in status.get("peers", []):
-            gauges = peer["gauges"]
-            if peer["role"] == "rollout_server" and "weight_updates" in gauges:
-                self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
-                self.idle.append((self.step + 1, gauges["idle_ratio"]))
 
     def event(self, text: str) -> None:
         """A child died: the numbers of a run without it would be of another case."""
@@ -136,40 +115,28 @@ class Watcher:
             self.death = text
 
 
+# ---- the input of a run ---------------------------------------------------------------------------------
+
+
 def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
     cuda = options.device == "cuda"
     dtype = "bfloat16" if cuda else "float32"
+    engine = {"engine": "sglang" if cuda else "torch", "dtype": dtype}
+    engine |= {"max_new_tokens": options.cap, "max_running": options.max_running}
+    learner = {"total_steps": plan_of(options, stream).total_steps, "compute_dtype": dtype}
+    learner |= {"max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap)}
+    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(options.bucket_mib * 2**20)}
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(options.work / "runs"), "seed": options.seed},
         "model": {"path": str(options.work / "models" / case.shape)},
         "data": {"train": str(prompts_of(options, case)), "max_prompt_tokens": options.prompt, "shuffle": False},
         "reward": {"function": f"{core.__file__}:spread"},
-        "rollout": {
-            "engine": "sglang" if cuda else "torch",
-            "group_size": options.group_size,
-            "groups_per_step": options.groups,
-            "max_new_tokens": options.cap,
-            "max_running": options.max_running,
-            "dtype": dtype,
-            "restarts": 0,
-        },
+        "rollout": engine | {"group_size": options.group_size, "groups_per_step": options.groups, "restarts": 0},
         "replay": {"async_lag": STREAM_LAG if stream else options.lag},
-        "learner": {
-            "total_steps": plan_of(options, stream).total_steps,
-            "lr": 1e-6,
-            "warmup_steps": 0,
-            "max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap),
-            "compute_dtype": dtype,
-            "batch_deadline_s": options.limit_s,
-        },
+        "learner": learner | {"batch_deadline_s": options.limit_s, "lr": 1e-6, "warmup_steps": 0},
         "evaluation": {"every_steps": 0},
-        "weight_bus": {
-            "backend": "nccl" if cuda else "gloo",
-            "bucket_bytes": int(options.bucket_mib * 2**20),
-            "deadline_s": 60.0,
-            "collective_timeout_s": 30.0,
-        },
+        "weight_bus": bus | {"deadline_s": 60.0, "collective_timeout_s": 30.0},
         "network": {"silent_after_s": 60.0, "heartbeat_s": 0.5},
         "placement": {"device": options.device, "split": f"{case.rollout}:{case.learner}"},
         "tracking": {"live": "off", "plot": False},
@@ -192,36 +159,24 @@ def make_model(options: argparse.Namespace, case: Case) -> None:
     if (folder / "config.json").is_file():
         return
     command = [sys.executable, "-m", "scripts.bench.model", "--shape", case.shape, "--out", str(folder)]
-    started = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MODEL_LIMIT_S)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"the model of shape {case.shape} was not written within {MODEL_LIMIT_S:g} s") from expired
-    if done.returncode:
-        raise CaseFailed(f"the model of shape {case.shape} cannot be written: {tail(done.stderr)}")
-    say(f"model of shape {case.shape}: {time.monotonic() - started:.1f} s")
-
-
-def num_prompts(options: argparse.Namespace) -> int:
-    """Prompts for all steps and what is in flight at the end, none of them twice."""
-    lag = max(options.lag, STREAM_LAG if options.stream else 0)
-    return int(options.groups * (plan_of(options).total_steps + 2 + lag))
+    core.output_of(f"writing the model of shape {case.shape}", command, MODEL_LIMIT_S)
 
 
 def prompts_of(options: argparse.Namespace, case: Case) -> Path:
     """Where the prompts of a case are."""
-    return Path(options.work / f"prompts-{case.shape}-{options.prompt}-{num_prompts(options)}.jsonl")
+    return Path(options.work / f"prompts-{case.shape}.jsonl")
 
 
 def make_data(options: argparse.Namespace, case: Case) -> None:
-    """The prompts, made on first use."""
-    path = prompts_of(options, case)
-    if not path.is_file():
-        beside = path.with_suffix(f".{os.getpid()}.new")
-        beside.parent.mkdir(parents=True, exist_ok=True)
-        sizes = {"vocab": SHAPES[case.shape]["vocab_size"], "num_tokens": options.prompt}
-        write_prompts(beside, **sizes, count=num_prompts(options), seed=options.seed)
-        beside.replace(path)
+    """Prompts for all steps and what is in flight at the end, none of them twice."""
+    lag = max(options.lag, STREAM_LAG if options.stream else 0)
+    count = options.groups * (plan_of(options).total_steps + 2 + lag)
+    options.work.mkdir(parents=True, exist_ok=True)
+    vocab = SHAPES[case.shape]["vocab_size"]
+    write_prompts(prompts_of(options, case), vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
+
+
+# ---- a run ----------------------------------------------------------------------------------------------
 
 
 def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
@@ -232,46 +187,38 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     name = f"{case.shape}-{case.rollout}-{case.learner}{suffix}-{time.time_ns() // 1_000_000}-{os.getpid()}"
     config = config_of(options, case, name=name, stream=stream)
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
-    modules: dict[str, Any] = {"learner_module": "scripts.bench.train", "server_command": servers}
-    watcher = Watcher(options.limit_s)
+    watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
     try:
-        launcher = Launcher(config, False, watcher, **modules)  # type: ignore[arg-type]  # it asks no more of a view
-    except PlacementError as error:
+        launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
+    except ConfigError as error:
         raise CaseFailed(str(error)) from error
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True)
     run = Finished(options, config, plan_of(options, stream), watcher)
     run.plan.write(run_dir)
+    cut_short = ""
     try:
         launcher.start()
         launcher.watch()
         launcher.leave()
-        learner = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
-        return replace(run, learner=learner, seconds=time.monotonic() - watcher.started)
     except TimeUp as late:
-        cut_short = replace(run, seconds=options.limit_s, cut_short=str(late))
-        return what_there_is(cut_short, CaseFailed(str(late), log_tails(run_dir)))
-    except (RunFailed, PlacementError, OSError, ValueError) as error:
-        raise CaseFailed(str(error), log_tails(run_dir)) from error
+        cut_short = str(late)
+    except (RunFailed, ConfigError, OSError, ValueError) as error:
+        raise failed(str(error), run_dir) from error
     finally:
         launcher.stop()
-
-
-def what_there_is(run: Finished, error: CaseFailed) -> Finished:
-    """What a run had measured when its time was over. Raises the error where that is too little for the table."""
-    result = Path(run.config.run_dir) / RESULT
-    if not result.is_file():
-        raise error
-    run = replace(run, learner=json.loads(result.read_text(encoding="utf-8")))
-    if len(run.measured("idle")) < 2 or len(run.measured("full")) < 2:
-        raise error
+    if not (run_dir / RESULT).is_file():
+        raise failed(cut_short or f"the learner has left no {RESULT}", run_dir)
+    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    run = replace(run, learner=measured, seconds=time.monotonic() - watcher.started, cut_short=cut_short)
+    if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
+        raise failed(cut_short, run_dir)
     return run
 
 
-def log_tails(run_dir: Path) -> str:
-    """The last lines of every process's log."""
-    paths = sorted((run_dir / "logs").glob("*.log"))
-    return "\n".join(f"--- {path}\n{tail(path.read_text(encoding='utf-8', errors='replace'))}" for path in paths)
+def failed(why: str, run_dir: Path) -> CaseFailed:
+    """The error that says why, with the last lines of every process's log."""
+    return CaseFailed(f"{why}\n{core.tails(sorted((run_dir / 'logs').glob('*.log')))}")
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -281,26 +228,24 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     try:
         result = result_of(str(case), run := run_case(options, case))
     except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
-        say_logs(error)
-        return {"config": str(case), "error": f"{type(error).__name__}: {error}"}
+        return {"config": str(case), "error": f"{type(error).__name__}: {reason(case, error)}"}
     try:
         if result["bus_bytes"]:
             result = with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
     except CaseFailed as error:
-        result["raw_error"] = str(error)
-    if options.stream:
-        try:
+        result["raw_error"] = reason(case, error)
+    try:
+        if options.stream:
             result = with_stream(result, run_case(options, case, stream=True))
-        except (CaseFailed, KeyError) as error:
-            say_logs(error)
-            result["stream_error"] = str(error)
+    except (CaseFailed, KeyError) as error:
+        result["stream_error"] = reason(case, error)
     return result
 
 
-def say_logs(error: Exception) -> None:
-    """The last lines of the processes of a case that failed."""
-    if isinstance(error, CaseFailed) and error.logs:
-        say(f"last lines of the logs:\n{error.logs}")
+def reason(case: Case, error: Exception) -> str:
+    """The first line of an error; all of it goes to the terminal."""
+    say(f"{case}: {error}")
+    return str(error).splitlines()[0]
 
 
 def append(path: Path, result: dict[str, Any]) -> None:
@@ -314,22 +259,12 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
         prog="python -m scripts.bench pipeline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--quick", action="store_true", help="tiny shape, short answers, few steps")
     parser.add_argument("--configs", help="cases in order, such as 0.6B@1:1,1.7B@2:2 (SHAPE@ROLLOUT:LEARNER)")
     parser.add_argument("--shape", choices=list(SHAPES), help="shape of the only case (default: tiny with --quick)")
     parser.add_argument("--split", default="1:1", help="R:L of the only case (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, help="tokens of every prompt")
-    parser.add_argument("--median", type=int, help="median of the answers' lognormal lengths")
-    parser.add_argument("--sigma", type=float, help="deviation of the logarithm of the lengths")
-    parser.add_argument("--cap", type=int, help="longer answers are cut here")
-    parser.add_argument("--groups", type=int, help="groups in a step")
-    parser.add_argument("--group-size", type=int, help="answers in a group")
+    core.add_sizes(parser, SIZES)
     parser.add_argument("--lag", type=int, default=1, help="bound of the lag (default: %(default)s)")
-    parser.add_argument("--steps", type=int, help="counted steps of each phase")
     parser.add_argument("--warmup", type=int, default=2, help="whole steps before (default: %(default)s)")
-    parser.add_argument("--max-running", type=int, help="answers that an engine decodes at once")
-    parser.add_argument("--microbatch", type=int, help="tokens of a microbatch")
-    parser.add_argument("--bucket-mib", type=float, help="size of one broadcast")
     parser.add_argument("--stream", action="store_true", help="also T_stream: rollouts at lag 8, in a run of its own")
     parser.add_argument("--limit-s", type=float, default=300.0, help="of one run (default: %(default)s)")
     parser.add_argument("--quiet-s", type=float, default=60.0, help="wait for the engines before T_train, at most")
@@ -338,9 +273,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--out", type=Path, help="JSON file that every result is appended to")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
     args = parser.parse_args(argv)
-    for name, values in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, values[args.quick])
+    core.fill_sizes(args, SIZES)
     shape = args.shape or ("tiny" if args.quick else "0.6B")
     args.work = args.work.absolute()
     if args.steps < 1 or args.warmup < 1:
@@ -352,17 +285,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Command line; 1 when a case has no result."""
+    """1 when a case has no result."""
     options, cases = parse(argv)
     results = []
     for case in cases:
-        result = measure(options, case)
-        results.append(result)
+        results.append(measure(options, case))
         if options.out is not None:
-            append(options.out, result)
-        for key in ("error", "raw_error", "stream_error"):
-            if key in result:
-                say(f"{case}: {key}: {result[key]}")
-    sys.stdout.write(table(results, "config") + "\n\n")
+            append(options.out, results[-1])
+    sys.stdout.write(core.table(results, "config") + "\n\n")
     good = not any("error" in result for result in results)
     return conclude(results[0] if len(results) == 1 else {"results": results}, (), in_order=good)

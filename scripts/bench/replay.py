@@ -1,10 +1,8 @@
 """`python -m scripts.bench replay`: what the data plane costs, in tokens per CPU-second of the replay process.
 
-Starts the real replay process (`python -m replay.main`), simulated rollout servers that answer every lease with a
-prepared group (lognormal lengths, median 2k, groups of 8, a version a token), and a learner rank that takes and commits
-every batch. Counted are the CPU seconds of the replay process alone, all its threads, from /proc; producers and learner
-are other processes. A token is counted once, when its step is committed: it was then received, decoded, checked,
-journalled, put into a batch and sent out.
+Starts the real replay process (`python -m replay.main`) between simulated rollout servers that answer every lease with
+a prepared group and a learner rank that takes and commits every batch (scripts/bench/load.py). Counted are the CPU
+seconds of the replay process alone, all its threads, from /proc. A token is counted once, when its step is committed.
 
     python -m scripts.bench replay                    all cases: CURVE, fsync, 1 to 1,000 producers, memory
     python -m scripts.bench replay --quick            the same cases, short ones: under a minute
@@ -15,38 +13,28 @@ Standard output gets a table and, as its last line, one object of JSON with the 
 """
 
 import argparse
-import json
 import os
 import platform
 import pstats
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import msgpack
-import numpy as np
 import zmq
 
 from configs.loading import ConfigError, dump
-from scripts.bench.cases import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load, config_of, write_files
-from scripts.bench.core import (
-    CaseFailed,
-    Cost,
-    Processes,
-    cost_of,
-    resident_bytes,
-    say,
-    table,
-    write_json,
-    written_bytes,
-)
-from scripts.bench.load import ALL_STOP, LEARNER_STOPS, RUN_ID, Board
+from configs.schema import Config
+from scripts.bench import core, load
+from scripts.bench.core import CaseFailed, Cost, Processes, cost_of, resident_bytes, written_bytes
+from scripts.bench.load import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
@@ -59,78 +47,78 @@ COUNTED = ("steps", "tokens", "batch_bytes", "groups", "group_tokens", "group_by
 CURVE_POINTS = 60
 MIB = 2**20
 PROFILE_LINES = 40
-# ---- processes ------------------------------------------------------------------------------------------
 
 
 class Running(Processes):
-    """The processes of a case, and the counters that they share."""
+    """The replay process of a case, the threads around it, and what they have counted."""
 
     def __init__(self, options: argparse.Namespace, case: Case) -> None:
         super().__init__(options.work / "case")
         self.options, self.case = options, case
-        self.board = Board(self.folder / "board", create=True)
-        self.board["hold"] = int(case.hold)
+        self.counts = load.Counts()
+        self.learner_over, self.producers_over = threading.Event(), threading.Event()
+        self.threads = ThreadPoolExecutor(2)
+        self.ends: list[Future[None]] = []
+        self.resting_bytes = 0
+        """Resident memory of replay before any group came."""
+
+    def __exit__(self, *error: object) -> None:
+        self.learner_over.set()
+        self.producers_over.set()
+        super().__exit__(*error)
+        self.threads.shutdown()  # a learner that waits for a batch notices that replay is silent
 
     def check(self, *, may_end: bool = False) -> None:
-        """Raises CaseFailed when a process has ended or a group was not accepted."""
+        """Raises CaseFailed when replay has ended, or a thread has failed."""
         super().check(may_end=may_end)
-        if self.board["refused"]:
-            raise CaseFailed("replay refused what producers sent", self.logs())
+        for end in self.ends:
+            if end.done() and end.exception() is not None:
+                raise self.fail(str(end.exception()))
 
-    def start_all(self) -> None:
-        """Replay, producers that are all welcome, a learner that has joined."""
-        options, folder, python = self.options, self.folder, sys.executable
+    def start_all(self, config: Config) -> None:
+        """Replay, producers that are all welcome, a learner that joins."""
+        options, folder, count = self.options, self.folder, self.case.producers
         family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
         profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
-        self.start("replay", [python, *profiler, "-m", "replay.main", *family, "--run-id", RUN_ID])
-        self.wait("replay to be ready", lambda: READY in self.log("replay"))
-        address = self.log("replay").partition(READY)[2].split()[0]
-        count = self.case.producers
-        job = {"parent": os.getpid(), "address": address, "count": count, "load": asdict(options.load)}
-        job["checkpoint_every"] = options.checkpoint_every
-        load = [python, "-m", "scripts.bench.load"]
-        self.start("producers", [*load, "producers", str(folder), json.dumps(job)])
-        self.wait(f"{count} producers to join", lambda: self.board["joined"] == count)
+        self.start("replay", [sys.executable, *profiler, "-m", "replay.main", *family, "--run-id", load.RUN_ID])
+        self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
+        address = self.log("replay").read_text().partition(READY)[2].split()[0]
+        producers = load.Producers(config, address, self.counts, load.prepare(options.load), count)
+        self.ends.append(self.threads.submit(producers.run, self.producers_over))
+        self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
-            self.board["resting_bytes"] = resident_bytes(self.pid("replay"))
-        self.start("learner", [*load, "learner", str(folder), json.dumps(job)])
+            self.resting_bytes = resident_bytes(self.pid("replay"))
+        learner = load.Learner(config, address, self.counts, options.checkpoint_every)
+        self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
-    def wait(self, what: str, done: Any) -> None:
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
         """See `wait_until`; within --limit-s."""
         self.wait_until(what, done, self.options.limit_s, look_s=LOOK_S)
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
-        for name, stage in (("learner", LEARNER_STOPS), ("replay", LEARNER_STOPS), ("producers", ALL_STOP)):
-            self.board["stop"] = stage
-            self.wait_for_end(name, END_S)
-
-
-@contextmanager
-def started(options: argparse.Namespace, case: Case) -> Iterator[Running]:
-    """A case that runs; everything ends with the block."""
-    folder = options.work / "case"
-    for old in (folder, options.work / "runs"):
-        shutil.rmtree(old, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump(config_of(options, case)), encoding="utf-8")
-    try:
-        with Running(options, case) as running:
-            running.start_all()
-            yield running
-            running.end_all()
-    finally:
-        shutil.rmtree(options.work / "runs", ignore_errors=True)
-
-
-# ---- numbers --------------------------------------------------------------------------------------------
+        self.learner_over.set()
+        self.wait_until("replay to end", self.ended, END_S, may_end=True)
+        self.producers_over.set()
+        self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S, may_end=True)
 
 
 def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """All numbers of one case. Raises CaseFailed and ConfigError."""
-    with started(options, case) as running:
-        return _held(running) if case.hold else _flow(running)
+    """All numbers of one case; every process ends with it. Raises CaseFailed and ConfigError."""
+    folder, config = options.work / "case", load.config_of(options, case)
+    for old in (folder, options.work / "runs"):
+        shutil.rmtree(old, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    try:
+        with Running(options, case) as running:
+            running.start_all(config)
+            found = _held(running) if case.hold else _flow(running)
+            running.end_all()
+            return found
+    finally:
+        shutil.rmtree(options.work / "runs", ignore_errors=True)
 
 
 def named(case: Case, found: dict[str, Any]) -> dict[str, Any]:
@@ -150,17 +138,17 @@ class Reading:
     @classmethod
     def at_next_commit(cls, running: Running) -> "Reading":
         """Read when a step has just been committed, so that a window holds whole steps."""
-        step = running.board["steps"]
-        running.wait("a commit", lambda: running.board["steps"] > step)
+        step = running.counts.steps
+        running.wait("a commit", lambda: running.counts.steps > step)
         pid = running.pid("replay")
-        return cls(time.monotonic(), cost_of(pid), written_bytes(pid), running.board.read(COUNTED))
+        return cls(time.monotonic(), cost_of(pid), written_bytes(pid), asdict(running.counts))
 
 
 def _flow(running: Running) -> dict[str, Any]:
     """Full load for `seconds`."""
     options = running.options
     warm = options.warmup_steps
-    running.wait(f"step {warm}", lambda: running.board["steps"] >= warm)
+    running.wait(f"step {warm}", lambda: running.counts.steps >= warm)
     before = Reading.at_next_commit(running)
     resident: list[int] = []
     while time.monotonic() < before.at + options.seconds:
@@ -170,7 +158,7 @@ def _flow(running: Running) -> dict[str, Any]:
     return flow_of(before, Reading.at_next_commit(running), resident, options.load)
 
 
-def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) -> dict[str, Any]:
+def flow_of(before: Reading, after: Reading, resident: list[int], sent: Load) -> dict[str, Any]:
     """What lies between two readings."""
     cost, seconds = after.cost.since(before.cost), after.at - before.at
     counts = {field: after.counts[field] - before.counts[field] for field in COUNTED}
@@ -180,13 +168,10 @@ def flow_of(before: Reading, after: Reading, resident: list[int], load: Load) ->
         "steps": counts["steps"],
         "tokens": tokens,
         "tokens_per_cpu_second": round(tokens / cost.total),
-        "groups_per_cpu_second": round(counts["steps"] * load.groups_per_step / cost.total, 1),
+        "groups_per_cpu_second": round(counts["steps"] * sent.groups_per_step / cost.total, 1),
         "tokens_per_second": round(tokens / seconds),
         "cpu_seconds": round(cost.total, 2),
-        "cpu_seconds_main": round(cost.main, 2),
-        "cpu_seconds_zmq_io": round(cost.zmq_io, 2),
-        "cpu_seconds_other": round(cost.total - cost.main - cost.zmq_io, 2),
-        "cpu_seconds_system": round(cost.system, 2),
+        **{f"cpu_seconds_{part}": round(getattr(cost, part), 2) for part in ("main", "zmq_io", "other", "system")},
         "bytes_per_token_in": round(counts["group_bytes"] / counts["group_tokens"], 2),
         "bytes_per_token_out": round(counts["batch_bytes"] / tokens, 2),
         "bytes_per_token_written": round((after.written - before.written) / tokens, 2),
@@ -210,15 +195,15 @@ def memory(resident: list[int]) -> dict[str, Any]:
 
 def _held(running: Running) -> dict[str, Any]:
     """Memory of a full buffer over the bytes of the groups in it."""
+    counts, pid = running.counts, running.pid("replay")
     full = (running.case.lag + 1) * running.options.load.groups_per_step
-    running.wait(f"{full} groups", lambda: running.board["groups"] == full)
+    running.wait(f"{full} groups", lambda: counts.groups == full)
     time.sleep(SETTLE_S)
-    pid = running.pid("replay")
-    resting, held, queued = running.board["resting_bytes"], resident_bytes(pid), running.board["group_bytes"]
+    held, queued = resident_bytes(pid), counts.group_bytes
     before, began = cost_of(pid), time.monotonic()
     time.sleep(IDLE_S)
     idle = cost_of(pid).since(before).total / (time.monotonic() - began)
-    return held_of(full, queued, resting, held, idle)
+    return held_of(full, queued, running.resting_bytes, held, idle)
 
 
 def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> dict[str, Any]:
@@ -233,26 +218,18 @@ def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> d
     }
 
 
-# ---- the report -----------------------------------------------------------------------------------------
-
-
 def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
     held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
+    packages = {name: version(name) for name in ("pyzmq", "numpy", "msgpack")}
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
         "profiled": profiled,
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()},
-        "versions": {
-            "python": platform.python_version(),
-            "pyzmq": zmq.__version__,
-            "libzmq": zmq.zmq_version(),
-            "numpy": np.__version__,
-            "msgpack": ".".join(map(str, msgpack.version)),
-        },
+        "versions": {"python": platform.python_version(), "libzmq": zmq.zmq_version(), **packages},
         "results": results,
     }
 
@@ -263,9 +240,6 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-# ---- the command ----------------------------------------------------------------------------------------
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
@@ -299,26 +273,25 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """The result of a case; one that failed has an `error`."""
-    say(str(case))
+    core.say(str(case))
     try:
         return named(case, run_case(options, case))
     except (CaseFailed, ConfigError) as error:
-        say(f"{error}\n{getattr(error, 'logs', '')}")
+        core.say(str(error))
         return {"case": str(case), "error": str(error).splitlines()[0]}
 
 
 def command(argv: Sequence[str]) -> int:
-    """Command line; 1 when a case has no result."""
+    """1 when a case has no result."""
     options, cases = parse(argv)
-    write_files(options)
+    load.write_files(options)
     results: list[dict[str, Any]] = []
     for case in cases:
         results.append(measure(options, case))
         if options.out is not None:
-            write_json(options.out, report(results, options.profile))
+            core.write_json(options.out, report(results, options.profile))
     if options.profile and "error" not in results[0]:
         stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
         stats.sort_stats("tottime").print_stats(PROFILE_LINES)
-    sys.stdout.write(table(results, "case") + "\n\n")
-    good = not any("error" in result for result in results)
-    return conclude(report(results, options.profile), (), in_order=good)
+    sys.stdout.write(core.table(results, "case") + "\n\n")
+    return conclude(report(results, options.profile), (), in_order=not any("error" in result for result in results))

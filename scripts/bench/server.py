@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from rollout_server import main as rollout_server
 from rollout_server.engines import Completion, Engine, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Part, quantile
+from rollout_server.engines.sglang.requests import Part
 from rollout_server.generate import Generator
 from rollout_server.progress import prefixes_of
 
@@ -52,7 +52,6 @@ class ForcedLengths(Generator):
     """By request, while others of the lease run: the engine has forgotten them by then."""
 
     async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
-        """See `Generator.sample`."""
         names = self._names(request_id)
         prefixes = prefixes_of(lease, len(names))
 
@@ -81,12 +80,11 @@ class ForcedLengths(Generator):
         return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
 
     def abort(self, request_id: str) -> None:
-        """See `Generator.abort`."""
         for name in self._names(request_id):
             self.engine.abort(name)
 
     def running_tokens(self) -> Mapping[str, int]:
-        """See `Generator.running_tokens`; tokens of answers that have ended no longer count."""
+        """Tokens of answers that have ended no longer count."""
         counts: dict[str, int] = {}
         for name, tokens in self.engine.running_tokens().items():
             lease = name.partition(PART)[0]
@@ -94,7 +92,6 @@ class ForcedLengths(Generator):
         return counts
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
-        """See `Generator.progress`."""
         if request_id in self._sampled:
             return super().progress(request_id, since)
         found: list[Partial] = []
@@ -104,6 +101,12 @@ class ForcedLengths(Generator):
             else:
                 found += self.engine.progress(name, [first]) or [Partial()]
         return found
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The value at `share` of the sorted values, 0 without any."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 class TokenGaps:
@@ -163,14 +166,12 @@ class ProbedProcess(SGLangProcess):
         super().__init__(config)
 
     def sampling_parameters(self, part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
-        """See `SGLangProcess.sampling_parameters`."""
         interval = {"stream_interval": 1} if self._gaps.is_probe(part.rid) else {}
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
     async def generate(
         self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """See `SGLangProcess.generate`."""
         probe = self._gaps.claim(part.rid)
         try:
             async for output in super().generate(part, token_ids, sampling, new_tokens):
@@ -182,7 +183,6 @@ class ProbedProcess(SGLangProcess):
                 self._gaps.release()
 
     async def resume(self) -> None:
-        """See `SGLangProcess.resume`."""
         await super().resume()
         self._gaps.resume()
 
@@ -195,7 +195,6 @@ class ProbedEngine(SGLangEngine):
         super().__init__(config, partial(ProbedProcess, gaps=self._gaps))
 
     async def health(self) -> Health:
-        """See `Engine.health`."""
         found = await super().health()
         return replace(found, detail={**found.detail, **self._gaps.detail()})
 

@@ -8,30 +8,22 @@ still; nothing of that is committed or published.
 
 import argparse
 import json
-import logging
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from configs.loading import add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader
 from learner.learner import Learner, Update
 from learner.ranks import Ranks
-from learner.train import leave, stop, train
+from learner.train import main
 from replay import messages as m
-from replay.channel import Dealer, WireError, load_keys
-from replay.lifeline import PARENT, die_with_parent, set_up_logging
-from scripts.bench.core import until
-
-log = logging.getLogger(__name__)
+from scripts.bench.core import until, write_json
 
 Phase = Literal["warmup", "idle", "full"]
 FILE = "bench_plan.json"
@@ -60,20 +52,24 @@ class Plan:
     """How long the engines have to finish what they hold before the updates are timed."""
 
     @property
+    def phases(self) -> list[Phase]:
+        """The phase of each step."""
+        lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
+        lengths["full"] = self.full and self.full + 1
+        return [phase for phase, length in lengths.items() for _ in range(length)]
+
+    @property
     def total_steps(self) -> int:
         """Steps of the run."""
-        return self.warmup + self._length(self.idle) + self._length(self.full)
+        return len(self.phases)
 
     def phase(self, step: int) -> Phase:
         """The phase of a step, counted from 1."""
-        if step <= self.warmup:
-            return "warmup"
-        return "idle" if step <= self.warmup + self._length(self.idle) else "full"
+        return self.phases[step - 1]
 
-    def measured(self, phase: Phase) -> Iterator[int]:
+    def measured(self, phase: Phase) -> list[int]:
         """Steps of a phase that count."""
-        steps = [step for step in range(1, self.total_steps + 1) if self.phase(step) == phase]
-        yield from steps[1:]
+        return [step for step, its in enumerate(self.phases, 1) if its == phase][1:]
 
     def write(self, run_dir: Path) -> None:
         """Leave the plan where the learner ranks look for it."""
@@ -83,10 +79,6 @@ class Plan:
     def read(cls, run_dir: Path) -> "Plan":
         """The plan of a run. Raises FileNotFoundError in the folder of any other run."""
         return cls(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
-
-    @staticmethod
-    def _length(counted: int) -> int:
-        return counted + 1 if counted else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +104,14 @@ class Finished:
 class BenchLearner(Learner):
     """A learner that leaves updates out where the plan says so, and notes when each step was committed."""
 
-    def __init__(self, config: Config, ranks: Ranks, batches: BatchReader, *, address: str) -> None:
+    def __init__(self, config: Config, ranks: Ranks, batches: BatchReader) -> None:
         super().__init__(config, ranks, batches)
         self.plan = Plan.read(Path(config.run_dir))
-        self.address = address
         self.kept: list[m.Batch] = []
-        self.result: dict[str, Any] = {"committed_at": {}, "trained": {}, "memory": {}, **facts(ranks.device)}
+        self.result: dict[str, Any] = {"committed_at": {}, "trained": {}, "memory": {}, "nccl": None}
+        if ranks.device.type == "cuda":
+            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+            self.result |= {"gpu": torch.cuda.get_device_name(ranks.device), "nccl": ".".join(map(str, version))}
 
     def update(self, batch: m.Batch) -> Update:
         """The update, or nothing in the idle phase. The batches that count towards T_step are kept."""
@@ -139,130 +133,64 @@ class BenchLearner(Learner):
         self._write()  # so that a run which is cut short has given what it had measured
         if batch.step == self.plan.total_steps and self.plan.train:
             self.wait_for_broadcast()
-            self._wait_for_the_engines()
+            if self.ranks.is_first:
+                self.result["quiet"] = until(self._is_quiet, self.plan.quiet_s, look_s=0.2)
             self._measure_updates()
             self._measure_parts()
 
     def finish(self, version: int) -> None:
         """Leave as always, and write what was measured."""
         super().finish(version)
-        self.result |= {"memory": self._memory()}
+        if self.ranks.device.type == "cuda":
+            # of the fullest rank; the allocator gives nothing back by itself, so at the end this is its peak
+            reserved = torch.tensor(float(torch.cuda.memory_reserved(self.ranks.device)), device=self.ranks.device)
+            dist.all_reduce(reserved, op=dist.ReduceOp.MAX)
+            self.result["memory"] = {"learner_reserved_gb": float(reserved.item()) / 1e9}
         self._write()
 
     def _write(self) -> None:
         if self.ranks.is_first:
-            path = Path(self.config.run_dir) / RESULT
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(self.result) + "\n", encoding="utf-8")
-            part.replace(path)
+            write_json(Path(self.config.run_dir) / RESULT, self.result)
 
-    # ---- without rollouts -------------------------------------------------------------------------------
-
-    def _wait_for_the_engines(self) -> None:
-        """Until every admitted group is here and the engines have nothing to do; all ranks wait for rank 0."""
-        if self.ranks.is_first:
-            self.result["quiet"] = quiet(self.config, self.address, self.plan.quiet_s)
-        self._together()
+    def _is_quiet(self) -> bool:
+        """Whether no lease is out and there is no room for one: the engines have nothing to do."""
+        groups = self.batches._ask(m.StatusRequest(), m.Status, "its status").state["groups"]
+        return bool(groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"])
 
     def _measure_updates(self) -> None:
         """The same batches as in the full phase; the first one twice, because the first update is not counted."""
         order = [self.kept[i % len(self.kept)] for i in range(self.plan.train)]
         seconds = []
         for batch in [order[0], *order]:
-            self._together()
-            started = time.perf_counter()
+            started = self._together()
             super().update(batch)
-            self._synchronize()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(self._now() - started)
         self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in order]}
 
     def _measure_parts(self) -> None:
         """Parts of a publication by themselves: the gather of all tensors, and the digests of the shards."""
         parts: dict[str, list[float]] = {"gather": [], "digest": []}
         for _ in range(ALONE_REPEATS):
-            self._together()
-            started = time.perf_counter()
+            started = self._together()
             for _ in self.policy.named_full_tensors(self.config.rollout.dtype):
                 pass
-            self._synchronize()
-            gathered = time.perf_counter()
+            gathered = self._now()
             self.bus.digests()
-            self._synchronize()
             parts["gather"].append(gathered - started)
-            parts["digest"].append(time.perf_counter() - gathered)
+            parts["digest"].append(self._now() - gathered)
         self.result["alone"] = parts
 
-    def _together(self) -> None:
-        """A barrier that ends with the device idle."""
+    def _together(self) -> float:
+        """Begin together with all ranks, the device idle; the time then."""
         dist.all_reduce(torch.zeros(1, device=self.ranks.device))
-        self._synchronize()
+        return self._now()
 
-    def _synchronize(self) -> None:
+    def _now(self) -> float:
+        """The time when the device has done what was queued."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize(self.ranks.device)
-
-    def _memory(self) -> dict[str, float]:
-        """What the fullest rank has taken from the device, in GB (a collective); empty on a CPU.
-
-        The allocator gives nothing back by itself, so at the end this is its peak.
-        """
-        if self.ranks.device.type != "cuda":
-            return {}
-        reserved = torch.tensor(
-            [torch.cuda.memory_reserved(self.ranks.device)], dtype=torch.float64, device=self.ranks.device
-        )
-        dist.all_reduce(reserved, op=dist.ReduceOp.MAX)
-        return {"learner_reserved_gb": float(reserved.item()) / 1e9}
-
-
-def quiet(config: Config, address: str, limit_s: float) -> bool:
-    """Ask replay until no lease is out and there is no room for one; False when that took longer than the limit."""
-    keys = load_keys(config.network.keys)
-    with Dealer(address, f"bench.{os.getpid()}", m.FROM_REPLAY, keys=keys) as dealer:
-
-        def is_quiet() -> bool:
-            dealer.send(m.StatusRequest())
-            try:
-                envelope = dealer.poll(0.2)
-            except WireError as error:
-                log.warning("status of replay: %s", error)
-                return False
-            if envelope is None or not isinstance(envelope.message, m.Status):
-                return False
-            groups = envelope.message.state["groups"]
-            return bool(groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"])
-
-        if until(is_quiet, limit_s):
-            return True
-    log.warning("the engines were still busy after %g s: the updates are timed beside them", limit_s)
-    return False
-
-
-def facts(device: torch.device) -> dict[str, Any]:
-    """What this rank ran on."""
-    if device.type != "cuda":
-        return {"learner_device": "cpu", "nccl": None}
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {"learner_device": torch.cuda.get_device_name(device), "nccl": version}
-
-
-def main() -> NoReturn:
-    """Entry point of one rank."""
-    parser = argparse.ArgumentParser(prog="torchrun -m scripts.bench.train", description=__doc__)
-    add_arguments(parser)
-    parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
-    args = parser.parse_args()
-    die_with_parent(int(os.environ.get(PARENT, os.getppid())))
-    rank = os.environ.get("RANK", "0")
-    try:
-        config = from_arguments(args)
-        set_up_logging(f"learner-{rank}", config.run_dir)
-        train(config, args.replay, resume=False, make_learner=partial(BenchLearner, address=args.replay))
-    except Exception as error:  # the edge of the process: whatever it is, the log names it and the run ends
-        log.exception("the benchmark failed")
-        stop(rank, error)
-    leave(0)
+        return time.perf_counter()
 
 
 if __name__ == "__main__":
-    main()
+    main(BenchLearner)

@@ -1,10 +1,11 @@
 """`python -m scripts.chaos [CAMPAIGN] ...`: seeded faults against real processes, and one line of JSON about them.
 
-    chaos     faults against whole runs (taken where no campaign is named)
-    resume    kill -9 of the learner and of replay, and equal digests afterwards
-    bus       each role hit at 20 points of a weight update
-    weights   updates sent whole and as changes, with faults of messages and flipped bits between the ends
-    elastic   rollout servers that join and leave one run
+    chaos            faults against whole runs (taken where no campaign is named)
+    resume           kill -9 of the learner and of replay, and equal digests afterwards
+    bus              each role hit at 20 points of a weight update
+    weights changes  updates sent as changes, with faults of messages and data between the ends
+    weights flips    updates with flipped bits
+    elastic          rollout servers that join and leave one run
 
 CAMPAIGN --help lists the options. With --work, a campaign goes on where one with the same arguments was ended.
 """
@@ -12,26 +13,29 @@ CAMPAIGN --help lists the options. With --work, a campaign goes on where one wit
 import sys
 from collections.abc import Sequence
 
+from scripts.chaos.report import drive
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 only when all was in order."""
     words = list(sys.argv[1:] if argv is None else argv)
-    match words[:1]:
-        case ["resume"]:
+    match words:
+        case ["-h" | "--help"] | ["weights"] | ["weights", "-h" | "--help"]:
+            print(__doc__)
+            return 0
+        case ["resume", *rest]:
             from scripts.chaos.campaigns import resume as campaign
-        case ["bus"]:
+        case ["bus", *rest]:
             from scripts.chaos.campaigns import bus as campaign
-        case ["weights"]:
-            from scripts.chaos.campaigns import weights as campaign
-        case ["elastic"]:
+        case ["weights", "changes", *rest]:
+            from scripts.chaos.campaigns import changes as campaign
+        case ["weights", "flips", *rest]:
+            from scripts.chaos.campaigns import flips as campaign
+        case ["elastic", *rest]:
             from scripts.chaos.campaigns import elastic as campaign
-        case _:
+        case ["chaos", *rest] | [*rest]:
             from scripts.chaos.campaigns import chaos as campaign
-
-            if words[:1] == ["-h"] or words[:1] == ["--help"]:
-                print(__doc__)
-            return campaign.main(words[1:] if words[:1] == ["chaos"] else words)
-    return campaign.main(words[1:])
+    return drive(campaign, " ".join(words[: len(words) - len(rest)]) or "chaos", rest)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,25 @@ from scripts.chaos.polling import wait_until
 from scripts.chaos.probe import Recorder, bus_subscriber, halfway
 from weight_bus import BusClosed, Event, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
-from weight_bus.transports import TransportFactory
 
 FORKS = multiprocessing.get_context("forkserver")
 """Importing torch anew for each receiver would take longer than most faults."""
 HOST, RUN = "127.0.0.1", "chaos-bus"
-KEPT = 64
-"""Versions whose bytes are remembered; an older one that is activated is wrong in any case."""
+KEPT = 64  # versions whose bytes are remembered; an older one that is activated is wrong in any case
 END_S = 60.0
 
 Weights = dict[str, torch.Tensor]
 
 
-def bytes_of(named: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """A copy of every tensor's bytes."""
+def digests_of(named: Weights) -> dict[str, int]:
+    return {name: slice_digest(tensor) for name, tensor in named.items()}
+
+
+def bytes_of(named: Weights) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in named.items()}
 
 
-def bytes_digest(named: Mapping[str, torch.Tensor]) -> str:
+def bytes_digest(named: Weights) -> str:
     """Of all bytes by name; shares nothing with the digests of the bus."""
     state = hashlib.blake2b(digest_size=16)
     for name, data in sorted(bytes_of(named).items()):
@@ -43,47 +44,23 @@ def bytes_digest(named: Mapping[str, torch.Tensor]) -> str:
     return state.hexdigest()
 
 
-class LogCapture(logging.Handler):
-    """What the weight bus logs in this process; a context manager."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        self._logger = logging.getLogger("weight_bus")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text."""
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> "LogCapture":
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-        self._logger.addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
-        self._logger.removeHandler(self)
-
-
 class Oracle:
     """Copies what is published, and compares it byte by byte with what an engine is to serve."""
 
     def __init__(self) -> None:
         self._truth: OrderedDict[int, dict[str, bytes]] = OrderedDict()
-        self.activated: dict[str, list[int]] = {}
-        """By receiver, in order."""
+        self.activated: defaultdict[str, list[int]] = defaultdict(list)  # by receiver, in order
         self.wrong: list[str] = []
 
-    def publish(self, version: int, named: Mapping[str, torch.Tensor]) -> None:
+    def publish(self, version: int, named: Weights) -> None:
         """Copy what is about to be published."""
         self._truth[version] = bytes_of(named)
         if len(self._truth) > KEPT:
             self._truth.popitem(last=False)
 
-    def look(self, name: str, version: int, live: Mapping[str, torch.Tensor]) -> None:
+    def look(self, name: str, version: int, live: Weights) -> None:
         """An engine is to serve a version from now on."""
-        before, held, true = self.activated.setdefault(name, []), bytes_of(live), self._truth.get(version, {})
+        before, held, true = self.activated[name], bytes_of(live), self._truth.get(version, {})
         if before and version < before[-1]:
             self.wrong.append(f"{name!r} went back from v{before[-1]} to v{version}")
         wrong = [tensor for tensor in {**true, **held} if held.get(tensor) != true.get(tensor)]
@@ -91,25 +68,22 @@ class Oracle:
             self.wrong.append(f"{name!r} serves v{version} with a wrong {wrong[0]!r}")
         before.append(version)
 
-    def holds(self, version: int, live: Mapping[str, torch.Tensor]) -> bool:
+    def holds(self, version: int, live: Weights) -> bool:
         """Whether these are the weights of a version, bit for bit."""
         return self._truth.get(version) == bytes_of(live)
 
     def claims(self, version: int, served: Iterable[str]) -> None:
         """The publisher says that these serve a version."""
-        for name in served:
-            if version not in self.activated.get(name, ()):
-                self.wrong.append(f"the publisher takes {name!r} for one that serves v{version}")
+        false = [name for name in served if version not in self.activated[name]]
+        self.wrong += [f"the publisher takes {name!r} for one that serves v{version}" for name in false]
 
 
 class Receiver(threading.Thread):
     """A rollout server whose engine holds copies of what it is sent.
 
-    Args:
-        observe: called with name, version and live weights when the engine is to serve a version.
-        make: the subscriber.
-        spoil: called with place (staged, base, live), tensor name and tensor, as each is loaded.
-        restarts: removed for good, it starts anew, as its launcher would have it.
+    `observe` is called with name, version and live weights when the engine is to serve a version; `spoil` with place
+    (staged, base, live), tensor name and tensor, as each is loaded. With `restarts`, one that is removed for good
+    starts anew, as its launcher would have it.
     """
 
     def __init__(
@@ -120,104 +94,101 @@ class Receiver(threading.Thread):
         observe: Callable[[str, int, Weights], None],
         *,
         make: type[Subscriber] = Subscriber,
-        transport_factory: TransportFactory | None = None,
         spoil: Callable[[str, str, torch.Tensor], None] = lambda *_: None,
         restarts: bool = True,
+        **options: Any,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.live: Weights = {}
-        self.removals = 0
-        self.closed = ""
-        """Why the bus ended."""
-        options: dict[str, Any] = {"name": name, "config": config, "host": HOST, "run_id": RUN}
-        if transport_factory is not None:
-            options["transport_factory"] = transport_factory
-        self._subscriber = lambda: make(address, **options)
+        self.removals, self.closed = 0, ""  # why the bus ended
+        self._subscriber = lambda: make(address, name=name, config=config, host=HOST, run_id=RUN, **options)
         self._observe, self._spoil, self._restarts = observe, spoil, restarts
 
     def run(self) -> None:
-        """Receive until the bus ends."""
         while not self.closed:
             with self._subscriber() as subscriber:
                 try:
                     while True:
-                        subscriber.receive(self._load, activate=self._activate, quarantine=self._quarantine)
+                        # a quarantined engine serves nothing here that could be stopped
+                        subscriber.receive(self._load, activate=self._activate, quarantine=lambda *_: None)
                 except BusClosed as closed:
                     self.closed = str(closed)
                 except RemovedFromBus as removed:
-                    self.removals += 1
-                    self.live = {}
+                    self.removals, self.live = self.removals + 1, {}
                     self.closed = "" if self._restarts else str(removed)
 
-    def _load(self, _version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
+    def _load(self, _version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         for name, tensor in named_tensors:
             self._spoil("staged", name, tensor)
             self.live[name] = tensor.clone()
             self._spoil("base", name, tensor)
             self._spoil("live", name, self.live[name])
-        return {name: slice_digest(tensor) for name, tensor in self.live.items()}
+        return digests_of(self.live)
 
     def _activate(self, version: int, _evaluate: bool) -> None:
         self._observe(self.name, version, self.live)
 
-    def _quarantine(self, version: int, reason: str) -> None:
-        """Nothing is served here that could be stopped."""
 
+class BusCluster(logging.Handler):
+    """A publisher, its receivers in threads, an oracle, and what the bus logs here; a context manager."""
 
-class BusCluster:
-    """A publisher, its receivers in threads, and an oracle; a context manager."""
-
-    def __init__(self, config: WeightBus, *, transport_factory: TransportFactory | None = None) -> None:
-        self.config, self._factory = config, transport_factory
-        self.log, self.oracle = LogCapture(), Oracle()
+    def __init__(self, config: WeightBus, **options: Any) -> None:
+        super().__init__(logging.INFO)
+        self.config, self._options, self.oracle = config, options, Oracle()
+        self.lines: list[str] = []  # of the log
         self.removed: list[Event] = []
         self.receivers: dict[str, Receiver] = {}
+        self._logger = logging.getLogger("weight_bus")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
     def __enter__(self) -> "BusCluster":
-        self.log.__enter__()
-        options = {"transport_factory": self._factory} if self._factory is not None else {}
-        self.publisher = Publisher(self.config, host=HOST, run_id=RUN, incarnation=1, **options)
+        self._logged_from = self._logger.level
+        self._logger.setLevel(logging.INFO)
+        self._logger.addHandler(self)
+        self.publisher = Publisher(self.config, host=HOST, run_id=RUN, incarnation=1, **self._options)
         self.publisher.on_event.append(lambda event: self.removed.append(event) if event.kind == "removed" else None)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-        self.log.__exit__()
+        self.end()
+        self._logger.setLevel(self._logged_from)
+        self._logger.removeHandler(self)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the publisher, and with it the receivers."""
         self.publisher.close()
         for receiver in self.receivers.values():
             receiver.join(END_S)
 
-    def add(self, name: str, *, address: str = "", **options: Any) -> Receiver:
-        """One more receiver, a thread of this process."""
-        receiver = Receiver(address or self.publisher.address, name, self.config, self.oracle.look, **options)
-        self.receivers[name] = receiver
-        receiver.start()
-        return receiver
+    def add(self, name: str, *, address: str = "", **options: Any) -> None:
+        address = address or self.publisher.address
+        self.receivers[name] = Receiver(address, name, self.config, self.oracle.look, **options)
+        self.receivers[name].start()
+
+    def wait_for_all(self) -> None:
+        """Wait until all receivers have joined. Raises Hung."""
+        names = set(self.receivers)
+        self.wait(lambda: names <= self.publisher.members().keys(), f"{sorted(names)} have joined", END_S)
 
     @property
     def next_version(self) -> int:
-        """From 1 on."""
         return max(self.publisher.version, 0) + 1
 
     def start_publish(self, named: Weights, *, reach: Callable[[], None] = lambda: None) -> int:
         """Hand the next version to the bus; `reach` is called when half of it is put together. The version."""
         version = self.next_version
         self.oracle.publish(version, named)
-        digests = {name: slice_digest(tensor) for name, tensor in named.items()}
-        self.publisher.start_publish(version, halfway(list(named.items()), reach), digests)
+        self.publisher.start_publish(version, halfway(list(named.items()), reach), digests_of(named))
         return version
 
     def serves(self, version: int, name: str) -> bool:
         """Whether a receiver was told to serve a version last, and holds it now."""
-        return self.oracle.activated.get(name, [-1])[-1] == version and self.oracle.holds(
-            version, self.receivers[name].live
-        )
+        newest = self.oracle.activated[name][-1:]
+        return newest == [version] and self.oracle.holds(version, self.receivers[name].live)
 
     def wait(self, condition: Callable[[], object], what: str, deadline_s: float) -> None:
-        """Raises Hung after the deadline."""
         wait_until(condition, what, deadline_s, state=lambda: f"members {self.publisher.members()}")
 
 
@@ -231,7 +202,6 @@ def start_receiver(address: str, config: WeightBus, name: str, folder: Path) -> 
 
 
 def receive(address: str, config: str, name: str, folder: Path) -> None:
-    """The life of one receiver, in its own process."""
     die_with_parent()
     torch.set_num_threads(1)
     logging.basicConfig(filename=folder / "receiver.log", format="%(asctime)s %(message)s", level=logging.INFO)
@@ -241,10 +211,4 @@ def receive(address: str, config: str, name: str, folder: Path) -> None:
         recorder.note("live", version=version, pid=os.getpid(), digest=bytes_digest(live))
 
     made = WeightBus.model_validate_json(config)
-    receiver = Receiver(address, name, made, observe, make=bus_subscriber(recorder), restarts=False)
-    try:
-        receiver.run()
-    except BaseException:
-        logging.exception("failed")
-        raise
-    logging.info("ended: %s", receiver.closed)
+    Receiver(address, name, made, observe, make=bus_subscriber(recorder), restarts=False).run()

@@ -3,39 +3,38 @@
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from signal import SIGKILL, Signals
+from signal import SIGKILL
 from typing import Any
 
 from configs.loading import load
 from configs.schema import Config
-from learner.launch.hosts.status_client import ask_replay
-from scripts.chaos import processes, site_start
+from learner.launch.hosts.ready import ask_replay
+from scripts.chaos import checker, processes, site_start
 from scripts.chaos.polling import Ended, T, wait_until
 from scripts.chaos.proxy import Link, Proxy
 from scripts.chaos.settings import (
     ROOT,
     SERVERS,
     START_S,
-    Pace,
     Variant,
     recovery_s,
     run_settings,
+    set_pace,
     variant_settings,
 )
 from scripts.chaos.watch import Logs, Probe, Watch
 
-TICK_S = 0.004
-PACE_EVERY_S = 0.3
-RESTART_S = 0.2
+TICK_S, PACE_EVERY_S, RESTART_S = 0.004, 0.3, 0.2
 LAUNCHER = "launcher"
-CLOCKS = {"replay": 0, "learner": 1, "server": 2, "launcher": 3}
+CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
 
 @dataclass(slots=True)
@@ -43,10 +42,7 @@ class Started:
     """A process of the cluster."""
 
     process: "subprocess.Popen[bytes]"
-    command: Sequence[str]
-    environment: dict[str, str]
-    restarts: bool
-    """It is started again when it ends."""
+    again: Callable[[], None] | None  # how it is started again when it ends, where it is
     may_end: bool = False
     restart_at: float = 0.0
 
@@ -54,29 +50,23 @@ class Started:
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    Args:
-        work: folder for everything; the run folder is work/run.
-        probes: rollout servers and learner rank 0 get probes.
-        pace: seconds that the reward of one trajectory takes, asked again and again.
+    Everything is in the folder `work`, the run in work/run. With `probes`, rollout servers and learner rank 0 get
+    probes. `pace` is asked again and again for the seconds that the reward of one trajectory takes.
     """
 
+    config: Config
+
     def __init__(self, work: Path, *, probes: bool = True, pace: Callable[[], float] = lambda: 0.0) -> None:
-        work.mkdir(parents=True, exist_ok=True)
+        (work / "site").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self.work, self.folder = work, work / "run"
         self.watch = Watch(self.folder, work / "journal")
-        self.logs = Logs(self.folder / "logs", [])
-        self.proxy = Proxy()
+        self.history, self.logs, self.proxy = self.watch.history, Logs(self.folder / "logs", []), Proxy()
         self.links: dict[str, Link] = {}
         self.started: dict[str, Started] = {}
-        self.total_steps: int | None = None
-        """Steps after which processes may end."""
-        self.pace = Pace(work)
-        self._wanted_pace, self._paced_at = pace, 0.0
-        self._closing = False
+        self._pace, self._paced_at = pace, 0.0
         self._clock = work / "clock"
         self._clock.write_bytes(bytes(site_start.DOUBLE.size * len(CLOCKS)))
-        (work / "site").mkdir(exist_ok=True)
-        shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self._environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -86,20 +76,19 @@ class Cluster:
             **({"CHAOS_PROBES": str(work / "probes")} if probes else {}),
         }
 
-    # ---- life ------------------------------------------------------------------------------------------
-
     def __enter__(self) -> "Cluster":
         self.proxy.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing = True
         roots = [started.process for started in self.started.values()]
         for pid in [pid for root in roots for pid in (root.pid, *processes.below(root.pid))]:
             processes.send(pid, SIGKILL)
         for root in roots:
             root.wait()
         self.proxy.__exit__()
+
+    # ---- starting --------------------------------------------------------------------------------------
 
     def start(self, name: str, *command: str, restarts: bool = False, **environment: str) -> None:
         """Start a process; what it prints goes to NAME.out."""
@@ -116,39 +105,32 @@ class Cluster:
                 env=self._environment | environment,
                 start_new_session=True,
             )
-        self.started[name] = Started(process, command, environment, restarts)
+        again = partial(self.start, name, *command, restarts=True, **environment)
+        self.started[name] = Started(process, again if restarts else None)
 
-    def launch(
-        self, settings: Sequence[str] = (), *, command: Sequence[str] = (), local: bool = False, **environment: str
-    ) -> None:
+    def launch(self, settings: Sequence[str] = (), *command: str, local: bool = False, **environment: str) -> None:
         """Start the learner side, until it says where replay listens; with `local` rollout servers it does not."""
-        words, boots = command or (sys.executable, "-m", "learner.main"), self.watch.account.boots
+        words, boots = command or (sys.executable, "-m", "learner.main"), self.history.boots
         self.output(LAUNCHER).unlink(missing_ok=True)
-        sets = [word for value in settings for word in ("--set", value)]
-        self.start(LAUNCHER, *words, *sets, **environment)
+        self.start(LAUNCHER, *words, *(word for value in settings for word in ("--set", value)), **environment)
         what = "the start of replay"
-        self.wait(lambda: self.address or (local and self.watch.account.boots > boots), what, 2 * START_S)
-        self.config: Config = load(self.folder / "config.yaml", [])
-        self.total_steps = self.config.learner.total_steps
+        self.wait(lambda: self.address or (local and self.history.boots > boots), what, 2 * START_S)
+        self.config = load(self.folder / "config.yaml", [])
 
     def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
         """Start a small run with rollout servers behind proxies, until its first step."""
         steps = f"learner.total_steps={total_steps}"
         self.launch([*run_settings(self.work, data), *variant_settings(variant, self.work), steps])
         for name in SERVERS:
-            self.serve(name)
-        self.wait(lambda: self.watch.account.version > 0, "the first step", 2 * START_S)
+            self.links[name] = self.proxy.link(self.address)
+            self.serve(name, self.links[name].address, restarts=True)
+        self.wait(lambda: self.history.version > 0, "the first step", 2 * START_S)
 
-    def serve(self, name: str, *, command: Sequence[str] = (), proxied: bool = True, restarts: bool = True) -> None:
+    def serve(self, name: str, address: str, *command: str, restarts: bool = False) -> None:
         """Start a rollout server with a probe."""
         self.watch.probes[name] = Probe(self.work / "probes" / name)
-        address = self.address
-        if proxied:
-            self.links[name] = self.proxy.link(self.address)
-            address = self.links[name].address
-        words = [*(command or (sys.executable, "-m", "rollout_server.main", "--replay", address))]
-        words += ["--config", f"{self.folder}/config.yaml", "--server-name", name]
-        words += [] if command else ["--parent", str(os.getpid())]
+        own = (sys.executable, "-m", "rollout_server.main", "--parent", str(os.getpid()), "--replay", address)
+        words = [*(command or own), "--config", f"{self.folder}/config.yaml", "--server-name", name]
         self.start(name, *words, restarts=restarts, REPLAY=address)
 
     @property
@@ -160,7 +142,6 @@ class Cluster:
         return found[1].rstrip(":") if found else ""
 
     def output(self, name: str) -> Path:
-        """What a process prints."""
         return self.work / f"{name}.out"
 
     def last_words(self, name: str = LAUNCHER) -> str:
@@ -172,21 +153,24 @@ class Cluster:
     @property
     def is_over(self) -> bool:
         """Whether processes may end by themselves."""
-        return self._closing or (self.total_steps is not None and self.watch.account.version >= self.total_steps)
+        return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
         """Look at everything once: journal, probes, dead servers, pace."""
         self.watch.poll()
         now = time.monotonic()
-        for name, started in list(self.started.items()):
-            if started.restarts and started.process.poll() is not None and not self.is_over:
+        for started in list(self.started.values()):
+            if started.again is not None and started.process.poll() is not None and not self.is_over:
                 started.restart_at = started.restart_at or now + RESTART_S
                 if now >= started.restart_at:
-                    self.start(name, *started.command, restarts=True, **started.environment)
+                    started.again()
         if now - self._paced_at > PACE_EVERY_S:
-            self._paced_at = now
-            self.pace.set(self._wanted_pace())
+            self.set_pace()
         time.sleep(TICK_S)
+
+    def set_pace(self) -> None:
+        self._paced_at = time.monotonic()
+        set_pace(self.work, self._pace())
 
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
         """Tick until the condition holds; what it is then.
@@ -199,66 +183,74 @@ class Cluster:
         def look() -> None:
             for name, started in self.started.items():
                 gone = started.process.poll() is not None
-                if gone and not (started.restarts or started.may_end or self.is_over):
+                if gone and not (started.again or started.may_end or self.is_over):
                     code = started.process.returncode
                     raise Ended(f"{name!r} ended with exit code {code} before {what}: {self.last_words(name)}")
             self.tick()
 
-        return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.watch.account.version}")
+        return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.history.version}")
 
     def rest(self, seconds: float) -> None:
-        """Tick for a while."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.tick()
 
     def go_on(self) -> None:
         """Wait until the run has gone on: two steps above all that were ever committed."""
-        account = self.watch.account
-        goal = min(account.high + 2, self.config.learner.total_steps)
-        self.wait(lambda: account.version >= goal, f"step {goal}", recovery_s(self.config))
+        goal = min(self.history.high + 2, self.config.learner.total_steps)
+        self.wait(lambda: self.history.version >= goal, f"step {goal}", recovery_s(self.config))
 
     def wait_for_peers(self, server: str) -> None:
         """Wait until replay knows a rollout server and all ranks, and the server has asked for leases."""
-        self.wait(lambda: self._has_joined(server), f"{server!r} and all ranks at replay", recovery_s(self.config))
 
-    def _has_joined(self, server: str) -> bool:
-        answer = ask_replay(self.config, self.address, 0.5)
-        peers: list[dict[str, Any]] = answer.state["peers"] if answer is not None else []
-        ranks = sum(peer["role"] == "learner" for peer in peers)
-        leased = any(peer["name"] == server and (peer["version"] or 0) > 0 for peer in peers)
-        return leased and ranks == self.config.num_learner_ranks
+        def have_joined() -> bool:
+            answer = ask_replay(self.config, self.address, 0.5)
+            peers: list[dict[str, Any]] = answer.state["peers"] if answer is not None else []
+            ranks = sum(peer["role"] == "learner" for peer in peers)
+            leased = any(peer["name"] == server and (peer["version"] or 0) > 0 for peer in peers)
+            return leased and ranks == self.config.num_learner_ranks
+
+        self.wait(have_joined, f"{server!r} and all ranks at replay", recovery_s(self.config))
 
     def finish(self) -> int:
         """Let the run come to its end; its exit code. Raises Hung."""
         launcher = self.started[LAUNCHER].process
         self.started[LAUNCHER].may_end = True
-        left = self.config.learner.total_steps - self.watch.account.version
+        left = self.config.learner.total_steps - self.history.version
         self.wait(lambda: launcher.poll() is not None, "the end of the run", recovery_s(self.config) + 2.0 * left)
         self.watch.poll()
         return int(launcher.returncode)
 
+    def check(self) -> checker.Report:
+        """The checker's report of a run whose processes have ended."""
+        self.watch.poll()
+        records = sorted(self.work.glob("probes/*/events.jsonl"))
+        return checker.check(self.folder, journal=self.watch.archive, acks=records)
+
     # ---- what faults reach for -------------------------------------------------------------------------
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of a role: replay, learner (its ranks), torchrun, or the name of a started process."""
+        """Living processes of a role: replay, learner (its ranks), `rank N`, torchrun, or a started process's name."""
         if role in self.started:
             process = self.started[role].process
             return [process.pid] if process.poll() is None else []
+        if role.startswith("rank "):
+            return [pid for pid in self.pids("learner") if _has(pid, role.upper().replace(" ", "="))]
         return processes.of_role(self.started[LAUNCHER].process.pid, role)
 
-    def rank_pid(self, rank: int) -> int | None:
-        """Of a learner rank."""
-        wanted = f"RANK={rank}".encode()
-        return next((pid for pid in self.pids("learner") if wanted in processes.environment(pid)), None)
-
-    def kill(self, role: str, sig: Signals = SIGKILL) -> int | None:
-        """Send a signal to the first process of a role; its pid."""
+    def kill(self, role: str) -> int | None:
+        """SIGKILL the first process of a role; its pid."""
         pids = self.pids(role)
-        return pids[0] if pids and processes.send(pids[0], sig) else None
+        return pids[0] if pids and processes.send(pids[0], SIGKILL) else None
 
     def skew(self, role: str, seconds: float) -> None:
         """Set the wall clock of a role off by so much."""
         with self._clock.open("r+b") as file:
-            file.seek(CLOCKS[role] * site_start.DOUBLE.size)
-            file.write(struct.pack("<d", seconds))
+            file.seek(CLOCKS.index(role) * site_start.DOUBLE.size)
+            file.write(site_start.DOUBLE.pack(seconds))
+
+
+def _has(pid: int, variable: str) -> bool:
+    with suppress(OSError):
+        return variable.encode() in (processes.PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    return False

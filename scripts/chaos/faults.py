@@ -1,12 +1,17 @@
-"""The published table of faults and the symptom that each shows as; docs/faults.md prints it.
+"""The published table of faults and the symptom that each shows as, which docs/faults.md prints; plans drawn from it.
 
 `says` are regular expressions of which one must be found in some log of the run before the fault's time is up. A fault
 without any must change nothing. `classes` are the symptom classes that may appear while it lasts and until the run has
 gone on; another one there is a wrong name, which counts as unnamed.
 """
 
+import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from scripts.chaos.settings import SERVERS, VARIANTS, Variant
 
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
@@ -21,8 +26,7 @@ POINTS = {
     "reading": "replay was started again and reads its journal",
     "repeating": "the learner repeats journalled steps",
 }
-INSTANT = ("kill", "torn")
-"""Faults that are over at once begin with these words."""
+INSTANT = ("kill", "torn")  # faults that are over at once begin with these words
 EVERYWHERE = tuple(POINTS)
 RUNNING = tuple(point for point in POINTS if point != "reading")
 WIRE = ("any", "in flight", "formed", "broadcast")
@@ -40,11 +44,6 @@ class Fault:
     points: tuple[str, ...]
     classes: frozenset[str] = GONE
     needs: Needs = ""
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether no log has to say anything of it."""
-        return not self.says
 
 
 LOST_CLOSED = r"replay: lost '{server}'.*\[closed\]"
@@ -102,19 +101,67 @@ FAULTS = (
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
-def possible(needs: Needs, *, keys: bool, num_ranks: int) -> bool:
-    """Whether a run can have a fault of such needs."""
-    return {"": True, "open": not keys, "keys": keys, "two ranks": num_ranks > 1}[needs]
-
-
 def as_markdown() -> list[str]:
     """The rows of the table in docs/faults.md."""
-    rows = [
-        "| fault | what is done | what some log must say | classes that may appear | aimed at |",
-        "|---|---|---|---|---|",
-    ]
+    head = "| fault | what is done | what some log must say | classes that may appear | aimed at |"
+    rows = [head, "|---|---|---|---|---|"]
     for fault in FAULTS:
         says = " or ".join(f"`{pattern}`".replace("|", "\\|") for pattern in fault.says) or "nothing changes"
         classes = ", ".join(sorted(fault.classes))
         rows.append(f"| {fault.name} | {fault.what} | {says} | {classes} | {', '.join(fault.points)} |")
     return rows
+
+
+# ---- which faults, at which points, in which order: drawn once from the seed, so that a campaign can be repeated ----
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One fault to come. Example: Planned("kill replay", "formed", "rollout-a")"""
+
+    fault: str
+    point: str
+    server: str
+
+
+PlannedRun = tuple[Variant, list[Planned]]
+
+
+def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
+    """`num_faults` faults, `per_run` of them in a run.
+
+    Every pair of fault and point comes once before any comes a second time, as far as the variants of the runs allow.
+    `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
+    """
+    rng = random.Random(seed)
+    decks = {variant: deck for variant in VARIANTS if (deck := list(pairs(variant, only)))}
+    if not decks:
+        raise ValueError(f"--only {only!r}: no fault of the table has such a name; see --table")
+    for deck in decks.values():
+        rng.shuffle(deck)
+    used: Counter[tuple[str, str]] = Counter()
+    runs: list[PlannedRun] = []
+    for first in range(0, num_faults, per_run):
+        variant = list(decks)[len(runs) % len(decks)]
+        faults = []
+        for _ in range(min(per_run, num_faults - first)):
+            deck = decks[variant]
+            pair = min(deck, key=used.__getitem__)  # the first of those that came least often
+            deck.remove(pair)
+            deck.append(pair)
+            used[pair] += 1
+            faults.append(Planned(*pair, server=rng.choice(SERVERS)))
+        runs.append((variant, faults))
+    return runs
+
+
+def pairs(variant: Variant, only: str = "") -> Iterator[tuple[str, str]]:
+    """(fault, point) that a run of this variant can have."""
+    two_ranks = any(setting.endswith(":2") for setting in variant.settings)
+    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks}
+    for fault in FAULTS:
+        if possible[fault.needs] and any(word.strip() in fault.name for word in only.split(",")):
+            for point in fault.points:
+                # what is sealed cannot be held by its kind
+                if not (variant.keys and point == "in flight"):
+                    yield fault.name, point

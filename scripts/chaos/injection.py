@@ -1,194 +1,233 @@
-"""What each fault of the table does to a run; an injection lasts as long as its fault."""
+"""What is done to a run: waiting for a named point of its protocol, holding it there, and each fault of the table."""
 
 import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 from signal import SIGKILL
+from typing import Literal
 
 from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
-from scripts.chaos.cluster import LAUNCHER, Cluster
+from scripts.chaos.cluster import CLOCKS, LAUNCHER, Cluster
 from scripts.chaos.polling import Hung
-from scripts.chaos.proxy import Direction, Intercept
+from scripts.chaos.proxy import Direction, Intercept, ZmtpMessage
 from scripts.chaos.settings import START_S
-from scripts.chaos.zmtp import ZmtpMessage, largest_array
 
-HOUR_S = 3600.0
-CUT_S = 3.0
-SLOW_FOR_S, SLOW_BY_S = 3.0, 0.1
-SKEW_FOR_S = 2.0
-FULL_FOR_S = 2.0
-MESSAGE_S = 20.0
-"""How long an intercept waits for the message that it changes."""
-FILLING_S = 20.0
-"""How long a journal may take to reach the end of its disk."""
+AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
+HOLD_S = 1.0
+"""Longest that a gate holds a receiver: less than the collective timeout, so that holding alone breaks nothing."""
+MIN_REPEATED = 3  # steps that must be there to repeat before the learner is killed for it
+CLOCK_S = {"forward": 3600.0, "backward": -3600.0}
+CUT_S, SLOW_FOR_S, SLOW_BY_S, SKEW_FOR_S, FULL_FOR_S = 3.0, 3.0, 0.1, 2.0, 2.0
+MESSAGE_S = 20.0  # how long an intercept waits for the message that it changes
+FILLING_S = 20.0  # how long a journal may take to reach the end of its disk
 LOG_ROOM_BYTES = 4 * 1024
-KINDS: dict[Direction, tuple[str, ...]] = {
+KINDS: dict[str, tuple[str, ...]] = {
     "up": ("Group", "LeaseRequest", "Renew", "Heartbeat"),
     "down": ("Lease", "Ack", "Heartbeat"),
 }
 """Messages that come often enough to wait for one."""
+FLIPS: dict[str, tuple[Direction, tuple[str, ...]]] = {
+    "up": ("up", ("Group",)),
+    "header up": ("up", KINDS["up"]),
+    "lease request": ("up", ("LeaseRequest",)),
+    "hello": ("up", ("Hello",)),
+    "welcome": ("down", ("Welcome",)),
+    "down": ("down", KINDS["down"]),
+}
+
+
+class Aim:
+    """One point of one run. `reach`, inject, `was_hit`, `release`."""
+
+    def __init__(self, cluster: Cluster, point: str, server: str, rng: random.Random) -> None:
+        self.cluster, self.point, self.rng = cluster, point, rng
+        self._link, self._gate = cluster.links[server], cluster.watch.probes[server].gate
+        self._mark = cluster.logs.mark()
+        self._direction: Direction = rng.choice(["up", "down"])
+        self._reached = False
+        watch, history = cluster.watch, cluster.history
+        self._is_there: Callable[[], bool] = {
+            "any": lambda: True,
+            "in flight": self._link.held[self._direction].is_set,
+            "formed": lambda: history.newest_take == history.version + 1,
+            "committed": lambda: not watch.newest_is_live,
+            "broadcast": lambda: self._gate.arrived,
+            "checkpoint": lambda: watch.writes_checkpoint,
+            "reading": lambda: cluster.logs.first([r"replay ready at"], self._mark) is None,
+            "repeating": lambda: history.version < history.high,
+        }[point]
+
+    def reach(self) -> None:
+        """Wait for the point; one that does not come in time is given up, and `was_hit` says so."""
+        with suppress(Hung):
+            self._bring_about()
+            if self.point != "reading":  # which may be over already
+                self._until(self._is_there)
+            self._reached = True
+
+    def _bring_about(self) -> None:
+        cluster = self.cluster
+        match self.point:
+            case "any":
+                cluster.rest(self.rng.uniform(0.0, 0.5))
+            case "in flight":
+                self._link.held[self._direction].clear()
+                self._link.holding[self._direction] = "Group" if self._direction == "up" else "Ack"
+            case "broadcast":
+                self._gate.aim("middle bucket", HOLD_S)
+            case "reading":
+                old = cluster.kill("replay")
+                self._until(lambda: bool(set(cluster.pids("replay")) - {old}), START_S)
+                self._mark = cluster.logs.mark()
+                time.sleep(self.rng.uniform(0.0, 1.0))
+            case "repeating":
+                self._until(lambda: cluster.watch.steps_to_repeat >= MIN_REPEATED)
+                before = cluster.history.incarnations
+                cluster.kill("learner")
+                self._until(lambda: cluster.history.incarnations > before, START_S)
+
+    def was_hit(self) -> str:
+        """The point at which the fault has really met the run: asked right after it."""
+        self.cluster.watch.poll()
+        return self.point if self._reached and self._is_there() else "any"
+
+    def release(self) -> None:
+        self._link.holding.pop(self._direction, None)
+        if self.point == "in flight":
+            self._link.frozen.discard(self._direction)
+        self._gate.release()
+
+    def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
+        self.cluster.wait(condition, f"the point {self.point!r}", deadline_s)
 
 
 class Injector:
-    """Faults into one run. `server` is the rollout server that is meant."""
+    """Faults into one run: the first word of a fault's name is a method here, which takes the others.
 
-    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
-        self.cluster, self.rng = cluster, rng
-        self.detail = ""
-        """What was done in particular, for the protocol of the run."""
-        silent = cluster.config.network.silent_after_s
-        self._briefly, self._long = silent / 2, silent + 2.0
-        stop, change, kinds = self._stop, self._change, KINDS
-        flip = self._flip_header
-        self._actions: dict[str, Callable[[str], None]] = {
-            "kill server": self._kill,
-            "kill learner": lambda _: self._kill("learner"),
-            "kill rank": self._kill_last_rank,
-            "kill replay": lambda _: self._kill("replay"),
-            "kill replay and learner": self._kill_both,
-            "torn journal": self._torn_journal,
-            "stop server briefly": lambda server: stop(server, self._briefly),
-            "stop server": lambda server: stop(server, self._long),
-            "stop learner briefly": lambda _: stop("learner", self._briefly),
-            "stop learner": lambda _: stop("learner", self._long),
-            "stop replay briefly": lambda _: stop("replay", self._briefly),
-            "stop replay": lambda _: stop("replay", self._long),
-            "stop launcher": lambda _: stop(LAUNCHER, self._long),
-            "cut": lambda server: self._cut(server, CUT_S),
-            "blink": lambda server: self._cut(server, 0.0),
-            "slow link": self._slow,
-            "freeze": lambda server: self._freeze(server, "up", "down"),
-            "freeze up": lambda server: self._freeze(server, "up"),
-            "freeze down": lambda server: self._freeze(server, "down"),
-            "vanish": self._vanish,
-            "flip up": lambda server: change(server, "up", self._flip_array, ("Group",)),
-            "flip header up": lambda server: change(server, "up", flip, kinds["up"]),
-            "flip lease request": lambda server: change(server, "up", flip, ("LeaseRequest",)),
-            "flip hello": lambda server: self._at_joining(server, "up", "Hello"),
-            "flip welcome": lambda server: self._at_joining(server, "down", "Welcome"),
-            "flip down": lambda server: change(server, "down", flip, kinds["down"]),
-            "tamper": self._tamper,
-            "duplicate up": lambda server: change(server, "up", _twice, kinds["up"]),
-            "duplicate down": lambda server: change(server, "down", _twice, kinds["down"]),
-            "reorder up": lambda server: change(server, "up", _same, kinds["up"], late=True),
-            "reorder down": lambda server: change(server, "down", _same, kinds["down"], late=True),
-            "full disk": self._full_disk,
-            "clock forward": lambda _: self._skew(HOUR_S),
-            "clock backward": lambda _: self._skew(-HOUR_S),
-        }
+    `server` is the rollout server that is meant. An injection lasts as long as its fault.
+    """
 
-    @property
-    def names(self) -> set[str]:
-        """Faults that this knows how to do."""
-        return set(self._actions)
+    def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
+        self.cluster, self.server, self.rng = cluster, server, rng
+        self.detail = ""  # what was done in particular, for the protocol of the run
+        silent_s = cluster.config.network.silent_after_s
+        self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
 
-    def do(self, name: str, server: str) -> None:
-        """Do it, to its end."""
-        self.detail = ""
-        self._actions[name](server)
+    def do(self, name: str) -> None:
+        """A fault of the table, to its end."""
+        verb, _, rest = name.partition(" ")
+        getattr(self, f"do_{verb}")(rest)
 
     # ---- processes -------------------------------------------------------------------------------------
 
-    def _kill(self, role: str) -> None:
-        self.detail = f"pid {self.cluster.kill(role)}"
+    def _pids(self, role: str) -> list[int]:
+        """The process of a role, if it is there: of the learner's ranks the first; `rank` is the last of them."""
+        pids = self.cluster.pids({"server": self.server, "rank": "learner"}.get(role, role))
+        return pids[-1:] if role == "rank" else pids[:1]
 
-    def _kill_last_rank(self, _: str) -> None:
-        pid = self.cluster.pids("learner")[-1]
-        processes.send(pid, SIGKILL)
-        self.detail = f"pid {pid}"
-
-    def _kill_both(self, _: str) -> None:
-        both = [*self.cluster.pids("replay"), *self.cluster.pids("learner")[:1]]
-        for pid in both:
+    def do_kill(self, roles: str) -> None:
+        pids = [pid for role in roles.split(" and ") for pid in self._pids(role)]
+        for pid in pids:
             processes.send(pid, SIGKILL)
-        self.detail = f"pids {both}"
+        self.detail = f"pids {pids}"
 
-    def _stop(self, role: str, seconds: float) -> None:
+    def do_stop(self, role: str) -> None:
+        role, _, briefly = role.partition(" ")
+        seconds = self._briefly_s if briefly else self._long_s
         self.detail = f"{seconds:g} s"
         with ExitStack() as stack:
-            for pid in self.cluster.pids(role)[:1]:
+            for pid in self._pids(role):
                 stack.enter_context(processes.stopped(pid))
             self.cluster.rest(seconds)
 
-    def _torn_journal(self, _: str) -> None:
+    def do_torn(self, _: str) -> None:
         """The launcher stands still, so that the dead replay's journal can be written to before the next one starts."""
         with processes.stopped(self.cluster.pids(LAUNCHER)[0]):
             replay = self.cluster.kill("replay")
             assert replay is not None
             self.cluster.wait(lambda: not processes.is_alive(replay), "the end of replay", 10.0)
-            torn = self._half_a_record()
+            # what a write that was cut off leaves: a whole head, and less meta than it says; or not even a head
+            head = HEAD.pack(MAGIC, 200, self.rng.randrange(1 << 32))
+            torn = (head + self.rng.randbytes(150))[: self.rng.randrange(1, len(head) + 150)]
             path = segments(self.cluster.folder / "journal")[-1]
             with path.open("ab") as file:
                 file.write(torn)
             self.detail = f"{len(torn)} bytes behind {path.name}"
 
-    def _half_a_record(self) -> bytes:
-        """What a write that was cut off leaves: a whole head, and less meta than it says; or not even a head."""
-        head = HEAD.pack(MAGIC, 200, self.rng.randrange(1 << 32))
-        return (head + self.rng.randbytes(150))[: self.rng.randrange(1, len(head) + 150)]
-
-    def _full_disk(self, _: str) -> None:
+    def do_full(self, _: str) -> None:
         """No file of replay may grow past what the largest has and what its log may need."""
         (replay,) = self.cluster.pids("replay")
-        files = [*segments(self.cluster.folder / "journal")[-1:], self.cluster.folder / "logs" / "replay.log"]
-        log = files[-1].stat().st_size
-        limit = max(files[0].stat().st_size, log + LOG_ROOM_BYTES)
+        log = self.cluster.folder / "logs" / "replay.log"
+        newest = (segments(self.cluster.folder / "journal") or [log])[-1]
+        limit = max(newest.stat().st_size, log.stat().st_size + LOG_ROOM_BYTES)
         self.detail = f"{limit} bytes"
-        mark = self.cluster.logs.mark()
+        logs, mark = self.cluster.logs, self.cluster.logs.mark()
         prlimit(replay, RLIMIT_FSIZE, (limit, RLIM_INFINITY))
         try:
             with suppress(Hung):  # then no log has named it, which is for the caller to see
-                self.cluster.wait(lambda: self.cluster.logs.first([r"\[full\]"], mark) is not None, "[full]", FILLING_S)
+                self.cluster.wait(lambda: logs.first([r"\[full\]"], mark) is not None, "[full]", FILLING_S)
             self.cluster.rest(FULL_FOR_S)
         finally:
             if processes.is_alive(replay):
                 prlimit(replay, RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
 
-    def _skew(self, seconds: float) -> None:
-        role = self.rng.choice(["replay", "learner", "server", "launcher"])
-        self.detail = role
-        self.cluster.skew(role, seconds)
+    def do_clock(self, direction: str) -> None:
+        self.detail = self.rng.choice(CLOCKS)
+        self.cluster.skew(self.detail, CLOCK_S[direction])
         self.cluster.rest(SKEW_FOR_S)
-        self.cluster.skew(role, 0.0)
+        self.cluster.skew(self.detail, 0.0)
 
     # ---- links -----------------------------------------------------------------------------------------
 
-    def _cut(self, server: str, seconds: float) -> None:
-        self.cluster.proxy.cut(self.cluster.links[server], closed_for_s=seconds)
+    def do_cut(self, _: str, seconds: float = CUT_S) -> None:
+        self.cluster.proxy.cut(self.cluster.links[self.server], closed_for_s=seconds)
         self.cluster.rest(seconds)
 
-    def _slow(self, server: str) -> None:
-        link = self.cluster.links[server]
+    def do_blink(self, _: str) -> None:
+        self.do_cut("", 0.0)
+
+    def do_slow(self, _: str) -> None:
+        link = self.cluster.links[self.server]
         link.delay_s = SLOW_BY_S
         self.cluster.rest(SLOW_FOR_S)
         link.delay_s = 0.0
 
-    def _freeze(self, server: str, *directions: Direction) -> None:
-        link = self.cluster.links[server]
-        link.frozen.update(directions)
-        self.cluster.rest(self._long)
+    def do_freeze(self, direction: Literal["up", "down", ""]) -> None:
+        link = self.cluster.links[self.server]
+        link.frozen.update([direction] if direction else ["up", "down"])
+        self.cluster.rest(self._long_s)
         link.frozen.clear()
 
-    def _vanish(self, server: str) -> None:
-        link = self.cluster.links[server]
+    def do_vanish(self, _: str) -> None:
+        link = self.cluster.links[self.server]
         link.orphans = True
-        self._kill(server)
-        self.cluster.rest(self._long)
+        self.do_kill("server")
+        self.cluster.rest(self._long_s)
         link.orphans = False
 
-    def _at_joining(self, server: str, direction: Direction, kind: str) -> None:
-        self._kill(server)
-        self._change(server, direction, self._flip_header, (kind,), deadline_s=START_S)
+    def do_flip(self, what: str) -> None:
+        direction, kinds = FLIPS[what]
+        if what in ("hello", "welcome"):
+            self.do_kill("server")
+            self._change(direction, self._flip, kinds, deadline_s=START_S)
+        else:
+            self._change(direction, self._flip_array if what == "up" else self._flip, kinds)
 
-    def _tamper(self, server: str) -> None:
-        change = self.rng.choice([self._flip_header, _twice])
-        self._change(server, self.rng.choice(["up", "down"]), change, ("sealed",))
+    def do_tamper(self, _: str) -> None:
+        change = self.rng.choice([self._flip, _twice])
+        self._change(self.rng.choice(["up", "down"]), change, ("sealed",))
+
+    def do_duplicate(self, direction: Direction) -> None:
+        self._change(direction, _twice, KINDS[direction])
+
+    def do_reorder(self, direction: Direction) -> None:
+        self._change(direction, lambda message: [message.wire()], KINDS[direction], late=True)
 
     def _change(
         self,
-        server: str,
         direction: Direction,
         change: Callable[[ZmtpMessage], list[bytes]],
         kinds: tuple[str, ...],
@@ -196,9 +235,10 @@ class Injector:
         late: bool = False,
         deadline_s: float = MESSAGE_S,
     ) -> None:
+        """Change the next message of one of these kinds; where none comes, and many may, any message."""
         kind = self.rng.choice(kinds)
         intercept = Intercept(lambda message: message.kind == kind, change, hold_for_next=late)
-        intercepts = self.cluster.links[server].intercepts[direction]
+        intercepts = self.cluster.links[self.server].intercepts[direction]
         intercepts.append(intercept)
         try:
             self.cluster.wait(intercept.done.is_set, f"a {kind} to change", deadline_s)
@@ -206,24 +246,16 @@ class Injector:
             if deadline_s > MESSAGE_S:
                 intercepts.clear()
                 raise
-            intercept.wanted = _any_message  # this kind does not come now; heartbeats always do
+            intercept.wanted = lambda _: True  # this kind does not come now; heartbeats always do
             self.cluster.wait(intercept.done.is_set, "any message to change", deadline_s)
         self.detail = intercept.kind
 
-    def _flip_array(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(largest_array(message), self.rng.random()).wire()]
-
-    def _flip_header(self, message: ZmtpMessage) -> list[bytes]:
+    def _flip(self, message: ZmtpMessage) -> list[bytes]:
         return [message.flipped(0, self.rng.random()).wire()]
 
-
-def _any_message(_: ZmtpMessage) -> bool:
-    return True
+    def _flip_array(self, message: ZmtpMessage) -> list[bytes]:
+        return [message.flipped(message.largest_array, self.rng.random()).wire()]
 
 
 def _twice(message: ZmtpMessage) -> list[bytes]:
     return [message.wire()] * 2
-
-
-def _same(message: ZmtpMessage) -> list[bytes]:
-    return [message.wire()]

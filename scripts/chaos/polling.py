@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,16 +29,7 @@ def wait_until(
 ) -> T:
     """Poll until a condition holds; what it is then.
 
-    Args:
-        condition: what is waited for.
-        what: the same in words.
-        deadline_s: from now.
-        look: called between two polls.
-        state: what the error says of the situation.
-        clock: in seconds.
-
-    Raises:
-        Hung: the condition did not hold within the deadline.
+    `look` is called between two polls; `state` is what the error says of the situation. Raises Hung.
     """
     until = clock() + deadline_s
     while not (found := condition()):
@@ -49,14 +39,12 @@ def wait_until(
     return found
 
 
-@dataclass(slots=True)
 class JsonLines:
-    """A file of JSON lines that may still grow."""
+    """A file of JSON lines that may still grow; `events` are all lines so far."""
 
-    path: Path
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """All lines so far."""
-    _offset: int = 0
+    def __init__(self, path: Path) -> None:
+        self.path, self._offset = path, 0
+        self.events: list[dict[str, Any]] = []
 
     def poll(self) -> list[dict[str, Any]]:
         """New whole lines; a process that was killed may leave a torn one."""

@@ -42,26 +42,16 @@ from weight_bus.transports.base import Labelled, ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
-SENT: dict[type[Message], str] = {
-    messages.Join: "joining",
-    messages.EpochReady: "EpochReady",
-    messages.Staged: "Staged",
-    messages.Applied: "Applied",
-}
-RECEIVED: dict[type[Message], str] = {
-    messages.Epoch: "Epoch",
-    messages.Begin: "Begin",
-    messages.Commit: "Commit",
-}
+PASSED = {messages.EpochReady, messages.Staged, messages.Applied, messages.Epoch, messages.Begin, messages.Commit}
+"""Messages of a receiver behind which there is a moment of their name, when they are sent or have come."""
 
 
 class Recorder:
     """The process's end of a probe."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "events.jsonl"
         self.gate = Gate(folder)
+        self._path = folder / "events.jsonl"
 
     def note(self, event: str, **fields: Any) -> None:
         """One line, with the kernel before anything follows from it: SIGKILL does not take it back."""
@@ -74,11 +64,10 @@ def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
 
     class RecordedDealer(AsyncDealer):
         async def send(self, message: Message) -> None:
-            if isinstance(message, m.LeaseRequest):
-                if message.capacity:
-                    recorder.note("live", version=message.version)
-                else:
-                    recorder.note("dark")
+            if isinstance(message, m.LeaseRequest) and message.capacity:
+                recorder.note("live", version=message.version)
+            elif isinstance(message, m.LeaseRequest):
+                recorder.note("dark")
             await super().send(message)
 
         async def receive(self, timeout_s: float) -> Envelope | None:
@@ -108,8 +97,9 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             sent = super().send(message)
             if isinstance(message, messages.Join):
                 recorder.note("join")
-            if type(message) in SENT:
-                gate.reach(SENT[type(message)])
+                gate.reach("joining")
+            if type(message) in PASSED:
+                gate.reach(type(message).__name__)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
@@ -118,8 +108,8 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
                 recorder.note("welcome", version=message.version)
             elif isinstance(message, messages.Begin):
                 recorder.note("begin", version=message.version, digest=message.digest)
-            if type(message) in RECEIVED:
-                gate.reach(RECEIVED[type(message)])  # type: ignore[index]
+            if type(message) in PASSED:
+                gate.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
@@ -151,10 +141,10 @@ def gated(gate: Gate) -> TransportFactory:
     """A transport factory whose data plane has a gate."""
 
     def make(config: WeightBus, host: str) -> Transport:
-        if (config.transport, config.backend, config.apply) == ("collective", "gloo", "staged"):
-            meeting = GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate)
-            return GatedTransport(Collective(config, host, meeting), gate)  # type: ignore[return-value]
-        return GatedTransport(make_transport(config, host), gate)  # type: ignore[return-value]
+        inner = make_transport(config, host)
+        if type(inner) is Collective:
+            inner = Collective(config, host, GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate))
+        return GatedTransport(inner, gate)
 
     return make
 
@@ -163,25 +153,19 @@ class Wrapped:
     """A transport that differs from another one in what its subclass says."""
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+        self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        if isinstance(self._inner, Labelled):
-            self._inner.label(version, entries)
-
-    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        self._inner.broadcast(bucket, index)
-
-    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        self._inner.finish(arrived)
+        if isinstance(self.inner, Labelled):
+            self.inner.label(version, entries)
 
 
-def wrapping(kind: Callable[..., Wrapped], *arguments: Any) -> TransportFactory:
+def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> TransportFactory:
     """A factory of such transports, around the one that the configuration names."""
-    return lambda config, host: kind(make_transport(config, host), *arguments)  # type: ignore[return-value]
+    return lambda config, host: kind(make_transport(config, host), *arguments, **options)
 
 
 class GatedTransport(Wrapped):
@@ -197,14 +181,13 @@ class GatedTransport(Wrapped):
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
-        if index in moments:
-            self._gate.reach(moments[index])
-        super().broadcast(bucket, index)
+        self._gate.reach(moments.get(index, ""))
+        self.inner.broadcast(bucket, index)
         if moments.get(index) == "middle bucket" and self._gate.take_spoil():
             bucket[0] ^= 1
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        super().finish(arrived)
+        self.inner.finish(arrived)
         self._gate.reach("verifying")
 
 
@@ -245,8 +228,7 @@ class GatedStore(Store):
         return self._inner.add(key, number)
 
     def has_extended_api(self) -> bool:
-        """No: then only the methods above are called."""
-        return False
+        return False  # then only the methods above are called
 
 
 def main() -> int:

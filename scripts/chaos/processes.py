@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -18,8 +19,7 @@ ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learn
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
-SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1
-"""Two thirds of the time stopped, never for as long as a heartbeat."""
+SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1  # two thirds of the time stopped, never for as long as a heartbeat
 
 
 def table() -> Iterator[tuple[int, int, str, str]]:
@@ -51,11 +51,10 @@ def of_role(root: int, role: str) -> list[int]:
 
 def send(pid: int, sig: signal.Signals) -> bool:
     """Send a signal to a process that was found before; False when it has ended since."""
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, sig)
-    except ProcessLookupError:
-        return False
-    return True
+        return True
+    return False
 
 
 def state(pid: int) -> str:
@@ -70,19 +69,11 @@ def is_alive(pid: int) -> bool:
     return state(pid) not in ("", "Z")
 
 
-def environment(pid: int) -> list[bytes]:
-    """Variables of a process; none when it has ended."""
-    with suppress(OSError):
-        return (PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    return []
-
-
 # ---- faults of a process, which last as long as their context ------------------------------------------------
 
 
 @contextmanager
 def killed(pid: int) -> Iterator[None]:
-    """SIGKILL."""
     send(pid, signal.SIGKILL)
     yield
 
@@ -129,7 +120,7 @@ def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
     over = threading.Event()
 
     def run() -> None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
             while not over.is_set():
                 turn(over)
 
@@ -142,17 +133,18 @@ def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
+@cache
 def may_cut() -> bool:
     """Whether the kernel lets this process reach the sockets of its children."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as child:
-        process = os.pidfd_open(child.pid)
         try:
-            copy = LIBC.syscall(SYS_PIDFD_GETFD, process, 0, 0)
-            if copy >= 0:
+            copy = _copy(child.pid, 0)
+            if copy is not None:
                 os.close(copy)
-            return bool(copy >= 0)
+            return copy is not None
+        except PermissionError:
+            return False
         finally:
-            os.close(process)
             child.kill()
 
 
@@ -163,33 +155,33 @@ def close_connections(pid: int) -> int:
         ProcessLookupError: it has ended.
         PermissionError: the kernel does not let this process reach that one's sockets.
     """
+    closed = 0
+    os.close(os.pidfd_open(pid))
+    for entry in (PROC / str(pid) / "fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if os.readlink(entry).startswith("socket:"):
+                closed += _close(_copy(pid, int(entry.name)))
+    return closed
+
+
+def _copy(pid: int, number: int) -> int | None:
+    """A file descriptor of another process, as one of this one; None where it was closed meanwhile."""
     process = os.pidfd_open(pid)
     try:
-        return sum(_close(process, number) for number in _sockets(pid))
+        copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
+        if copy < 0 and ctypes.get_errno() == errno.EPERM:
+            raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
+        return copy if copy >= 0 else None
     finally:
         os.close(process)
 
 
-def _sockets(pid: int) -> Iterator[int]:
-    for entry in (PROC / str(pid) / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(entry).startswith("socket:"):
-                yield int(entry.name)
-
-
-def _close(process: int, number: int) -> bool:
-    copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
-    if copy < 0:
-        error = ctypes.get_errno()
-        if error == errno.EPERM:
-            raise PermissionError(error, "may not reach into another process (pidfd_getfd)")
-        return False  # closed meanwhile
-    with socket.socket(fileno=copy) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-            return False
-        try:
+def _close(copy: int | None) -> bool:
+    if copy is None:
+        return False
+    with socket.socket(fileno=copy) as connection, suppress(OSError):  # it listens, or has no peer any more
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it listens, or has no peer any more
-            return False
-    return True
+            return True
+    return False

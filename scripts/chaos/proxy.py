@@ -2,21 +2,99 @@
 
 It passes TCP on and reads ZMTP as it goes, so identities, handshakes and reconnects are the real ones. One asyncio loop
 in a thread serves all links; the harness's thread changes their state.
+
+Just enough of ZMTP 3 (rfc.zeromq.org/spec/23) to tell messages apart: after a greeting of 64 bytes each side sends
+frames, which are one byte of flags, a size of 1 or 8 bytes, the body. Frames that are no commands make messages; the
+MORE flag says that another frame of the same message follows.
 """
 
 import asyncio
 import contextlib
+import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from scripts.chaos.zmtp import GREETING_BYTES, ZmtpMessage, read_message
+import msgpack
 
-Direction = Literal["up", "down"]
-"""`up` is from the rollout server to replay."""
+Direction = Literal["up", "down"]  # `up` is from the rollout server to replay
 LOOK_S = 0.02
+LIMIT_BYTES = 1 << 22
+GREETING_BYTES = 64
+MORE, LONG, COMMAND = 1, 2, 4
+MAX_BODY_BYTES = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame as it stood on the wire."""
+
+    flags: int
+    body: bytes
+
+    def wire(self) -> bytes:
+        size = len(self.body)
+        if size > 255:
+            return struct.pack(">BQ", self.flags | LONG, size) + self.body
+        return struct.pack("BB", self.flags & ~LONG, size) + self.body
+
+
+@dataclass(frozen=True, slots=True)
+class ZmtpMessage:
+    """A command, or all frames of one message."""
+
+    frames: tuple[Frame, ...]
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is no command of the handshake."""
+        return not self.frames[0].flags & COMMAND
+
+    @property
+    def kind(self) -> str:
+        """Message kind by our header, `command`, or `sealed` where CURVE hides it."""
+        if not self.is_message:
+            return "command"
+        try:
+            header = msgpack.unpackb(self.frames[0].body)
+        except (ValueError, msgpack.exceptions.UnpackException):
+            return "sealed"
+        return str(header.get("kind", "sealed")) if isinstance(header, dict) else "sealed"
+
+    def wire(self) -> bytes:
+        return b"".join(frame.wire() for frame in self.frames)
+
+    def flipped(self, frame: int, position: float) -> "ZmtpMessage":
+        """The same with one bit of one frame's body turned; `position` from 0 (first byte) to 1 (last)."""
+        body = bytearray(self.frames[frame].body)
+        body[min(len(body) - 1, int(position * len(body)))] ^= 0x10
+        changed = replace(self.frames[frame], body=bytes(body))
+        return ZmtpMessage((*self.frames[:frame], changed, *self.frames[frame + 1 :]))
+
+    @property
+    def largest_array(self) -> int:
+        """Position of the largest frame behind the header; the header's own when there is none with bytes."""
+        return max(range(len(self.frames)), key=lambda i: len(self.frames[i].body) if i else 0)
+
+
+async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
+    """The next command or whole message.
+
+    Raises:
+        asyncio.IncompleteReadError: the connection ended.
+        ValueError: this is no ZMTP 3.
+    """
+    frames: list[Frame] = []
+    while not frames or frames[-1].flags & MORE:
+        flags = (await reader.readexactly(1))[0]
+        length = int.from_bytes(await reader.readexactly(8 if flags & LONG else 1), "big")
+        if flags & ~(MORE | LONG | COMMAND) or length > MAX_BODY_BYTES:
+            raise ValueError(f"a frame of {length} bytes with flags {flags:#04x}")
+        frames.append(Frame(flags, await reader.readexactly(length)))
+    return ZmtpMessage(tuple(frames))
 
 
 @dataclass(slots=True)
@@ -24,38 +102,41 @@ class Intercept:
     """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""
 
     wanted: Callable[[ZmtpMessage], bool]
-    change: Callable[[ZmtpMessage], list[bytes]]
-    """The bytes that go on instead, a message each; none loses it."""
-    hold_for_next: bool = False
-    """Give it after the message that follows it."""
+    change: Callable[[ZmtpMessage], list[bytes]]  # the bytes that go on instead, a message each; none loses it
+    hold_for_next: bool = False  # give it after the message that follows it
     done: threading.Event = field(default_factory=threading.Event)
-    kind: str = ""
-    """Of the message that was changed."""
+    kind: str = ""  # of the message that was changed
 
 
-@dataclass(slots=True)
 class Link:
-    """One proxied address."""
+    """One proxied address, whose state other threads may change at any time."""
 
-    upstream: tuple[str, int]
-    address: str = ""
-    delay_s: float = 0.0
-    """Wait before each message."""
-    frozen: set[Direction] = field(default_factory=set)
-    """Nothing passes in these directions; connections stay open."""
-    closed_until: float = 0.0
-    """No connection is accepted before this monotonic time."""
-    intercepts: dict[Direction, list[Intercept]] = field(default_factory=lambda: {"up": [], "down": []})
-    holding: dict[Direction, str] = field(default_factory=dict)
-    """A kind of message that freezes its direction when it comes, before it passes."""
-    held: dict[Direction, threading.Event] = field(
-        default_factory=lambda: {"up": threading.Event(), "down": threading.Event()}
-    )
-    passed: dict[str, int] = field(default_factory=dict)
-    """Messages by kind."""
-    orphans: bool = False
-    """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
-    _open: set[asyncio.StreamWriter] = field(default_factory=set)
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        self.upstream, self.address = upstream, ""
+        self.delay_s = 0.0  # wait before each message
+        self.frozen: set[Direction] = set()  # nothing passes in these directions; connections stay open
+        self.closed_until = 0.0  # no connection is accepted before this monotonic time
+        self.intercepts: dict[Direction, list[Intercept]] = {"up": [], "down": []}
+        self.holding: dict[Direction, str] = {}  # a kind of message that freezes its direction before it passes
+        self.held: dict[Direction, threading.Event] = {"up": threading.Event(), "down": threading.Event()}
+        self.passed: Counter[str] = Counter()  # messages by kind
+        self.orphans = False
+        """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
+        self.writers: set[asyncio.StreamWriter] = set()
+
+    def intercept(self, direction: Direction, message: ZmtpMessage) -> Intercept | None:
+        """The first intercept that wants this message; it is used up."""
+        for intercept in self.intercepts[direction] if message.is_message else ():
+            if intercept.wanted(message):
+                self.intercepts[direction].remove(intercept)
+                intercept.kind = message.kind
+                return intercept
+        return None
+
+    def abort(self) -> None:
+        """Close its connections at both ends, in the thread of the proxy."""
+        for writer in self.writers:
+            writer.transport.abort()
 
 
 class Proxy:
@@ -79,120 +160,96 @@ class Proxy:
     def link(self, address: str) -> Link:
         """A new link to `tcp://host:port`; its `address` is what the rollout server is given."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        link = Link((host, int(port)))
-        self._call(self._listen(link))
-        self._links.append(link)
-        return link
+        self._links.append(Link((host, int(port))))
+        self._call(self._listen(self._links[-1]))
+        return self._links[-1]
 
     def cut(self, link: Link, *, closed_for_s: float = 0.0) -> None:
         """Close its connections at both ends, and accept none for a while."""
         link.closed_until = time.monotonic() + closed_for_s
-        self._call(self._abort(link))
+        self._loop.call_soon_threadsafe(link.abort)
 
     def _call(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _listen(self, link: Link) -> None:
-        server = await asyncio.start_server(lambda r, w: self._serve(link, r, w), "127.0.0.1", 0, limit=1 << 22)
+        server = await asyncio.start_server(lambda r, w: _serve(link, r, w), "127.0.0.1", 0, limit=LIMIT_BYTES)
         link.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._servers.append(server)
-
-    async def _abort(self, link: Link) -> None:
-        for writer in list(link._open):
-            writer.transport.abort()
 
     async def _close(self) -> None:
         for server in self._servers:
             server.close()
         for link in self._links:
             link.frozen, link.orphans = set(), False
-            await self._abort(link)
+            link.abort()
 
-    async def _serve(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection of a rollout server."""
-        try:
-            if time.monotonic() < link.closed_until:
-                raise ConnectionRefusedError
-            up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=1 << 22)
-        except OSError:
-            writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
-            return
-        mine = {writer, up_writer}
-        link._open |= mine
-        up = asyncio.create_task(self._pump(link, "up", reader, up_writer))
-        down = asyncio.create_task(self._pump(link, "down", up_reader, writer))
-        try:
-            await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
-            while link.orphans and up.done():  # noqa: ASYNC110 (another thread turns it off)
-                await asyncio.sleep(LOOK_S)
-        finally:
-            for task in (up, down):
-                task.cancel()
-            await asyncio.gather(up, down, return_exceptions=True)
-            for end in mine:
-                end.transport.abort()
-            link._open -= mine
 
-    async def _pump(
-        self, link: Link, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Pass one direction of a connection on, message by message, until it ends."""
-        late: Intercept | None = None
-        behind: list[bytes] = []
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
-            await _pass_greeting(reader, writer)
-            while True:
-                message = await read_message(reader)
-                await self._wait(link, direction, message)
-                pieces = [message.wire()]
-                if late is None:
-                    intercept = _intercept(link, direction, message)
-                    if intercept is not None:
-                        pieces = intercept.change(message)
-                        if intercept.hold_for_next:
-                            late, behind, pieces = intercept, pieces, []
-                        else:
-                            intercept.done.set()
-                elif message.is_message:
-                    pieces += behind
-                    late.done.set()
-                    late = None
-                writer.writelines(pieces)
-                await writer.drain()
-
-    async def _wait(self, link: Link, direction: Direction, message: ZmtpMessage) -> None:
-        """Delays and freezes, before a message passes."""
-        if message.is_message:
-            kind = message.kind
-            if link.holding.get(direction) == kind:
-                del link.holding[direction]
-                link.frozen.add(direction)
-                link.held[direction].set()
-            link.passed[kind] = link.passed.get(kind, 0) + 1
-            if link.delay_s:
-                await asyncio.sleep(link.delay_s)
-        while direction in link.frozen:  # noqa: ASYNC110 (another thread lets it go)
+async def _serve(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One connection of a rollout server."""
+    try:
+        if time.monotonic() < link.closed_until:
+            raise ConnectionRefusedError
+        up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=LIMIT_BYTES)
+    except OSError:
+        writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
+        return
+    link.writers |= {writer, up_writer}
+    up = asyncio.create_task(_pump(link, "up", reader, up_writer))
+    down = asyncio.create_task(_pump(link, "down", up_reader, writer))
+    try:
+        await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+        while link.orphans and up.done():  # noqa: ASYNC110 (another thread turns it off)
             await asyncio.sleep(LOOK_S)
+    finally:
+        up.cancel()
+        down.cancel()
+        await asyncio.gather(up, down, return_exceptions=True)
+        for end in (writer, up_writer):
+            end.transport.abort()
+            link.writers.discard(end)
 
 
-async def _pass_greeting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Bytes as they come: each side sends the rest of its greeting only when it has seen how the other's begins."""
+async def _pump(link: Link, direction: Direction, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass one direction of a connection on, message by message, until it ends."""
+    late: Intercept | None = None
+    behind: list[bytes] = []
     left = GREETING_BYTES
-    while left:
-        piece = await reader.read(left)
-        if not piece:
-            raise ConnectionError("ended in the greeting")
-        left -= len(piece)
-        writer.write(piece)
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
+        # as it comes: each side sends the rest of its greeting only when it has seen how the other's begins
+        while left:
+            piece = await reader.read(left) or await reader.readexactly(left)  # which raises where it has ended
+            left -= len(piece)
+            writer.write(piece)
+        while True:
+            message = await read_message(reader)
+            await _wait(link, direction, message)
+            pieces = [message.wire()]
+            if late is None:
+                late = link.intercept(direction, message)
+                if late is not None:
+                    pieces = late.change(message)
+                    if late.hold_for_next:
+                        behind, pieces = pieces, []
+                        continue
+            elif message.is_message:
+                pieces += behind
+            if late is not None and message.is_message:
+                late.done.set()
+                late = None
+            writer.writelines(pieces)
+            await writer.drain()
 
 
-def _intercept(link: Link, direction: Direction, message: ZmtpMessage) -> Intercept | None:
-    """The first intercept that wants this message; it is used up."""
-    if not message.is_message:
-        return None
-    for intercept in link.intercepts[direction]:
-        if intercept.wanted(message):
-            link.intercepts[direction].remove(intercept)
-            intercept.kind = message.kind
-            return intercept
-    return None
+async def _wait(link: Link, direction: Direction, message: ZmtpMessage) -> None:
+    """Delays and freezes, before a message passes."""
+    if message.is_message:
+        link.passed[message.kind] += 1
+        if link.holding.get(direction) == message.kind:
+            del link.holding[direction]
+            link.frozen.add(direction)
+            link.held[direction].set()
+        if link.delay_s:
+            await asyncio.sleep(link.delay_s)
+    while direction in link.frozen:  # noqa: ASYNC110 (another thread lets it go)
+        await asyncio.sleep(LOOK_S)

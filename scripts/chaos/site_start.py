@@ -16,14 +16,9 @@ ROLES = ("replay.main", "learner.train", "rollout_server.main", "learner.main")
 DOUBLE = struct.Struct("<d")
 
 
-def role_of(command: str) -> int | None:
-    """Position of this process's double; None where its clock is left alone."""
-    return next((i for i, role in enumerate(ROLES) if role in command), None)
-
-
 def skew(path: str) -> None:
-    """Replace time.time and time.time_ns."""
-    role = role_of(" ".join(sys.orig_argv))
+    """Replace time.time and time.time_ns, where this is a process of a role."""
+    role = next((i for i, role in enumerate(ROLES) if role in " ".join(sys.orig_argv)), None)
     if role is None:
         return
     with open(path, "rb") as file:

@@ -5,11 +5,11 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos.checker.account import Account
+from scripts.chaos.checker.history import History
 from scripts.chaos.checker.journal import Tail
 from scripts.chaos.polling import JsonLines
 
@@ -27,24 +27,22 @@ class Gate:
     """
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self._aim, self._at, self._spoil = folder / "aim", folder / "at", folder / "spoil"
 
     def reach(self, moment: str) -> None:
         """This process is at a moment: wait, if it is aimed at."""
-        try:
+        with suppress(FileNotFoundError):
             limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
-        except FileNotFoundError:
-            return
-        if aimed != moment:
-            return
-        self._at.touch()
-        until = time.monotonic() + float(limit)
-        while self.is_aimed and time.monotonic() < until:
-            time.sleep(GATE_POLL_S)
+            if aimed == moment:
+                self._at.touch()
+                until = time.monotonic() + float(limit)
+                while self._aim.exists() and time.monotonic() < until:
+                    time.sleep(GATE_POLL_S)
 
     def take_spoil(self) -> bool:
         """Whether a flip was asked for; once."""
-        asked = self._spoil.exists()
+        asked = not self.spoiled
         self._spoil.unlink(missing_ok=True)
         return asked
 
@@ -52,18 +50,16 @@ class Gate:
 
     def aim(self, moment: str, limit_s: float) -> None:
         """Hold the process the next time that it reaches this moment, at most for so long."""
-        self._aim.parent.mkdir(parents=True, exist_ok=True)
         self._at.unlink(missing_ok=True)
         replace_text(self._aim, f"{limit_s} {moment}")
+
+    def release(self) -> None:
+        """Let the process go on; no moment is aimed at any more."""
+        self._aim.unlink(missing_ok=True)
 
     def spoil(self) -> None:
         """Flip a bit of the next update, in its middle bucket."""
         self._spoil.touch()
-
-    @property
-    def is_aimed(self) -> bool:
-        """Whether a process that is at the moment stays there."""
-        return self._aim.exists()
 
     @property
     def arrived(self) -> bool:
@@ -74,10 +70,6 @@ class Gate:
     def spoiled(self) -> bool:
         """Whether the bit has been flipped."""
         return not self._spoil.exists()
-
-    def release(self) -> None:
-        """Let the process go on; no moment is aimed at any more."""
-        self._aim.unlink(missing_ok=True)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -91,66 +83,41 @@ class Probe:
     """The harness's end of a probe (scripts/chaos/probe.py): its record and its gate."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.gate = folder, Gate(folder)
-        self.record = JsonLines(folder / "events.jsonl")
-        self.live = -1
-        """Newest version that leases were asked for with."""
+        self.folder, self.gate, self.record = folder, Gate(folder), JsonLines(folder / "events.jsonl")
+        self.live = -1  # newest version that leases were asked for with
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """All events so far."""
-        self.poll()
-        return self.record.events
-
-    def poll(self) -> None:
-        """Read new events."""
         for event in self.record.poll():
             if event["event"] == "live":
                 self.live = event["version"]
+        return self.record.events
 
     def first(self, event: str) -> dict[str, Any] | None:
-        """The first event of a kind."""
         return next((e for e in self.events if e["event"] == event), None)
 
-    def versions(self, event: str) -> list[int]:
-        """Versions of all events of a kind."""
-        return [e["version"] for e in self.events if e["event"] == event]
 
-
-@dataclass(slots=True)
 class Watch:
     """Where a run is. `archive` keeps every file of the journal, also those that replay deletes."""
 
-    folder: Path
-    archive: Path
-    probes: dict[str, Probe] = field(default_factory=dict)
-    account: Account = field(default_factory=Account)
-    _tail: Tail = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.archive.mkdir(parents=True, exist_ok=True)
-        self._tail = Tail(self.archive)
+    def __init__(self, folder: Path, archive: Path) -> None:
+        archive.mkdir(parents=True, exist_ok=True)
+        self.folder, self.archive, self.history, self._tail = folder, archive, History(), Tail(archive)
+        self.probes: dict[str, Probe] = {}
 
     def poll(self) -> None:
-        """Take in what is new."""
         for path in (self.folder / "journal").glob("*.seg"):
             with suppress(FileExistsError, FileNotFoundError):
                 os.link(path, self.archive / path.name)  # the same file: it grows here as it grows there
         for record in self._tail.poll():
-            self.account.apply(record)
+            self.history.apply(record)
         for probe in self.probes.values():
-            probe.poll()
-
-    @property
-    def batch_is_formed(self) -> bool:
-        """A batch was handed out and its step is not committed."""
-        return self.account.taken == self.account.version + 1
+            _ = probe.events
 
     @property
     def newest_is_live(self) -> bool:
         """Some server has the last committed version."""
-        return any(probe.live >= self.account.version for probe in self.probes.values())
+        return any(probe.live >= self.history.version for probe in self.probes.values())
 
     @property
     def served(self) -> int:
@@ -158,28 +125,19 @@ class Watch:
         return min(probe.live for probe in self.probes.values())
 
     @property
-    def is_repeating(self) -> bool:
-        """The learner has come back and has not yet repeated all journalled steps."""
-        return self.account.version < self.account.high
-
-    @property
     def steps_to_repeat(self) -> int:
         """Steps that a learner would repeat if it died now."""
-        complete = (_step_of(path) for path in self._checkpoints() if (path / "COMPLETE").exists())
-        return self.account.version - max(complete, default=0)
+        return self.history.version - max(self._checkpoints(complete=True), default=0)
 
     @property
     def writes_checkpoint(self) -> bool:
         """A checkpoint folder of a step above all complete ones is there without its mark."""
-        new = (path for path in self._checkpoints() if _step_of(path) >= self.account.version)
-        return any(not (path / "COMPLETE").exists() for path in new)
+        return any(step >= self.history.version for step in self._checkpoints(complete=False))
 
-    def _checkpoints(self) -> Iterable[Path]:
-        return (self.folder / "checkpoints").glob("step_*")
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+    def _checkpoints(self, *, complete: bool) -> Iterator[int]:
+        for path in (self.folder / "checkpoints").glob("step_*"):
+            if (path / "COMPLETE").exists() == complete:
+                yield int(path.name.removeprefix("step_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +149,6 @@ class Line:
 
     @property
     def classes(self) -> set[str]:
-        """Symptom classes that it names."""
         return set(CLASS.findall(self.text))
 
 
@@ -215,10 +172,8 @@ class Logs:
                 yield Line(path.name, text)
 
     def first(self, patterns: Iterable[str], mark: dict[Path, int]) -> Line | None:
-        """The first line since `mark` in which any of the patterns is found."""
-        searches = [re.compile(pattern) for pattern in patterns]
-        return next((line for line in self.since(mark) if any(s.search(line.text) for s in searches)), None)
+        any_of = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+        return next((line for line in self.since(mark) if any_of.search(line.text)), None)
 
     def _paths(self) -> list[Path]:
-        found = [*sorted(self.folder.glob("*.log")), *self.others]
-        return [path for path in found if path.exists()]
+        return [path for path in (*sorted(self.folder.glob("*.log")), *self.others) if path.exists()]

@@ -1,10 +1,7 @@
-"""Faults at the points of an update: a few against real processes, and a bench that notices what goes wrong."""
+"""Faults at the points of an update: a few against real processes, the plan, gates and faults of a process."""
 
 import json
-import logging
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,17 +9,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns import bus_receivers
 from scripts.chaos.campaigns.bus import QUICK, make_plan
-from scripts.chaos.campaigns.bus_points import FAULTS, JOINING, NAMED, POINTS, Outcome, totals
-from scripts.chaos.campaigns.bus_receivers import Receivers
+from scripts.chaos.campaigns.bus_points import FAULTS, JOINING, NAMED, POINTS, Bench, Outcome, totals
+from scripts.chaos.campaigns.bus_receivers import CLASSES
 from scripts.chaos.campaigns.bus_run import CONCERNED, ROLES, SAYS
 from scripts.chaos.polling import wait_until
-from scripts.chaos.processes import close_connections, may_cut, slowed, state, stopped
+from scripts.chaos.processes import close_connections, may_cut, slowed, state
 from scripts.chaos.watch import CLASS, Gate
 
 ALL = ("receiver", *ROLES)
@@ -40,34 +37,26 @@ def test_a_few_faults_of_a_receiver(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("slow" in row and "changes nothing" in row for row in rows)
 
 
-# ---- what the campaign notices -----------------------------------------------------------------------------
+def test_a_wait_beyond_the_deadline_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
 
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receivers]:
-    with Receivers(tmp_path_factory.mktemp("bus")) as made:
-        yield made
-
-
-def test_silence_of_the_log_and_other_weights_are_noticed(bench: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("weight_bus.bus"), "warning", lambda *_: None)
-    truth = bus_receivers.bytes_digest
-    monkeypatch.setattr(bus_receivers, "bytes_digest", lambda named: truth(named)[::-1])
-    outcome = bench.case("kill", NAMED["between updates"])
-    assert not outcome.hung and outcome.wrong == ["no line names it"] and not outcome.digests_equal
-
-
-def test_a_wait_beyond_the_deadline_counts_as_hung(bench: Receivers, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def late(pid: int) -> Iterator[None]:
-        monkeypatch.setattr(bus_receivers, "deadline_s", lambda config: 0.1)
-        with stopped(pid):
+    def fault(pid: int) -> Iterator[None]:
+        try:
             yield
+        finally:
+            ended.append(pid)
 
-    monkeypatch.setitem(FAULTS, "stop", ("", late))
+    monkeypatch.setitem(FAULTS, "stop", ("", fault))
+    bench: Any = Bench()  # whose other processes never go on
+    bench.role, bench.deadline_s, bench.pid, gate = "receiver", 15.0, 7, Gate(tmp_path)
+    bench.gate, bench.duration_s = lambda _: gate, lambda _: 0.0
+    bench.approach = lambda point, hold_s, strike: (gate.aim(point.moment, hold_s), strike())
+    bench.outlast = lambda *_: wait_until(lambda: False, "v2 at rollout-0", 0.05)
     outcome = bench.case("stop", NAMED["middle bucket"])
-    assert re.match(r"v\d+ at rollout-0, rollout-1: not within", outcome.hung)
+    assert outcome.hung.startswith("v2 at rollout-0: not within") and outcome.seconds > 0
     assert "HUNG" in outcome.row() and totals([outcome], 0, 0)["hung"] == 1
+    assert ended == [7] and not (tmp_path / "aim").exists(), "the fault is over, and nothing is held"
 
 
 # ---- the plan -------------------------------------------------------------------------------------------
@@ -88,7 +77,8 @@ def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for() -
     assert few == make_plan(ALL, ("kill",), 5, 3) != make_plan(ALL, ("kill",), 5, 4)
 
 
-def test_every_fault_of_a_run_is_named_or_must_change_nothing() -> None:
+def test_every_fault_is_named_or_must_change_nothing() -> None:
+    assert all(CLASS.search(f"[{name}]") for name in CLASSES)
     assert set(SAYS) == {(role, f) for role in ROLES for f in ("kill", "stop", "cut")}
     for patterns in SAYS.values():
         assert all(re.compile(pattern) and re.search(r"\\\[\(?\w+", pattern) for pattern in patterns)
@@ -133,16 +123,11 @@ def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp
 
 def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        seen: set[str] = set()
-
-        def both() -> bool:
-            seen.add(state(child.pid))
-            return {"T", "R"} <= seen
-
         with slowed(child.pid):
-            wait_until(both, "a process that is stopped, and that runs", 5.0)
-        assert {"T", "R"} <= seen and state(child.pid) != "T"
-        os.kill(child.pid, signal.SIGKILL)
+            for wanted in "TRTR":
+                wait_until(lambda: state(child.pid) == wanted, f"state {wanted}", 5.0)  # noqa: B023
+        assert state(child.pid) != "T"
+        child.kill()
 
 
 @pytest.mark.skipif(not may_cut(), reason="the kernel does not let a process reach the sockets of its children")
@@ -159,7 +144,3 @@ def test_a_cut_closes_connections_at_both_ends_and_leaves_listeners_alone() -> N
                 wait_until(lambda: close_connections(child.pid), "an accepted connection", 5.0)
                 assert mine.recv(1) == b"" and child.stdout.readline() == "0\n"
         child.kill()
-
-
-def test_symptom_classes_are_those_of_the_logs() -> None:
-    assert all(CLASS.search(f"[{name}]") for name in bus_receivers.CLASSES)

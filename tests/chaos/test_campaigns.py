@@ -89,7 +89,7 @@ def test_repeated_steps_are_compared_by_digest_and_groups():
 
 
 def test_a_command_that_has_moved_does_its_work_under_its_new_name():
-    command = [sys.executable, "-m", "scripts.bus_faults", "--list"]
+    command = [sys.executable, "-m", "scripts.exact_resume", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "python -m scripts.chaos bus" in done.stderr
-    assert done.returncode == 0 and "middle bucket" in done.stdout
+    assert "python -m scripts.chaos resume" in done.stderr
+    assert done.returncode == 0 and "--kills" in done.stdout

@@ -30,9 +30,9 @@ def test_a_flip_in_the_base_of_a_change_is_found_among_live_weights_and_healed_b
     with Flips(3, delta=True) as made:
         for planted in (None, Flip("base", "receiver-1", "embed", byte=40, bit=6), None):
             made.update(planted)
-        (line,) = (line for line in made.bus.log.lines if "quarantined" in line)
+        (line,) = (line for line in made.bus.lines if "quarantined" in line)
         assert "'receiver-1'" in line and "v3: quarantined: 1 tensors of the engine differ, first 'embed'" in line
-        assert made.counts["found"]["base"] == made.counts["healed"]["base"] == 1 and made.is_in_order
+        assert made.counts["found"]["base"] == made.counts["healed"]["base"] == 1 and not made.wrong
         assert not made.bus.oracle.wrong
 
 
@@ -49,16 +49,6 @@ def test_the_same_seed_plants_the_same() -> None:
 
 
 # ---- without the guards ---------------------------------------------------------------------------------
-
-
-def test_without_the_proof_of_live_weights_the_observer_sees_what_is_served(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
-    assert main(["weights", "flips", "--updates", "12", "--every", "1", "--seed", "3"]) == 1
-    out = capsys.readouterr().out
-    found = json.loads(out.splitlines()[-1])
-    assert found["served_corrupt"] > 0 and "WRONG: 'receiver-" in out
 
 
 def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,19 @@ class Journal:
     def new_file(self):
         self.files.append([("segment", {"format": 1, "number": len(self.files) + 1, "run_id": "r"}, ())])
 
+    def at(self, kind, nth=0):
+        """(records of a file, index) of the nth record of a kind."""
+        return [(records, i) for records in self.files for i, r in enumerate(records) if r[0] == kind][nth]
+
+    def edit(self, kind, nth, frames=None, **fields):
+        records, i = self.at(kind, nth)
+        old = records[i]
+        records[i] = (kind, {**old[1], **fields}, old[2] if frames is None else frames)
+
+    def remove(self, kind, nth):
+        records, i = self.at(kind, nth)
+        del records[i]
+
     def learner(self, incarnation, version):
         self.add("learner", incarnation=incarnation, version=version, world_size=1, bus_address="tcp://127.0.0.1:1")
 

@@ -16,49 +16,42 @@ import torch
 
 from rollout_server import main as rollout_main
 from rollout_server.engines.torch.engine import TorchEngine
+from scripts.chaos.probe import Wrapped, wrapping
 from weight_bus import Subscriber
-from weight_bus.transports import make_transport
+from weight_bus.messages import Begin
 
 fault, ordinal = sys.argv[1], int(sys.argv[2])
 sys.argv = ["rollout_server", *sys.argv[3:]]
-planted = {"done": False}
-seen = []
+seen = []  # versions that were sent
+planted = []
 
 
-class FaultyTransport:
-    """The real transport, with a hand on the received bytes."""
+def due(kind):
+    """Whether this is where the fault belongs; once."""
+    is_due = kind == fault and not planted and len(seen) == ordinal
+    planted.extend([kind] * is_due)
+    return is_due
 
-    def __init__(self, config, host):
-        self._transport = make_transport(config, host)
 
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
+class FaultyTransport(Wrapped):
     def broadcast(self, bucket, index):
-        if fault == "die" and due():
+        if due("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        self._transport.broadcast(bucket, index)
-        if fault == "wire" and due():
-            planted["done"] = True
+        self.inner.broadcast(bucket, index)
+        if due("wire"):
             bucket[len(bucket) // 3] ^= 0x10
 
 
 class FaultySubscriber(Subscriber):
-    """Counts the versions that are sent, and receives them over the faulty transport."""
-
     def __init__(self, *args, **settings):
-        super().__init__(*args, **settings, transport_factory=FaultyTransport)
+        super().__init__(*args, **settings, transport_factory=wrapping(FaultyTransport))
 
     def _handle(self, message, engine):
-        if type(message).__name__ == "Begin" and message.version not in seen:
+        if isinstance(message, Begin) and message.version not in seen:
             seen.append(message.version)
             if len(seen) == ordinal:
                 logging.getLogger("test").warning("planting %s in v%d", fault, message.version)
         return super()._handle(message, engine)
-
-
-def due():
-    return not planted["done"] and len(seen) == ordinal
 
 
 real_load = TorchEngine.load
@@ -66,9 +59,8 @@ real_load = TorchEngine.load
 
 async def load_and_flip(self, named_tensors, new_version):
     await real_load(self, named_tensors, new_version)
-    if fault == "live" and due():
-        planted["done"] = True
-        qkv = next(tensor for name, tensor in self.live_tensors().items() if name.endswith("qkv"))
+    if due("live"):
+        qkv = next(tensor for name, tensor in self.live.weights.tensors.items() if name.endswith("qkv"))
         qkv.view(-1).view(torch.uint8)[8] ^= 0x10
 
 

@@ -1,7 +1,4 @@
-"""Bad inputs that a user could give, each to the real command: exit code, no traceback, and words that help.
-
-`python -m pytest tests/e2e/test_bad_inputs.py -s` prints each input and its message, one per paragraph.
-"""
+"""Bad inputs that a user could give, each to the real command: exit code, no traceback, and words that help."""
 
 import importlib.util
 import shutil
@@ -17,86 +14,53 @@ from tests.support.runs import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 
-def show(given, message):
-    sys.stdout.write(f"\n{given}\n    {message}\n")
-
-
-def paths_removed(text, tmp_path):
-    return text.replace(f"{tmp_path}/", "").replace(f"{ROOT}/", "")
-
-
 @pytest.fixture
 def refused(tmp_path, untrained, monkeypatch, capsys):
-    """Give the command something bad; returns what it said. In this process, unless a process of its own is wanted."""
+    """Give the command something bad, in this process; returns what it said, which has the words that help."""
 
-    def give(*arguments, settings=(), process=False):
+    def give(*arguments, settings=(), words=()):
         given = ["--dry-run", "--name", "bad"]
         for setting in [*untrained.settings, f"run.dir={tmp_path}", *settings]:
             given += ["--set", setting]
-        if process:
-            command = [sys.executable, "-m", "learner.main", *given, *arguments]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-            code, said = done.returncode, done.stdout + done.stderr
-        else:
-            monkeypatch.chdir(ROOT)
-            monkeypatch.setattr(sys, "argv", ["learner.main", *given, *arguments])
-            capsys.readouterr()
-            try:
-                code = launcher.main()
-            except SystemExit as end:
-                code = end.code
-            said = "".join(capsys.readouterr())
+        monkeypatch.chdir(ROOT)
+        monkeypatch.setattr(sys, "argv", ["learner.main", *given, *arguments])
+        capsys.readouterr()
+        try:
+            code = launcher.main()
+        except SystemExit as end:
+            code = end.code
+        said = "".join(capsys.readouterr())
         message = said.strip().splitlines()[-1] if said.strip() else ""
-        shown = " ".join([*arguments, *(f"--set {setting}" for setting in settings)])
-        show(paths_removed(shown, tmp_path), paths_removed(message, tmp_path))
         assert code == 2, (code, said)
         assert "Traceback" not in said, said
         assert message.startswith("slipstream: refused: "), said
+        assert [word for word in words if word not in message] == [], message
         assert not (tmp_path / "bad").exists(), "a refused command leaves no run folder"
-        return message
 
     return give
 
 
-@pytest.mark.parametrize(
-    ("setting", "word"),
-    [
-        ("replay.async_lags=1", "did you mean 'replay.async_lag'?"),
-        ("model.path=no/such/model", "give a Hugging Face folder"),
-        ("reward.function=exct", "did you mean 'exact'?"),
-    ],
-)
-def test_a_process_that_refuses_ends_with_code_2_and_one_line(refused, setting, word):
-    assert word in refused(settings=[setting], process=True)
+def test_a_process_that_refuses_ends_with_code_2_and_one_line():
+    command = [sys.executable, "-m", "learner.main", "--dry-run", "--set", "replay.async_lags=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "did you mean 'replay.async_lag'?" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "settings", "words"),
     [
-        ([], ["replay.async_lags=1"], ["replay.async_lags", "unknown key", "did you mean 'replay.async_lag'?"]),
         ([], ["rollout.group_sise=4"], ["rollout.group_sise", "unknown key", "did you mean 'rollout.group_size'?"]),
         (["--steps", "many"], [], ["learner.total_steps", "integer", "'many'"]),
         ([], ["rollout.engine=vllm"], ["rollout.engine", "'vllm'", "'torch' or 'sglang'"]),
         ([], ["async_lag"], ["--set 'async_lag'", "expected section.key=value"]),
-        (
-            [],
-            ["rollout.groups_per_step=1", "rollout.group_size=1"],
-            ["rollout.groups_per_step", "1", "fewer than 2 learner ranks", "take"],
-        ),
+        ([], ["rollout.groups_per_step=1", "rollout.group_size=1"], ["rollout.groups_per_step", "2 learner ranks"]),
         (["--split", "1:0"], [], ["placement.split", "'1:0'", "at least 1"]),
         (["--split", "two:two"], [], ["placement.split", "'two:two'", "'R:L', such as '6:2'"]),
         (["--async-lag", "9"], [], ["replay.async_lag", "9 is above 8", "take 8 or less"]),
-        (
-            ["--async-lag", "4"],
-            ["algorithm.loss=policy_gradient"],
-            ["algorithm.loss", "'policy_gradient'", "take 'ppo_clip'", "algorithm.i_know_this_is_biased=true"],
-        ),
+        (["--async-lag", "4"], ["algorithm.loss=policy_gradient"], ["'policy_gradient'", "i_know_this_is_biased=true"]),
         ([], ["rollout.group_size=1"], ["rollout.group_size", "advantage 0", "take 2 or more"]),
-        (
-            [],
-            ["rollout.max_new_tokens=100"],
-            ["rollout.max_new_tokens: 100", "data.max_prompt_tokens 16", "116 tokens", "max_position_embeddings 64"],
-        ),
+        ([], ["rollout.max_new_tokens=100"], ["max_new_tokens: 100", "116 tokens", "max_position_embeddings 64"]),
         ([], ["rollout.top_p=0.9"], ["rollout.top_p", "0.9", "take top_p=1.0", "rollout.temperature"]),
         ([], ["network.host=0.0.0.0"], ["network.host", "'0.0.0.0'", "bind 127.0.0.1", "network.insecure=true"]),
         (["--config", "quickstar"], [], ["'quickstar'", "did you mean 'quickstart'?", "Presets:"]),
@@ -108,8 +72,7 @@ def test_a_process_that_refuses_ends_with_code_2_and_one_line(refused, setting, 
     ],
 )
 def test_a_bad_setting_is_refused(refused, arguments, settings, words):
-    message = refused(*arguments, settings=settings)
-    assert [word for word in words if word not in message] == [], message
+    refused(*arguments, settings=settings, words=words)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +97,7 @@ def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, broken, wor
             (model / "config.json").write_text('{"model_type": ')
         case "tokenizer_missing":
             (model / "tokenizer.json").unlink()
-    message = refused(settings=[f"model.path={model}"])
-    assert [word for word in [str(model), *words] if word not in message] == [], message
+    refused(settings=[f"model.path={model}"], words=[str(model), *words])
 
 
 @pytest.mark.parametrize(
@@ -151,15 +113,14 @@ def test_a_bad_row_is_refused(refused, untrained, tmp_path, line, words):
     good = (untrained.folder / "train.jsonl").read_text().splitlines()[:3]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join([*good, line, good[0]]) + "\n")
-    message = refused(settings=[f"data.train={file}"])
-    assert [word for word in [str(file), *words] if word not in message] == [], message
+    refused(settings=[f"data.train={file}"], words=[str(file), *words])
 
 
 def test_a_taken_port_is_refused(refused):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        message = refused(settings=[f"network.replay_port={port}"])
-    assert f"network.replay_port: {port} on 127.0.0.1" in message and "choose another port, or 0" in message
+        words = [f"network.replay_port: {port} on 127.0.0.1", "choose another port, or 0"]
+        refused(settings=[f"network.replay_port={port}"], words=words)
 
 
 @pytest.mark.parametrize(
@@ -174,12 +135,10 @@ def test_a_taken_port_is_refused(refused):
     ],
 )
 def test_a_reward_function_that_is_not_there_is_refused(refused, tmp_path, spec, words):
-    (tmp_path / "mine.py").write_text(
-        "def reward(sample):\n    return 1.0\n\ndef pair(answer, truth):\n    return 1.0\n"
-    )
+    text = "def reward(sample):\n    return 1.0\n\ndef pair(answer, truth):\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(text)
     (tmp_path / "broken.py").write_text("def reward(sample) return 1.0\n")
-    message = refused(settings=[f"reward.function={spec.format(folder=tmp_path)}"])
-    assert [word for word in ["reward.function", *words] if word not in message] == [], message
+    refused(settings=[f"reward.function={spec.format(folder=tmp_path)}"], words=["reward.function", *words])
 
 
 def test_the_names_of_built_in_rewards_are_those_of_the_rollout_server():
@@ -195,7 +154,6 @@ def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(
     run = launch(f"reward.function={tmp_path}/mine.py:reward")
     assert run.wait(90) == 1
     last = run.text().splitlines()[-1]
-    show("--set reward.function=mine.py:reward  # def reward(answer, truth)", paths_removed(last, tmp_path))
     assert "run stopped: rollout-0" in last and "has the parameters (answer, truth); take `async def reward" in last
     assert "restart" not in run.text() and "Traceback" not in run.text()
     assert run.steps() == []
@@ -206,7 +164,6 @@ def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch,
     run = launch(f"reward.function={tmp_path}/mine.py:reward")
     assert run.wait(90) == 1
     last = run.text().splitlines()[-1]
-    show("--set reward.function=mine.py:reward  # raises KeyError", paths_removed(last, tmp_path))
     assert "run stopped" in last and f"'{tmp_path}/mine.py:reward' failed for" in last
     assert "reward.max_error_rate 0.2" in last and "KeyError: 'no such column'" in last and "mine.py:2" in last
     assert "Traceback" not in run.text()
@@ -218,9 +175,8 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monk
     """The package is hidden where it is installed, so that this says the same on every machine."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    message = refused(settings=[f"tracking.{package}={setting}"])
     expected = f"tracking.{package}: {setting}, and {package} is not installed"
-    assert expected in message and f"pip install 'slipstream-rl[{package}]'" in message
+    refused(settings=[f"tracking.{package}={setting}"], words=[expected, f"pip install 'slipstream-rl[{package}]'"])
 
 
 def test_wandb_offline_needs_no_account(launch):

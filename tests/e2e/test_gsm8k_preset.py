@@ -12,13 +12,31 @@ OWN_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 STEPS = 3
+SMALL = {
+    "reward.function": "numeric",
+    "rollout.engine": "torch",
+    "rollout.dtype": "float32",
+    "rollout.groups_per_step": 4,
+    "rollout.group_size": 4,
+    "rollout.max_new_tokens": 12,
+    "learner.compute_dtype": "float32",
+    "learner.max_tokens_per_microbatch": 2048,
+    "weight_bus.backend": "gloo",
+    "weight_bus.bucket_bytes": 1048576,
+    "placement.device": "cpu",
+    "evaluation.every_steps": 3,
+    "evaluation.num_prompts": 8,
+    "tracking.save_rollouts_every": 1,
+    "limits.flat_reward_steps": 0,
+    "checkpoint.every_steps": 0,
+}
 
 
 def save_model(folder):
-    """A Qwen2 of about 60,000 parameters and a byte-level tokenizer with Qwen2.5's special tokens."""
-    import torch
+    """A tiny Qwen2, and a byte-level tokenizer with Qwen2.5's special tokens, which it returns."""
+    import tiny_models
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
@@ -28,33 +46,17 @@ def save_model(folder):
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = OWN_TEMPLATE
     fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(fast),
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=fast.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=fast.convert_tokens_to_ids("<|endoftext|>"),
-        bos_token_id=None,
-        dtype="float32",
-    )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    ids = {"eos_token_id": fast.eos_token_id, "pad_token_id": fast.pad_token_id, "bos_token_id": None}
+    tiny_models.save_model(folder, "qwen2", vocab_size=len(fast), max_position_embeddings=1024, **ids)
     return fast
 
 
 def save_rows(path, first, count):
-    rows = [
-        {
-            "question": f"Ana has {n} apples and buys {n + 2} more. How many apples does she have?",
-            "answer": f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2} apples.\n#### {2 * n + 2}",
-        }
-        for n in range(first, first + count)
-    ]
+    rows = []
+    for n in range(first, first + count):
+        question = f"Ana has {n} apples and buys {n + 2} more. How many apples does she have?"
+        answer = f"She has {n} + {n + 2} = <<{n}+{n + 2}={2 * n + 2}>>{2 * n + 2} apples.\n#### {2 * n + 2}"
+        rows.append({"question": question, "answer": answer})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
@@ -64,27 +66,12 @@ def test_the_preset_runs_on_a_cpu_and_renders_the_chat_template(launch, tmp_path
     rows = save_rows(tmp_path / "train.jsonl", first=1, count=40)
     save_rows(tmp_path / "test.jsonl", first=50, count=8)
     run = launch(
+        *(f"{key}={value}" for key, value in SMALL.items()),
         f"model.path={tmp_path}/model",
         f"data.train={tmp_path}/train.jsonl",
         f"data.eval={tmp_path}/test.jsonl",
-        "reward.function=numeric",
-        "rollout.engine=torch",
-        "rollout.dtype=float32",
-        "rollout.groups_per_step=4",
-        "rollout.group_size=4",
-        "rollout.max_new_tokens=12",
-        "learner.compute_dtype=float32",
-        "learner.max_tokens_per_microbatch=2048",
-        "weight_bus.backend=gloo",
-        "weight_bus.bucket_bytes=1048576",
-        "placement.device=cpu",
-        "placement.split=1:2",
-        "evaluation.every_steps=3",
-        "evaluation.num_prompts=8",
-        "tracking.save_rollouts_every=1",
-        "limits.flat_reward_steps=0",
-        "checkpoint.every_steps=0",
         steps=STEPS,
+        split="1:2",
         arguments=("--config", "gsm8k-qwen2.5-1.5b-4gpu"),
     )
     assert run.wait() == 0, run.text()[-3000:]

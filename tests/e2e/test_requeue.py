@@ -97,7 +97,7 @@ def job(scheduler, output):
 def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, scheduler_of):
     folder = tmp_path / "job"
     folder.mkdir()
-    config = [*untrained.settings, f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=16"]
+    config = [*untrained.settings, f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=8"]
     config += ["placement.split=1:1", "placement.device=cpu", "learner.total_steps=6", "checkpoint.every_steps=2"]
     config += ["evaluation.every_steps=0", "tracking.plot=false", "network.insecure=true"]
     config += [f"network.replay_port={free_port()}"]

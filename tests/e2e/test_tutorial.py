@@ -5,53 +5,41 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import ROOT
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(python|yaml|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Reader:
-    """Follows the page in an empty folder."""
-
-    folder: Path
-
-    def follow(self, *, until: str = "") -> str:
-        """Write its files and run its commands, up to a line of a command; what they said."""
-        said = ""
-        for language, text in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")):
-            if language != "bash":
-                name = re.match(r"# (\w+\.\w+)\n", text)
-                assert name is not None, f"a block does not begin with its file's name: {text[:60]!r}"
-                (self.folder / name[1]).write_text(text, encoding="utf-8")
-                continue
-            before, found, _ = text.partition(f"{until}\n") if until else (text, "", "")
-            said += self.run(before + found)
-            if found:
-                return said
-        assert not until, f"the page has no line {until!r}"
-        return said
-
-    def run(self, text: str) -> str:
-        """Run these lines of bash; their output, errors included."""
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        words = ["bash", "-euo", "pipefail", "-c", text]
-        done = subprocess.run(
-            words, cwd=self.folder, env=environment, capture_output=True, text=True, check=False, timeout=200
-        )
+def follow(folder: Path, *, until: str = "") -> str:
+    """Write the page's files into a folder and run its commands there, up to a line of one; what they said."""
+    said = ""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    for language, text in BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")):
+        if language != "bash":
+            name = re.match(r"# (\w+\.\w+)\n", text)
+            assert name is not None, f"a block does not begin with its file's name: {text[:60]!r}"
+            (folder / name[1]).write_text(text, encoding="utf-8")
+            continue
+        before, found, _ = text.partition(f"{until}\n") if until else (text, "", "")
+        words = ["bash", "-euo", "pipefail", "-c", before + found]
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-        return done.stdout + done.stderr
+        said += done.stdout + done.stderr
+        if found:
+            return said
+    assert not until, f"the page has no line {until!r}"
+    return said
 
 
 def test_what_the_tutorial_writes_passes_a_dry_run(tmp_path: Path) -> None:
-    said = Reader(tmp_path).follow(until="python -m learner.main --config my_run.yaml --dry-run")
+    said = follow(tmp_path, until="python -m learner.main --config my_run.yaml --dry-run")
     assert (
         "32 prompts × 8 = 256 trajectories a step" in said and "dry run: configuration and files are in order" in said
     )
@@ -59,7 +47,7 @@ def test_what_the_tutorial_writes_passes_a_dry_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_tutorial_trains_a_model_that_answers(tmp_path: Path) -> None:
-    said = Reader(tmp_path).follow()
+    said = follow(tmp_path)
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     (summary,) = [line for line in lines if "greedy_after" in line]
     (exported,) = [line for line in lines if "greedy_exported" in line]

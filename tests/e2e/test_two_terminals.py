@@ -8,16 +8,17 @@ from tests.support.runs import Run, environment, free_port, left_over, patient_r
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+STEPS, GROUPS = 30, 4
+
 
 def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, untrained):
     port = free_port()
     address = f"tcp://127.0.0.1:{port}"
     variables = {**environment(), "PORT": str(port), "REPLAY": address}
     go_on = tmp_path / "go-on"
-    reward = patient_reward(tmp_path, go_on, pause_s=0.02)
-    same = [*untrained.settings, f"run.dir={tmp_path}", "run.name=apart", "rollout.groups_per_step=16"]
-    # With 8 answers at once an engine is slow enough for two to share the work, and 100 steps take longer than a join.
-    same += [f"reward.function={reward}", "learner.total_steps=60", "placement.split=1:1"]
+    reward = patient_reward(tmp_path, go_on, pause_s=0.15)  # all steps take longer than a join
+    same = [*untrained.settings, f"run.dir={tmp_path}", "run.name=apart", f"rollout.groups_per_step={GROUPS}"]
+    same += [f"reward.function={reward}", f"learner.total_steps={STEPS}", "placement.split=1:1"]
     same += ["evaluation.every_steps=0", "tracking.live=plain", "tracking.plot=false"]
     arguments = [word for setting in same for word in ("--set", setting)]
     first, learner = tmp_path / "rollouts.out", tmp_path / "learner.out"
@@ -44,14 +45,12 @@ def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, u
         assert rollouts.wait(30) == 0, first.read_text()[-3000:]
 
     steps = run.steps()
-    assert [row["training/global_step"] for row in steps] == list(range(1, 61))
+    assert [row["training/global_step"] for row in steps] == list(range(1, STEPS + 1))
     assert max(row["weight_sync/members"] for row in steps) == 2, "the second server is a member of the weight bus"
     assert steps[-1]["weight_sync/digests_equal"] is True
     last = steps[-1]
     served = {key.removeprefix("rollout/groups/"): value for key, value in last.items() if "rollout/groups/" in key}
     assert len(served) == 2 and served["late"] > 0 and min(served.values()) > 0, served
     assert joined >= 1 and last["weight_sync/joins"] >= 2, "the bus filled it with the version of that moment"
-    groups = [tuple(group) for line in run.ledger() for group in line["groups"]]
-    assert len(groups) == len(set(groups)) == 60 * 16
-
+    assert len(run.groups()) == len(set(run.groups())) == STEPS * GROUPS
     assert left_over(str(tmp_path)) == []

@@ -1,15 +1,12 @@
-"""One small run, every process started for real, looked at from all sides; and what goes on from its folder."""
+"""One small run, looked at from all sides; and what goes on from its folder."""
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import Runs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -27,7 +24,7 @@ def clean(tmp_path_factory, sort6, zygote):
         "tracking.plot=true",
         "tracking.tensorboard=true",
     )
-    run = runs(*LAG_0, *settings, steps=STEPS, split="1:2", name="clean", real=True)
+    run = runs(*LAG_0, *settings, steps=STEPS, split="1:2", name="clean")
     assert run.wait() == 0, run.text()[-3000:]
     yield run
     runs.close()

@@ -11,10 +11,11 @@ import pytest
 
 from configs import Config
 from configs.loading import load
-from replay.journal import JournalReader, Location, MemoryJournal, Record
+from replay.journal import JournalReader, Location, Record
 from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource, load_rows
 from replay.service import Service
+from tests.replay.simulation.journal import MemoryJournal
 
 FROZEN = Path(__file__).parent
 PER_PROCESS = (

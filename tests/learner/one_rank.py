@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,3 +30,9 @@ def built(config: Config, mesh: DeviceMesh, device: torch.device = CPU) -> tuple
     """A policy with a fresh optimizer."""
     policy = build_policy(config, mesh, device)
     return policy, Optimizer(config.learner, policy)
+
+
+def logits(policy: Policy, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """[B, T, V] in the compute dtype; `keywords` go to the forward of the transformers model."""
+    found: torch.Tensor = policy.model(input_ids=input_ids, use_cache=False, **keywords).logits
+    return found

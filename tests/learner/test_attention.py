@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_rank import built
+from one_rank import built, logits
 from recorded import batch_of, random_step, train_on
 from reference import train
 from tiny_models import SIZES, make_config, save_model
@@ -62,8 +62,8 @@ def test_logits_equal_those_with_padding(tmp_path: Path, mesh: DeviceMesh, famil
     lengths = [5, 1, 13, 8]
     ids, padded, arguments = row_of(lengths)
     with torch.no_grad():
-        expected = build_policy(configured(tmp_path, "sdpa"), mesh, CPU).forward(padded)
-        found = build_policy(configured(tmp_path, "varlen"), mesh, CPU).forward(ids, **arguments)
+        expected = logits(build_policy(configured(tmp_path, "sdpa"), mesh, CPU), padded)
+        found = logits(build_policy(configured(tmp_path, "varlen"), mesh, CPU), ids, **arguments)
     valid = torch.cat([expected[i, :length] for i, length in enumerate(lengths)])
     torch.testing.assert_close(found[0], valid, rtol=0, atol=1e-5)
 
@@ -183,14 +183,14 @@ def test_every_signature_of_the_kernel_is_called_right(
     folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, kernel: Callable[..., Any]
 ) -> None:
     ids, _, arguments = row_of([5, 1, 13, 8])
-    expected = build_policy(configured(folder, "varlen"), mesh, CPU).forward(ids, **arguments)
+    expected = logits(build_policy(configured(folder, "varlen"), mesh, CPU), ids, **arguments)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
     attention._kernel.cache_clear()
     try:
         policy = build_policy(configured(folder, "auto"), mesh, CPU)
         assert policy.model.config._attn_implementation == attention.VARLEN and policy.unpadded
-        found = policy.forward(ids, **arguments)
+        found = logits(policy, ids, **arguments)
     finally:
         attention._kernel.cache_clear()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

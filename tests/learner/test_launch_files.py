@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 import configs
-from configs.loading import PRESETS
+from configs.loading import PRESETS, ConfigError
+from learner.launch.__main__ import main
 from learner.launch.hosts import kubernetes
-from learner.launch.hosts.host_file import HostsError, parse_hosts
+from learner.launch.hosts.host_file import parse_hosts
 
 ROOT = Path(__file__).parents[2]
 FOUR = "qwen3-14b-4nodes"
@@ -214,7 +215,7 @@ def test_every_preset_dry_runs(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -> None:
-    with pytest.raises(HostsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_hosts(text, "hosts")
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
 
@@ -237,6 +238,14 @@ def test_what_cannot_start_is_refused_before_anything_does(
     done = script("start_learner", "--hosts", str(file), *four, *more, environment={"SLIPSTREAM_SSH": "false"})
     assert done.returncode == 2 and "slipstream: refused: " in done.stderr, done.stderr
     assert [word for word in words if word not in done.stderr] == [], done.stderr
+
+
+@pytest.mark.parametrize("where", [["--slurm"], ["--kubernetes"], ["--hosts", "hosts"]])
+def test_the_device_of_another_machine_is_not_that_of_this_one(
+    where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch", "learner", *where, "--dry-run", "--set", "placement.device=auto"])
+    assert main() == 2 and "refused: placement.device: 'auto'" in capsys.readouterr().err
 
 
 def test_the_name_of_a_job_set_is_one_of_dns() -> None:

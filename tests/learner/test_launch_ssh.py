@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 import configs
-from configs.loading import dump
-from configs.placement import PlacementError
+from configs.loading import ConfigError, dump
+from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.plan import Machine
 from learner.launch import children
-from learner.launch.hosts import node, requeue
+from learner.launch.children import Tail
+from learner.launch.hosts import node
 from learner.launch.hosts.here import environment_of
 from learner.launch.hosts.key_files import write_keys
-from learner.launch.hosts.log_tail import Followed
-from learner.launch.hosts.node_spec import NodeSpec, NodeSpecError, read_spec, renumbered, resolve
-from learner.launch.machine import count_gpus, torch_has_cuda, visible_devices
+from learner.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
 from learner.launch.servers import LocalServers, RunFailed
 from replay.channel import KeysError
 from replay.lifeline import CANNOT_START, RUN_FAILED
@@ -150,20 +149,20 @@ def test_an_order_survives_its_line(spec: NodeSpec) -> None:
 
 @pytest.mark.parametrize("line", ["", "hello\n", "[1]\n", '{"role": "learner"}\n'])
 def test_what_is_no_order_is_refused(line: str) -> None:
-    with pytest.raises(NodeSpecError):
+    with pytest.raises(ConfigError):
         read_spec(line)
 
 
 @pytest.mark.parametrize(("field", "value"), [("role", "king"), ("node", 7), ("keys", {"a": 1}), ("overrides", [1])])
 def test_an_order_with_a_wrong_field_is_refused(spec: NodeSpec, field: str, value: object) -> None:
-    with pytest.raises(NodeSpecError, match="not valid"):
+    with pytest.raises(ConfigError, match="not valid"):
         read_spec(json.dumps(spec.model_dump() | {field: value}))
 
 
 def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec, tmp_path: Path) -> None:
     assignment = resolve(spec)
     assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
-    assert assignment.replay == "tcp://10.0.0.1:5757"
+    assert assignment.plan.replay == "tcp://10.0.0.1:5757"
     (process,) = assignment.plan.processes
     assert process.name == "rollout-node1-0" and "network.host=10.0.0.2" in process.command
     written = configs.load(process.command[process.command.index("--config") + 1])
@@ -201,13 +200,13 @@ def test_a_container_counts_its_own_gpus_from_zero() -> None:
     spec = spec.model_copy(update={"role": "rollout"})
     machine = renumbered(config, spec, Machine("10.0.0.1", gpus=6, visible=tuple("abcdef")))
     assert machine.visible is not None and machine.visible[:6] == tuple("abcdef")
-    with pytest.raises(PlacementError, match="n gives 6 GPUs to the rollout, this container has 2"):
+    with pytest.raises(ConfigError, match="n gives 6 GPUs to the rollout, this container has 2"):
         renumbered(config, spec, Machine("10.0.0.1", gpus=2))
 
 
 def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
-    followed = Followed(log, 0)
+    followed = Tail(log)
     assert followed.new_lines() == []
     log.write_bytes(b"one\ntwo\nthr")
     assert followed.new_lines() == ["one", "two"]
@@ -237,7 +236,7 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
-    assert requeue.decide(tmp_path, said.append) is resumes
+    assert node.decide(tmp_path, said.append) is resumes
     assert len(said) == 1 and str(tmp_path) in said[0] and ("resumes it" in said[0]) is resumes
     assert (tmp_path / "config.yaml").exists() is resumes, "a run that begins takes its own name"
 
@@ -257,7 +256,7 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
     monkeypatch.setattr(node.Node, "_child", lambda _, *words: start_child(*words))
-    requeue.write_start(tmp_path / "job-42", resumes=resumes)
+    node.write_start(tmp_path / "job-42", resumes=resumes)
     (tmp_path / "job-42" / "config.yaml").write_text("")
     node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
     assert ("--resume" in commands[0]) is resumes
@@ -278,7 +277,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    program = "from learner.launch.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
+    program = "from configs.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
@@ -345,15 +344,20 @@ def test_servers_that_cannot_start_are_the_cause(tmp_path: Path) -> None:
         (["placement.rollout=a:0", "placement.learner=b:0"], 78, ["start with --hosts FILE"]),
     ],
 )
-def test_a_server_of_this_host_gets_the_place_of_its_number(settings: list[str], code: int, words: list[str]) -> None:
+def test_a_server_of_this_host_gets_the_place_of_its_number(
+    tmp_path: Path, settings: list[str], code: int, words: list[str]
+) -> None:
     if count_gpus():
         pytest.skip("this machine has GPUs; the refusals are those of one without")
     command = [sys.executable, "-m", "learner.launch", "rollout", "--servers", "4", "--dry-run"]
     for setting in settings:
         command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == code, done.stderr
     assert [word for word in words if word not in done.stdout + done.stderr] == []
+    assert list(tmp_path.iterdir()) == [], "a dry run writes nothing"
 
 
 def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,9 +370,9 @@ def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monk
     settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]
     config = configs.load("quickstart", settings)
     assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "0,1"
-    with pytest.raises(PlacementError, match="rollout server 1 needs GPU 3, this machine has 3"):
+    with pytest.raises(ConfigError, match="rollout server 1 needs GPU 3, this machine has 3"):
         environment_of(config, 1)
-    with pytest.raises(PlacementError, match="has 2 rollout servers"):
+    with pytest.raises(ConfigError, match="has 2 rollout servers"):
         environment_of(config, 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "5,7"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from learner import logprobs
-from learner.logprobs import head_logprobs, token_logprobs
+from learner.logprobs import head_logprobs
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -12,52 +12,17 @@ def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
     return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_agrees_with_dense(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, temperature: float, dtype: torch.dtype, tolerance: float
-) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
-    torch.manual_seed(0)
-    logits = (torch.randn(3, 7, 50) * 4).to(dtype)
-    targets = torch.randint(0, 50, (3, 7))
-    upstream = torch.randn(3, 7)
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    found, entropy = token_logprobs(ours, targets, temperature)
-    expected, expected_entropy = dense(theirs, targets, temperature)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    assert not entropy.requires_grad
-    found.backward(upstream)
-    expected.backward(upstream)
-    assert ours.grad is not None and theirs.grad is not None
-    assert ours.grad.dtype == dtype
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance)
-
-
-def test_float32_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 256)
-    logits = torch.randn(1, 4096, 64, dtype=torch.bfloat16, requires_grad=True)
-    targets = torch.zeros(1, 4096, dtype=torch.int64)
-    saved: list[int] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        token_logprobs(logits, targets, 1.0)
-    whole_float32 = 4096 * 64 * 4
-    assert max(saved) < whole_float32
-
-
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
-@pytest.mark.parametrize("chunk", [4, 1000])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_from_hidden_states_agrees_with_dense(
-    monkeypatch: pytest.MonkeyPatch, keep_bytes: int, chunk: int, dtype: torch.dtype, tolerance: float
+def test_agrees_with_dense(
+    monkeypatch: pytest.MonkeyPatch,
+    keep_bytes: int,
+    chunk: int,
+    temperature: float,
+    dtype: torch.dtype,
+    tolerance: float,
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
     monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", keep_bytes)
@@ -66,8 +31,9 @@ def test_from_hidden_states_agrees_with_dense(
     targets, upstream = torch.randint(0, 50, (21,)), torch.randn(21)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, entropy = head_logprobs(*ours, targets, 0.7)
-    expected, expected_entropy = dense(theirs[0] @ theirs[1].T, targets, 0.7)
+    found, entropy = head_logprobs(*ours, targets, temperature)
+    expected, expected_entropy = dense(theirs[0] @ theirs[1].T, targets, temperature)
+    assert found.dtype == torch.float32 and not entropy.requires_grad
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
     found.backward(upstream)
@@ -77,17 +43,18 @@ def test_from_hidden_states_agrees_with_dense(
         torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_large_logits_do_not_wait_for_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_logits_do_not_wait_for_the_backward_and_no_float32_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 256)
-    hidden, weight = torch.randn(4096, 8, requires_grad=True), torch.randn(64, 8, requires_grad=True)
+    hidden = torch.randn(4096, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
     kept: dict[int, int] = {}
     for keep_bytes in (0, 1 << 30):
         monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", keep_bytes)
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor, lambda tensor: tensor
+            lambda tensor, sizes=sizes: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor
         ):
             head_logprobs(hidden, weight, torch.zeros(4096, dtype=torch.int64), 1.0)
         kept[keep_bytes] = sum(sizes)
-    inputs = hidden.numel() + weight.numel() + 4096
-    assert kept == {0: inputs, 1 << 30: inputs + 4096 * 64}
+    inputs = hidden.nbytes + weight.nbytes + 4096 * 8
+    assert kept == {0: inputs, 1 << 30: inputs + 4096 * 64 * 2}

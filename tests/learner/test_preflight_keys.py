@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from configs.loading import ConfigError, load
-from learner.launch.preflight import PreflightError, check_keys
+from learner.launch.preflight import check_keys
 from replay import keys as make_keys
+from replay.channel import KeysError
 
 
 @pytest.fixture
@@ -25,16 +26,16 @@ def test_keys_of_the_learner_and_no_keys_pass(folder: Path) -> None:
 
 
 def test_what_cannot_serve_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match=r"network\.keys: no folder"):
+    with pytest.raises(KeysError, match=r"network\.keys: no folder"):
         check(tmp_path / "nowhere")
     make_keys.export(folder, "node1", tmp_path / "node1")
-    with pytest.raises(PreflightError, match=r"node1/server\.key_secret is missing"):
+    with pytest.raises(KeysError, match=r"node1/server\.key_secret is missing"):
         check(tmp_path / "node1")
     (folder / "clients" / "learner.key").unlink()
-    with pytest.raises(PreflightError, match=r"admits node1, but not the key 'learner'"):
+    with pytest.raises(ConfigError, match=r"admits node1, but not the key 'learner'"):
         check(folder)
     (folder / "server.key_secret").chmod(0o644)
-    with pytest.raises(PreflightError, match=r"chmod 600 .*server\.key_secret"):
+    with pytest.raises(KeysError, match=r"chmod 600 .*server\.key_secret"):
         check(folder)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from configs import Config, load
+from configs import Config, ConfigError, load
 from learner.launch import prompt_check
-from learner.launch.prompt_check import PromptsError, check_prompts
+from learner.launch.prompt_check import check_prompts
 from rollout_server.tasks import Task
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def file_of(tmp_path: Path, *prompts: Any) -> str:
 
 
 def refused(config: Config, path: str) -> str:
-    with pytest.raises(PromptsError) as caught:
+    with pytest.raises(ConfigError) as caught:
         check_prompts(config, path)
     return str(caught.value)
 

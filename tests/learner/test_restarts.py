@@ -4,9 +4,8 @@ from functools import partial
 from types import SimpleNamespace
 
 from configs.algorithm import Rollout
-from learner.launch import restarts as module
 from learner.launch import servers
-from learner.launch.restarts import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, Restarts
+from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, Restarts
 
 
 class Clock:
@@ -21,7 +20,7 @@ class Clock:
 
 def made(monkeypatch, limit: int) -> tuple[Restarts, Clock]:
     clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(servers, "time", clock)
     return Restarts(limit, _started=clock.now), clock
 
 
@@ -65,11 +64,10 @@ def test_a_good_run_gives_the_restarts_back(monkeypatch):
 def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
     clock, said = Clock(), []
     monkeypatch.setattr(servers, "time", clock)
-    monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(servers, "Restarts", partial(Restarts, _started=clock.now))
 
     def child(_name):
-        return SimpleNamespace(pid=1, exit_code=lambda: -9, how_it_ended=lambda: "killed by SIGKILL")
+        return SimpleNamespace(exit_code=lambda: -9, root_cause=lambda: "rollout-0 died")
 
     local = servers.LocalServers(Rollout(restarts=1, restart_backoff_s=2.0), child, said.append)
     local.add("rollout-0")

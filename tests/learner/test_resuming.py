@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 from tiny_models import make_config
 
-from configs.loading import add_arguments
+from configs.loading import ConfigError, add_arguments
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import PreflightError, claim_run_dir
+from learner.launch.preflight import claim_run_dir
 from learner.main import prepare
 from learner.report.live_view import LiveView
 
@@ -47,7 +47,7 @@ def test_a_resumed_run_is_found_where_it_was(resume):
 
 def test_fewer_steps_than_were_made_are_refused(resume, tmp_path):
     ledger(tmp_path, 1, 2, 3, 4, torn='{"step": 5, "gro')
-    with pytest.raises(PreflightError, match=r"has made 4 steps, learner.total_steps is 3; give at least 4 with --st"):
+    with pytest.raises(ConfigError, match=r"has made 4 steps, learner.total_steps is 3; give at least 4 with --st"):
         resume("--steps", "3")
     assert resume("--steps", "4").learner.total_steps == 4
 

@@ -3,8 +3,8 @@
 import pytest
 from tiny_models import make_config
 
-from configs import load
-from learner.launch.preflight import PreflightError, check_run_dir, check_trackers, claim_run_dir
+from configs import ConfigError, load
+from learner.launch.preflight import check_run_dir, check_trackers, claim_run_dir
 
 
 def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path):
@@ -31,12 +31,12 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, place):
     (tmp_path / "file").touch()
     config = make_config(tmp_path, run={"dir": place.format(tmp=tmp_path), "name": "run"})
     for refuse in (check_run_dir, lambda config: claim_run_dir(config, new=True)):
-        with pytest.raises(PreflightError, match=r"^run.dir: .*name a folder"):
+        with pytest.raises(ConfigError, match=r"^run.dir: .*name a folder"):
             refuse(config)
 
 
 def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "")
-    with pytest.raises(PreflightError, match="unset WANDB_MODE"):
+    with pytest.raises(ConfigError, match="unset WANDB_MODE"):
         check_trackers(make_config(tmp_path, tracking={"wandb": "offline"}))
     check_trackers(make_config(tmp_path))

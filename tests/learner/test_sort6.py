@@ -1,7 +1,6 @@
 """The quick-start input: shape of the model, distinct prompts, an answerable warm-up, whole folders only."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from learner.examples import sort6 as make_sort6
+from tests.support.runs import trained_input
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Any]]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """One folder with the real warm-up, for every test that reads it."""
-    out = tmp_path_factory.mktemp("data") / "sort6"
-    threads = torch.get_num_threads()
-    report, fresh = make_sort6.make(out, seed=0, train_prompts=1000, eval_prompts=256)
-    torch.set_num_threads(threads)
-    assert fresh
-    yield out, report
+    out = trained_input(tmp_path_factory).folder
+    report, fresh = make_sort6.make(out)
+    assert not fresh, "the command has made it with the same arguments"
+    return out, report
 
 
 @pytest.fixture
@@ -60,11 +58,11 @@ def test_tokenizer_is_one_token_a_character_and_joins_without_spaces(made: tuple
 
 def test_rows_are_answered_rightly_and_evaluation_is_unseen(made: tuple[Path, dict[str, Any]]) -> None:
     train, evaluation = read(made[0] / "train.jsonl"), read(made[0] / "eval.jsonl")
-    assert (len(train), len(evaluation)) == (1000, 256)
+    assert (len(train), len(evaluation)) == (20000, 512)
     for row in train + evaluation:
         assert row == {"prompt": row["prompt"], "answer": "".join(sorted(row["prompt"][:-1]))}
         assert len(row["prompt"]) == 7 and row["prompt"].endswith("=")
-    assert len({row["prompt"] for row in train + evaluation}) == 1256
+    assert len({row["prompt"] for row in train + evaluation}) == 20512
 
 
 def test_warm_up_leaves_room_for_learning(made: tuple[Path, dict[str, Any]]) -> None:

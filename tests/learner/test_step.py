@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_rank import built
+from one_rank import built, logits
 from recorded import batch_of, random_step, train_on
 from reference import train
 from tiny_models import make_config, save_model
@@ -107,7 +107,7 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(folder: Path, mesh: Devic
     current, behaviour, lags = [], [], []
     with torch.no_grad():
         for t in rows:
-            log_p = torch.log_softmax(policy.forward(torch.tensor([t.prompt_ids + t.response_ids]))[0], -1)
+            log_p = torch.log_softmax(logits(policy, torch.tensor([t.prompt_ids + t.response_ids]))[0], -1)
             for i, token in enumerate(t.response_ids):
                 if t.loss_mask[i]:
                     current.append(log_p[len(t.prompt_ids) + i - 1, token].item())
@@ -187,7 +187,7 @@ def test_a_wrong_token_count_is_an_error(folder: Path, mesh: DeviceMesh) -> None
 def test_bfloat16_compute_keeps_float32_masters(folder: Path, mesh: DeviceMesh) -> None:
     config = configured(folder, learner={"compute_dtype": "bfloat16"})
     policy, optimizer = built(config, mesh)
-    assert policy.forward(torch.tensor([[1, 2]])).dtype == torch.bfloat16
+    assert logits(policy, torch.tensor([[1, 2]])).dtype == torch.bfloat16
     _, reason = train_on(batch_of(STEPS[0], 1, num_microbatches=2), policy, optimizer, config)
     expected = train(folder, STEPS[:1], config)
     assert not reason

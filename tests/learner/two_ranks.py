@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from one_rank import CPU, built, process_group
+from one_rank import CPU, built, logits, process_group
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import save_file
 from tiny_models import make_config
@@ -87,7 +87,7 @@ def synthetic(rank: int, folder: Path) -> dict[str, Any]:
 def layout_of(policy: Policy) -> dict[str, Any]:
     """Gather, digests and layout of a policy, in both wire dtypes, against each other."""
     with torch.no_grad():
-        policy.forward(torch.zeros(1, 2, dtype=torch.int64))  # leaves gathered copies that must not be taken for shards
+        logits(policy, torch.zeros(1, 2, dtype=torch.int64))  # leaves gathered copies that must not be taken for shards
     seen: dict[str, Any] = {"parameter_digest": policy.parameter_digest()}
     for dtype in ("float32", "bfloat16"):
         full = dict(policy.named_full_tensors(dtype))

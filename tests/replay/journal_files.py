@@ -13,30 +13,21 @@ from replay.channel.frames import encode
 from replay.journal import JournalFull, JournalReader, JournalWriter, Location
 from replay.journal.format import path_of
 from replay.journal.writer import Fsync
+from tests.replay.simulation.samples import make_group
 
 Entry = tuple[str, dict[str, Any], list[bytes]]
 
 
 def group(index: int, *, attempt: int = 1, tokens: int = 2, n: int = 1, text: str = "x") -> m.Group:
     """A group that a schema check lets through; its tokens depend on its index."""
-    total = n * tokens
-    rng = np.random.default_rng(index)
-    return m.Group(
-        pass_=0,
+    total, rng = n * tokens, np.random.default_rng(index)
+    return make_group(
+        [tokens] * n,
         index=index,
         attempt=attempt,
-        finish_reasons=["stop"] * n,
         texts=[text] * n,
-        reward_metrics={},
-        generate_s=0.5,
-        data_source="t",
-        prompt_ids=np.arange(3, dtype=np.int32),
-        lengths=np.full(n, tokens, dtype=np.int32),
         token_ids=rng.integers(0, 50, total, dtype=np.int32),
-        loss_mask=np.ones(total, dtype=np.uint8),
         logprobs=-rng.random(total, dtype=np.float32),
-        versions=np.zeros(total, dtype=np.int32),
-        rewards=np.ones(n, dtype=np.float32),
     )
 
 
@@ -70,8 +61,7 @@ def opened(folder: Path, fsync: Any = "never") -> tuple[JournalWriter, list[Entr
     """As replay opens its journal: what is there, and a writer that goes on."""
     reader = JournalReader(folder)
     found = entries(folder, reader, cut=True)
-    end = {"number": reader.number, "last": reader.last, "end": reader.end}
-    return JournalWriter(folder, "run", fsync=fsync, **end), found
+    return JournalWriter(folder, "run", fsync=fsync, after=reader), found
 
 
 def entries(folder: Path, reader: JournalReader | None = None, *, cut: bool = False) -> list[Entry]:

@@ -20,6 +20,7 @@ from replay import messages as m
 from replay.channel import Dealer
 from replay.fingerprint import run_fingerprint
 from replay.journal.format import path_of, segments
+from tests.replay.simulation.samples import make_group
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "journalled-run"
@@ -211,22 +212,14 @@ class RolloutServer(Peer):
 def answer_to(lease: m.Lease, version: int, tokens: int) -> m.Group:
     rng = np.random.default_rng([lease.index, lease.attempt])
     total = 2 * tokens
-    return m.Group(
+    return make_group(
+        [tokens] * 2,
         pass_=lease.pass_,
         index=lease.index,
         attempt=lease.attempt,
-        finish_reasons=["stop"] * 2,
-        texts=["x"] * 2,
-        reward_metrics={},
-        generate_s=0.1,
-        data_source="t",
-        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-        lengths=np.full(2, tokens, dtype=np.int32),
         token_ids=rng.integers(0, 100, total, dtype=np.int32),
-        loss_mask=np.ones(total, dtype=np.uint8),
         logprobs=-rng.random(total, dtype=np.float32),
         versions=np.full(total, version, dtype=np.int32),
-        rewards=np.array([1.0, 0.0], dtype=np.float32),
     )
 
 

@@ -7,6 +7,7 @@ from replay import messages as m
 from replay.prompts import PromptSource
 from replay.service import Service
 from tests.replay.simulation.journal import SimulatedJournal
+from tests.replay.simulation.samples import make_group
 from tests.replay.simulation.world import rows
 
 
@@ -27,24 +28,9 @@ def config(**overrides):
 
 def group_message(lease, versions, *, reward=1.0, n=2):
     """A group of n trajectories whose tokens carry `versions` (one list for all)."""
-    length = len(versions)
-    return m.Group(
-        pass_=lease.pass_,
-        index=lease.index,
-        attempt=lease.attempt,
-        finish_reasons=["stop"] * n,
-        texts=["x"] * n,
-        reward_metrics={},
-        generate_s=0.1,
-        data_source="t",
-        prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-        lengths=np.full(n, length, dtype=np.int32),
-        token_ids=np.full(n * length, 5, dtype=np.int32),
-        loss_mask=np.ones(n * length, dtype=np.uint8),
-        logprobs=np.full(n * length, -1.0, dtype=np.float32),
-        versions=np.array(versions * n, dtype=np.int32),
-        rewards=np.array([reward] + [0.0] * (n - 1), dtype=np.float32),
-    )
+    lengths, rewards = [len(versions)] * n, np.array([reward] + [0.0] * (n - 1), dtype=np.float32)
+    given = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
+    return make_group(lengths, **given, versions=np.array(versions * n, dtype=np.int32), rewards=rewards)
 
 
 def service(journal=None, num_rows=40, **overrides):
@@ -72,7 +58,7 @@ def learner(made, identity, *, now=0.0, **fields):
 def sent(made, identity, kind):
     """Messages of a kind that replay has for a peer; they are taken from its outbox."""
     found = [x for who, x in made.outbox if who == identity and isinstance(x, kind)]
-    made.outbox = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
+    made.outbox[:] = [(who, x) for who, x in made.outbox if not (who == identity and isinstance(x, kind))]
     return found
 
 

@@ -10,6 +10,7 @@ from replay import messages as m
 from replay.desks.batches import assign, build, total_lengths
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
+from tests.replay.simulation.samples import make_group
 
 STEP = 7
 SIZE = 3
@@ -18,17 +19,10 @@ SIZE = 3
 def group(index: int, rng: np.random.Generator, *, all_in_loss: bool) -> m.Group:
     lengths = rng.integers(1, 9, SIZE).astype(np.int32)
     total = int(lengths.sum())
-    return m.Group(
-        pass_=0,
+    return make_group(
+        lengths.tolist(),
         index=index,
-        attempt=1,
-        finish_reasons=["stop"] * SIZE,
-        texts=["x"] * SIZE,
-        reward_metrics={},
-        generate_s=0.1,
-        data_source="t",
         prompt_ids=rng.integers(0, 50, int(rng.integers(1, 5))).astype(np.int32),
-        lengths=lengths,
         token_ids=rng.integers(0, 50, total).astype(np.int32),
         loss_mask=np.ones(total, np.uint8) if all_in_loss else rng.integers(0, 2, total).astype(np.uint8),
         logprobs=-rng.random(total).astype(np.float32),

@@ -18,16 +18,12 @@ from replay import messages as m
 from replay.channel.frames import checksum
 from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
 from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
-from replay.journal.memory import MemoryJournal
 
 ROOT = Path(__file__).parents[2]
 
 
 def first_file(folder: Path) -> Path:
     return path_of(folder, 1)
-
-
-# ---- what is written is read ------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,26 +58,6 @@ def test_what_was_not_flushed_is_in_no_file(tmp_path):
     assert [kind for kind, *_ in entries(tmp_path)] == ["lease"], "close writes the rest"
 
 
-def test_a_reader_can_be_used_again(tmp_path):
-    written = a_journal(tmp_path)
-    reader = JournalReader(tmp_path)
-    assert entries(tmp_path, reader) == entries(tmp_path, reader) == written
-
-
-def test_the_journal_in_memory_agrees_with_the_one_on_disk(tmp_path):
-    memory, disk = MemoryJournal(), JournalWriter(tmp_path, "run", fsync="never")
-    for journal in (memory, disk):
-        place = journal.append("group", {"group": [0, 3]}, frames_of(group(3)))
-        assert same(journal.read(place), frames_of(group(3)))
-        journal.flush()
-    found = [record for record in JournalReader(tmp_path).records() if record.kind != "segment"]
-    assert [(r.kind, r.fields) for r in found] == [(r.kind, r.fields) for r in memory.records]
-    disk.close()
-
-
-# ---- torn ends --------------------------------------------------------------------------------------------
-
-
 def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path, caplog):
     written = a_journal(tmp_path / "whole")
     data = first_file(tmp_path / "whole").read_bytes()
@@ -102,28 +78,6 @@ def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path
     assert seen == set(range(len(written) + 1))
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_a_torn_end_of_the_last_of_several_files_is_cut(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("journal")
-    made = JournalWriter(folder, "run", fsync="never")
-    books = Books(made)
-    for index in range(6):
-        books.append(*entry(random.Random(index), index))
-        if index in (1, 3):
-            made.begin_segment()
-    made.flush()
-    last = path_of(folder, 3)
-    end = data.draw(st.integers(0, last.stat().st_size))
-    last.write_bytes(last.read_bytes()[:end])
-    on, found = opened(folder)
-    assert found == books.entries[: len(found)] and len(found) >= 4
-    on.append("take", {"step": 1})
-    on.close()
-    assert entries(folder) == [*found, ("take", {"step": 1}, [])]
-    assert [r.location.segment for r in JournalReader(folder).records() if r.kind == "segment"] == [1, 2, 3]
-
-
 def test_a_torn_end_is_named_with_its_size(tmp_path, caplog):
     a_journal(tmp_path)
     with first_file(tmp_path).open("ab") as file:
@@ -137,20 +91,6 @@ def test_a_torn_end_is_named_with_its_size(tmp_path, caplog):
     assert first_file(tmp_path).stat().st_size == reader.end + 5, "only one who writes on cuts"
     list(reader.records(cut=True))
     assert first_file(tmp_path).stat().st_size == reader.end
-
-
-def test_a_writer_goes_on_where_it_is_told_to(tmp_path):
-    written = a_journal(tmp_path)
-    torn = HEAD.pack(MAGIC, 5000, 0) + bytes(4000)
-    with first_file(tmp_path).open("ab") as file:
-        file.write(torn)
-    reader = JournalReader(tmp_path)
-    list(reader.records())
-    made = JournalWriter(tmp_path, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
-    made.append("take", {"step": 1})
-    made.close()
-    after = JournalReader(tmp_path)
-    assert entries(tmp_path, after) == [*written, ("take", {"step": 1}, [])] and not after.torn_bytes
 
 
 def test_a_record_in_the_text_of_a_torn_group_is_part_of_it(tmp_path):
@@ -173,9 +113,6 @@ def test_bytes_that_only_look_like_a_record_are_none(tmp_path, meta):
     with first_file(tmp_path).open("ab") as file:
         file.write(b"torn" + HEAD.pack(MAGIC, len(meta), zlib.crc32(meta)) + meta)
     assert entries(tmp_path, cut=True) == written == entries(tmp_path)
-
-
-# ---- damage -----------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_byte_is_found(tmp_path, caplog):
@@ -213,16 +150,6 @@ def test_damage_before_the_last_file_is_never_a_torn_end(tmp_path):
             entries(tmp_path, cut=True)
 
 
-def test_a_missing_file_is_named(tmp_path):
-    made = JournalWriter(tmp_path, "run", fsync="never")
-    for _ in range(3):
-        made.begin_segment()
-    made.close()
-    path_of(tmp_path, 3).unlink()
-    with pytest.raises(JournalDamaged, match=r"000003\.seg: this file of the journal is missing"):
-        entries(tmp_path)
-
-
 def test_missing_first_files_are_missed_unless_a_snapshot_takes_their_place(tmp_path):
     made = JournalWriter(tmp_path, "run", fsync="never")
     made.begin_segment()
@@ -237,37 +164,49 @@ def test_missing_first_files_are_missed_unless_a_snapshot_takes_their_place(tmp_
     assert JournalReader(tmp_path).newest_snapshot() == 3
 
 
-def test_a_record_that_was_taken_out_is_missed(tmp_path):
+def take_a_record_out(folder):
+    records = list(JournalReader(folder).records())
+    data = first_file(folder).read_bytes()
+    first_file(folder).write_bytes(data[: records[2].location.end] + data[records[3].location.end :])
+
+
+def make_a_folder_of_it(folder):
+    first_file(folder).unlink()
+    first_file(folder).mkdir()
+
+
+SPOILED = {
+    "missing": (lambda f: path_of(f, 2).rename(path_of(f, 3)), r"000002\.seg: this file of the journal is missing"),
+    "renamed": (lambda f: path_of(f, 2).replace(path_of(f, 1)), r"000001\.seg: begins with 'segment' of file 2"),
+    "record": (take_a_record_out, "record 5 follows record 3; one is missing"),
+    "format": (
+        lambda f: first_file(f).write_bytes(pack("segment", 1, {"format": 2, "number": 1, "run_id": "r"}, ())),
+        r"000001\.seg: format 2, this version reads 1",
+    ),
+    "other": (lambda f: first_file(f).write_bytes(b"SJR2" + bytes(60)), "byte 0: no whole record there although other"),
+    "folder": (make_a_folder_of_it, r"000001\.seg: the journal cannot be read: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_a_journal_that_cannot_be_used_is_refused_by_file_and_not_cut(tmp_path, case):
+    spoil, says = SPOILED[case]
     a_journal(tmp_path)
-    records = list(JournalReader(tmp_path).records())
-    data = first_file(tmp_path).read_bytes()
-    first_file(tmp_path).write_bytes(data[: records[2].location.end] + data[records[3].location.end :])
-    with pytest.raises(JournalDamaged, match="record 5 follows record 3; one is missing"):
-        entries(tmp_path)
-
-
-def test_a_file_under_another_name_is_refused(tmp_path):
-    a_journal(tmp_path)
-    first_file(tmp_path).rename(path_of(tmp_path, 2))
-    with pytest.raises(JournalDamaged, match=r"000002\.seg: begins with 'segment' of file 1"):
-        entries(tmp_path)
-
-
-def test_another_format_is_refused_and_not_cut(tmp_path):
-    first_file(tmp_path).write_bytes(pack("segment", 1, {"format": 2, "number": 1, "run_id": "r"}, ()))
-    with pytest.raises(JournalError, match=r"000001\.seg: format 2, this version reads 1"):
+    made, _ = opened(tmp_path)
+    made.begin_segment()
+    made.close()
+    spoil(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(JournalError, match=says):
         entries(tmp_path, cut=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_file_that_is_no_journal_is_not_taken_for_a_torn_end(tmp_path):
     first_file(tmp_path).write_bytes(b"SJR2" + bytes(60))
     with pytest.raises(JournalError, match=r"000001\.seg: byte 0: no record begins like that"):
         entries(tmp_path, cut=True)
     assert first_file(tmp_path).stat().st_size == 64
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    path_of(tmp_path, 1).mkdir()
-    for read in (lambda: entries(tmp_path), lambda: JournalReader(tmp_path).newest_snapshot()):
-        with pytest.raises(JournalError, match=r"000001\.seg: the journal cannot be read: Is a directory"):
-            read()
 
 
 def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
@@ -282,9 +221,6 @@ def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
     first_file(tmp_path).unlink()
     with pytest.raises(JournalDamaged, match=r"000001\.seg: .* cannot be read: No such file"):
         JournalReader(tmp_path).read(place)
-
-
-# ---- several files ----------------------------------------------------------------------------------------
 
 
 def test_a_group_of_the_schema_before_this_one_is_read(tmp_path):
@@ -352,9 +288,6 @@ def test_the_newest_whole_snapshot_counts(tmp_path):
     reader = JournalReader(tmp_path)
     assert reader.newest_snapshot() == 3
     assert [r.fields["version"] for r in reader.records(3, cut=True) if r.kind == "snapshot"] == [2]
-
-
-# ---- one writer -------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_cannot_write_a_journal_until_the_first_is_gone(tmp_path):

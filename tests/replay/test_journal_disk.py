@@ -15,65 +15,35 @@ from journal_files import Books, a_journal, entries, entry, fill_up, frames_of, 
 
 from replay.journal import JournalDamaged, JournalError, JournalFull, JournalReader, JournalWriter, writer
 from replay.journal.format import path_of, segments
-from replay.journal.tail import BLOCK_BYTES
+from replay.journal.reader import BLOCK_BYTES
 
 ROOT = Path(__file__).parents[2]
 
 
-# ---- full -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fsync", ["every", "interval"])
-def test_a_file_that_may_not_grow_costs_nothing(tmp_path, fsync):
-    code = f"""
+def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
+    code = """
 import resource, sys, pathlib
 from journal_files import fill_up
 _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, most))
-fill_up(pathlib.Path(sys.argv[1]), {fsync!r}, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
-print("done")
+fill_up(pathlib.Path(sys.argv[1]), "interval", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
 """
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.stdout == "done\n", done.stderr
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60, check=True)
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 256 KiB and four files, of which `ballast` takes 150 KiB and one."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=4", "tmpfs", str(folder)]
+def test_a_full_file_system_costs_nothing(tmp_path):
+    """256 KiB and four files, of which `ballast` takes 150 KiB and one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=4", "tmpfs", str(tmp_path)]
     done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
-    (folder / "ballast").write_bytes(bytes(150_000))
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a test that failed has files open
-
-
-def test_a_full_file_system_costs_nothing(small_disk):
-    fill_up(small_disk / "journal", "every", (small_disk / "ballast").unlink)
-
-
-def test_a_file_that_cannot_be_begun_changes_nothing(small_disk):
-    books = Books(JournalWriter(small_disk / "journal", "run", fsync="every"))
-    books.append(*entry(random.Random(0), 0))
-    for _ in range(2):
-        with pytest.raises(JournalFull, match=r"000002\.seg: it cannot be begun: No space left on device"):
-            books.writer.begin_segment()
-    books.append(*entry(random.Random(0), 1))
-    books.writer.flush()
-    assert (books.writer.segment, entries(small_disk / "journal")) == (1, books.entries)
-    (small_disk / "ballast").unlink()
-    books.writer.begin_segment()
-    books.append(*entry(random.Random(0), 2))
-    books.writer.close()
-    assert (segments(small_disk / "journal"), entries(small_disk / "journal")) == ([1, 2], books.entries)
+    try:
+        (tmp_path / "ballast").write_bytes(bytes(150_000))
+        fill_up(tmp_path / "journal", "every", (tmp_path / "ballast").unlink)
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # a test that failed has files open
 
 
 def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):
@@ -83,9 +53,6 @@ def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):
     made.close()
     made.close()
     assert "the end of the journal was not written" in caplog.text and "[full]" in caplog.text
-
-
-# ---- syncing ----------------------------------------------------------------------------------------------
 
 
 def failing(number, times=10**9, then=None):
@@ -286,9 +253,6 @@ def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch):
     made.close()
 
 
-# ---- power ------------------------------------------------------------------------------------------------
-
-
 class PowerFailure(BaseException):
     """Nothing is executed any more."""
 
@@ -364,20 +328,6 @@ def test_a_block_that_is_missing_is_damage_where_the_file_was_synced(tmp_path, i
         assert entries(tmp_path) == books.entries[:index]
 
 
-def test_what_was_appended_while_a_sync_ran_does_not_count_as_synced(tmp_path, monkeypatch):
-    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
-    books = Books(JournalWriter(tmp_path, "run", fsync="interval"))
-    for number in range(3):
-        books.append("group", {"group": [0, number]}, frames_of(group(number, tokens=2000)))
-        if number == 0:
-            books.writer.flush()
-        else:
-            books.writer._sync_a_copy()  # what the thread does
-    books.writer.flush()
-    lose_a_block(path_of(tmp_path, 1), books.places[1].offset)
-    assert entries(tmp_path) == books.entries[:1]
-
-
 def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) -> int:
     """How many entries must be found afterwards."""
     sure = flushed = 0
@@ -429,7 +379,7 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     assert first + len(found) >= sure, "nothing that was synced is lost"
     for record, (_, _, frames) in zip(found, books.entries[first:], strict=False):
         assert not frames or same(reader.read(record.location), frames)
-    on = JournalWriter(after, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+    on = JournalWriter(after, "run", fsync="never", after=reader)
     on.append("take", {"step": 1})
     on.close()
     again = JournalReader(after)

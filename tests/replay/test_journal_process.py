@@ -1,7 +1,6 @@
 """The real replay process and its journal: killed at any point, on a full disk, beside a damaged journal."""
 
 import asyncio
-import os
 import random
 import resource
 import time
@@ -124,22 +123,6 @@ def test_what_fails_while_replay_reads_ends_it():
         asyncio.run(read())
 
 
-def test_a_group_that_was_sent_twice_over_a_restart_is_kept_once(tmp_path):
-    with a_run(tmp_path) as (process, server, learner):
-        key = min(server.leases)
-        server.answer(key)
-        sent = server.unacked[key]
-        server.until(lambda: not server.unacked, "the ack", learner)
-        process.kill()
-        process.start("--recover")
-        server.unacked[key] = sent  # as if the ack had been lost with the process
-        server.until(lambda: not server.unacked, "the ack again", learner)
-        assert set(server.acks) == {(key, "accepted")} and len(server.acks) > 1
-        process.kill()
-        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
-        assert len(groups) == 1
-
-
 def limit_files(process: Replay, size: int) -> None:
     """Let the live process write no byte of a file behind `size`; -1 lifts the limit."""
     assert process.process is not None
@@ -189,41 +172,6 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
         process.start("--recover")
         process.kill()
         assert journalled_groups(process) == {key}
-
-
-def test_a_damaged_journal_is_refused_with_its_place_and_not_changed(tmp_path):
-    with a_run(tmp_path) as (process, server, learner):
-        for key in sorted(server.leases)[:3]:
-            server.answer(key)
-        server.until(lambda: not server.unacked, "the acks", learner)
-        process.kill()
-        path = process.last_file()
-        data = bytearray(path.read_bytes())
-        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
-        data[groups[1].location.offset + 100] ^= 4
-        path.write_bytes(data)
-        said = process.refused("--recover")
-        assert f"{path}: byte " in said and "this is damage" in said and "--resume" in said, said
-        assert path.read_bytes() == data
-
-
-def test_a_torn_end_is_cut_and_what_it_was_comes_again(tmp_path):
-    with a_run(tmp_path) as (process, server, learner):
-        first, second, *_ = sorted(server.leases)
-        server.answer(first)
-        server.until(lambda: not server.unacked, "the first ack", learner)
-        server.answer(second)
-        sent = server.unacked[second]
-        server.until(lambda: not server.unacked, "the second ack", learner)
-        process.kill()
-        groups = [r for r in JournalReader(process.journal).records() if r.kind == "group"]
-        os.truncate(process.last_file(), groups[1].location.end - 10)  # as if the process had died while it wrote this
-        server.unacked[second] = sent
-        process.start("--recover")
-        assert "are a torn record and are cut" in process.log()
-        server.until(lambda: not server.unacked, "the second ack again", learner)
-        process.kill()
-        assert journalled_groups(process) == {first, second}
 
 
 @pytest.mark.e2e

@@ -166,13 +166,6 @@ def test_a_server_that_would_admit_nobody_is_refused(folder: Path) -> None:
         load_keys(folder).serving_secret()
 
 
-def test_no_keys_are_no_error() -> None:
-    assert load_keys(None) is None
-
-
-# ---- changes of a folder in use -------------------------------------------------------------------------
-
-
 def command(folder: Path, *words: str) -> int:
     return make_keys.main(["--out", str(folder), *words])
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 from simulated_run import group_message, learner, lease, make_step, sent, service
 
@@ -10,6 +9,7 @@ from replay import messages as m
 from replay.desks.leases import SlotState
 from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Location
+from tests.replay.simulation.samples import make_result
 
 
 def line_of(*steps):
@@ -19,7 +19,7 @@ def line_of(*steps):
 def test_a_line_reaches_back_as_far_as_it_has_every_step():
     line = line_of(3, 4, 5)
     assert [line.reaches(version) for version in (1, 2, 3, 5)] == [False, True, True, True]
-    assert (line.last, line.last_committed, line.ahead(3), line.num_ahead(3)) == (5, 5, [4, 5], 2)
+    assert (line.last, line.last_committed, line.ahead(3), len(line.groups_ahead(3))) == (5, 5, [4, 5], 2)
     line.steps[6] = LineStep([])
     assert (line.last, line.last_committed) == (6, 5), "the last batch is out and not committed"
 
@@ -94,6 +94,20 @@ def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
     made.handle("l2", m.Take(step=2, rank=0), 0.0)
     made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
     assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
+
+
+def test_no_group_waits_for_itself_when_the_groups_before_it_are_dropped():
+    """After a divergence more groups are queued than the bound admits, the last of them for versions to come."""
+    made = service()
+    for step in (1, 2):
+        make_step(made, step, versions=[step - 1])
+    resumed_at(made, 0, digest="other")
+    assert [slot.min_version for slot in made.buffer.slots.values()] == [0] * 8 + [1] * 4
+    for given in lease(made, capacity=8, incarnation=2):
+        cancel = m.Cancel(pass_=given.pass_, index=given.index, attempt=given.attempt, reason="prompt_too_long")
+        made.handle("a", cancel, 0.0)
+    assert made.counters["dropped/prompt_too_long"] == 8 and made.buffer.version == 0
+    assert len(made.buffer.slots) == 8 and len(sent(made, "a", m.Lease)) == 8
 
 
 def test_a_finished_group_is_judged_by_the_incarnations_that_sampled_it():
@@ -212,11 +226,7 @@ def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
     made.handle("l", m.Evaluate(version=1), 0.0)
     make_step(made, 1, versions=[0])
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
-    result = m.EvaluationResult(
-        version=1, greedy=True, seconds=1.0, texts=["a"], finish_reasons=["stop"],
-        rewards=np.ones(1, dtype=np.float32), lengths=np.ones(1, dtype=np.int32),
-    )  # fmt: skip
-    made.handle("a", result, 0.0)
+    made.handle("a", make_result(1), 0.0)
     assert made.evaluations.board.closed == {1: ""}
     resumed_at(made, 1, digest="d1")
     made.handle("l2", m.Evaluate(version=1), 0.0)

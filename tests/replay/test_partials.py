@@ -157,9 +157,6 @@ def test_a_learner_that_goes_on_from_an_older_version_takes_newer_tokens_away() 
     assert note(partials, told(0, 3, [1], version=4)) is None and tokens(partials)[0] == [], "nor is it added to"
 
 
-# ---- memory -----------------------------------------------------------------------------------------------
-
-
 def test_the_groups_that_began_first_are_thrown_away_first() -> None:
     room = 3 * ANSWER_BYTES * N + 10 * TOKEN_BYTES
     partials = Partials(N, MOST, room)
@@ -199,9 +196,6 @@ def test_memory_is_bounded_and_counted_right(operations: list[tuple[int, int, in
     for group in list(true):
         partials.forget(group)
     assert partials.num_bytes == 0
-
-
-# ---- whole messages ---------------------------------------------------------------------------------------
 
 
 def renew(progress: list[list[int]], count: int, **changes: Any) -> Renew:

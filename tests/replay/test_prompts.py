@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import subprocess
 import sys
 import tracemalloc
 from collections import Counter
@@ -227,11 +226,6 @@ def test_values_become_plain() -> None:
         plain(deep, "c", place)
 
 
-def test_needs_no_torch() -> None:
-    code = "import sys, replay.prompts, replay.fingerprint; assert not {'torch', 'transformers'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])
-
-
 @settings(max_examples=60, deadline=None)
 @given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), passes=st.integers(1, 3))
 def test_every_pass_covers_every_row_once(num_rows: int, seed: int, shuffle: bool, passes: int) -> None:
@@ -276,13 +270,6 @@ def test_order_depends_on_seed_and_pass_and_never_changes() -> None:
     # Pinned: a resumed run needs the same order from every later version of this code.
     assert passes(0) == [[3, 6, 5, 1, 2, 0, 7, 4], [2, 6, 3, 5, 0, 4, 7, 1]]
     assert passes(0)[0] != passes(1)[0]
-
-
-def test_shuffle_is_uniform() -> None:
-    """Chi-squared over which of 4 rows comes first in 4,000 passes: 16.3 is the 99.9 % quantile at 3 degrees."""
-    source = source_of(4, seed=3)
-    firsts = Counter([source.next()[1] for _ in range(16_000)][::4])
-    assert sum((firsts[i] - 1000) ** 2 / 1000 for i in range(4)) < 16.3
 
 
 @pytest.mark.parametrize(

@@ -56,35 +56,6 @@ def test_a_restart_gives_back_the_whole_state():
     assert made.journal.newest_snapshot() > 0 and same(made, restarted(made))
 
 
-def test_failures_and_interruptions_of_a_prompt_are_counted_on_after_a_restart():
-    made = busy()
-    interrupted, failed = lease(made, version=2, capacity=9)[:2]
-    for given, reason in ((interrupted, "aborted"), (failed, "reward_error")):
-        cancel = m.Cancel(pass_=0, index=given.index, attempt=given.attempt, reason=reason)
-        made.handle("a", cancel, 1.0)
-    for checkpoint in (False, True):
-        if checkpoint:
-            made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
-            made.handle("l", m.Checkpointed(step=3, kept=[3]), 1.0)
-        slots = restarted(made).buffer.slots
-        assert slots[0, interrupted.index].interruptions == 1 and slots[0, failed.index].failures >= 1
-        assert [(s.failures, s.interruptions) for s in slots.values()] == [
-            (s.failures, s.interruptions) for s in made.buffer.slots.values()
-        ]
-
-
-def test_every_prefix_of_the_journal_is_a_state_that_goes_on():
-    made = busy()
-    for count in range(len(made.journal.records)):
-        again = restarted(made, records=count)
-        assert again.incarnation <= 1 and again.buffer.in_flight <= again.buffer.max_groups + 4
-        learner(
-            again, "l2", now=100.0, version=again.buffer.version, digest=again.buffer.line.digest(again.buffer.version)
-        )
-        again.tick(101.0)
-        assert again.ended is None
-
-
 def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not():
     made = service()
     first, second = lease(made, "a")[0], lease(made, "b")[0]
@@ -100,6 +71,20 @@ def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not()
     again.tick(110.5)
     assert again.buffer.slots[0, second.index].state is SlotState.QUEUED
     assert not again.missing
+
+
+def test_a_server_of_the_same_name_frees_the_leases_of_the_one_before_it():
+    made = service()
+    hello = m.Hello(role="rollout_server", name="rollout-c", pid=4, host="h")
+    made.handle("rollout-c.old", hello, 0.0)
+    (given,) = lease(made, "rollout-c.old")
+    again = restarted(made)
+    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    again.tick(101.1)
+    assert again.buffer.slots[0, given.index].state is SlotState.LEASED, "another server says nothing about it"
+    again.handle("rollout-c.new", hello, 101.1)
+    again.tick(101.2)
+    assert again.buffer.slots[0, given.index].state is SlotState.QUEUED
 
 
 def test_leases_of_a_snapshot_have_a_deadline_again():
@@ -224,14 +209,6 @@ def test_what_a_start_called_back_stays_called_back():
         assert (slot.state, slot.voided, slot.group) == (SlotState.QUEUED, 1, None)
 
 
-def test_a_start_with_other_weights_that_was_half_written_is_completed():
-    made = busy()
-    learner(made, "l2", version=2, digest="other")
-    count = [record.kind for record in made.journal.records].index("diverged")
-    again = restarted(made, records=count)
-    assert again.counters["diverged"] == 1 and again.buffer.line.digest(2) == "other"
-
-
 def test_nothing_leaves_while_the_disk_is_full():
     made = service()
     assert made.sayable(0.0) and not made.outbox
@@ -246,18 +223,6 @@ def test_nothing_leaves_while_the_disk_is_full():
     goodbyes = made.sayable(late) + made.sayable(late)
     assert goodbyes and all(isinstance(said, m.Goodbye) for _, said in goodbyes) and not made.outbox
     assert made.failed and "[full]" in made.ended
-
-
-def test_what_waited_for_the_disk_is_said_when_there_is_room():
-    made = service()
-    made.sayable(0.0)
-    made.journal.full = True
-    lease(made)
-    made.handle("b", m.LeaseRequest(capacity=1, version=0, incarnation=1), 1.0)
-    waiting = list(made.outbox)
-    assert waiting and made.sayable(1.0) == []
-    made.journal.full = False
-    assert made.sayable(2.0) == waiting and not made.outbox
 
 
 def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
@@ -290,7 +255,7 @@ def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
 
 def test_a_journal_of_another_dataset_or_run_is_refused():
     made = busy()
-    with pytest.raises(JournalError, match=r"data\.train: .*dataset of rows 40, now it is 39"):
+    with pytest.raises(JournalError, match=r"data\.train \(number of rows\): .* with 40, now it is 39"):
         restarted(made, num_rows=39)
     with pytest.raises(JournalError, match=r"rollout\.groups_per_step: .*written with 4, now it is 5"):
         restarted(made, rollout__groups_per_step=5)
@@ -356,7 +321,7 @@ def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
         (folder / "000001.seg").write_bytes(whole[:size])
         reader = JournalReader(folder)
         records = list(reader.records(cut=True))
-        writer = JournalWriter(folder, "run", fsync="never", number=reader.number, last=reader.last, end=reader.end)
+        writer = JournalWriter(folder, "run", fsync="never", after=reader)
         again = bare_service(config(placement__split="1:1"), journal=writer)
         again.restore(records, 5.0)
         writer.append("end", {"reason": "", "failed": False})

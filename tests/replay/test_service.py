@@ -9,6 +9,7 @@ from simulated_run import bare_service, config, group_message, learner, lease, m
 from replay import messages as m
 from replay.channel import WireError
 from replay.desks.leases import SlotState
+from tests.replay.simulation.samples import make_result
 from tests.replay.simulation.world import rows
 
 
@@ -147,21 +148,10 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
     assert [x.greedy for x in sent(made, "a", m.EvaluationLease)] == [True, False]
     assert not sent(made, "b", m.EvaluationLease)
 
-    def result(greedy):
-        return m.EvaluationResult(
-            version=0,
-            greedy=greedy,
-            seconds=1.0,
-            texts=["a"] * 3,
-            finish_reasons=["stop"] * 3,
-            rewards=np.ones(3, dtype=np.float32),
-            lengths=np.ones(3, dtype=np.int32),
-        )
-
-    made.handle("a", result(True), 1.0)
+    made.handle("a", make_result(0, greedy=True, n=3), 1.0)
     made.lost("a", "closed", 1.0)
     assert [x.greedy for x in sent(made, "b", m.EvaluationLease)] == [False]
-    made.handle("b", result(False), 2.0)
+    made.handle("b", make_result(0, greedy=False, n=3), 2.0)
     assert len(sent(made, "l", m.EvaluationResult)) == 2
     assert sent(made, "b", m.EvaluationClosed)[-1].version == 0
 
@@ -316,18 +306,6 @@ def test_a_cursor_waits_for_a_commit_that_was_lost():
     assert sent(made, "l", m.Cursor)[-1].state["version"] == 1
 
 
-def evaluation_result(version):
-    return m.EvaluationResult(
-        version=version,
-        greedy=True,
-        seconds=1.0,
-        texts=["a"],
-        finish_reasons=["stop"],
-        rewards=np.ones(1, dtype=np.float32),
-        lengths=np.ones(1, dtype=np.int32),
-    )
-
-
 def test_only_a_server_that_was_asked_evaluates():
     made = service(data__eval="x", evaluation__num_prompts=1)
     made.evaluations.rows = rows(1)
@@ -335,9 +313,9 @@ def test_only_a_server_that_was_asked_evaluates():
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
-    made.handle("b", evaluation_result(0), 1.0)
+    made.handle("b", make_result(0), 1.0)
     assert not sent(made, "l", m.EvaluationResult)
-    made.handle("a", evaluation_result(0), 1.0)
+    made.handle("a", make_result(0), 1.0)
     assert sent(made, "l", m.EvaluationResult)
 
 
@@ -349,7 +327,7 @@ def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
     made.handle("l", m.Evaluate(version=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
     learner(made, "l2", version=0)
-    made.handle("a", evaluation_result(1), 1.0)
+    made.handle("a", make_result(1), 1.0)
     assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
     made.handle("l2", m.Take(step=1, rank=0), 1.0)
     made.handle("l2", m.Committed(step=1, digest="d1"), 1.0)

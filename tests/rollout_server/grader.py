@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-KEPT: dict[str, asyncio.AbstractEventLoop] = {}
+HELD: list[Any] = []
 
 
 def grade(sample: dict[str, Any]) -> float | dict[str, float]:
@@ -26,33 +26,32 @@ def grade(sample: dict[str, Any]) -> float | dict[str, float]:
     return BEHAVIOUR[word](argument)
 
 
-def score(argument: str) -> dict[str, float]:
-    return {"score": float(argument), "pid": os.getpid()}
+async def later(sample: dict[str, Any]) -> float | dict[str, float]:
+    loop = asyncio.get_running_loop()
+    assert not HELD or HELD[0] is loop
+    HELD[:1] = [loop]
+    word, _, argument = sample["completion"].partition(" ")
+    if word in ("ok", "wait"):
+        await asyncio.sleep(float(argument or 0.1))
+        return 1.0
+    return grade(sample)
 
 
-def sleep(seconds: str) -> float:
+def trl(completions: list[str], **columns: list[Any]) -> list[float]:
+    if "exit" in completions:
+        os._exit(3)
+    return [len(completions) + 0.5 for _ in completions]
+
+
+def sleep(seconds: str = "600") -> float:
     time.sleep(float(seconds))
     return 1.0
-
-
-def spin(_: str) -> float:
-    while True:
-        pass
-
-
-def hold(_: str) -> float:
-    """In C for ever, with the interpreter's lock held."""
-    return float(bool(re.match("(a+)+$", "a" * 64 + "b")))
 
 
 def segfault(_: str) -> float:
     print("about to fall", flush=True)
     os.kill(os.getpid(), signal.SIGSEGV)
-    return sleep("600")
-
-
-def refuse(_: str) -> float:
-    raise ValueError("bad level")
+    return sleep()
 
 
 def speak(_: str) -> float:
@@ -66,52 +65,24 @@ def framed(value: Any) -> bytes:
     return struct.pack("<I", len(body)) + body
 
 
-def verdict(score: Any = 1.0, metrics: Any = None, error: Any = None, seconds: Any = 0.1) -> bytes:
-    return framed([[0, score, metrics or {}, error, seconds]])
-
-
-def announcing(head: bytes) -> bytes:
-    """Levels that each announce more than there is."""
-    body = head * 1000
-    return struct.pack("<I", len(body)) + body
-
-
-PAYLOADS: dict[str, Callable[[], bytes]] = {
-    "garbage": lambda: b"x" * 64,
-    "huge": lambda: struct.pack("<I", 2**31),
-    "hugest": lambda: b"\xff" * 4 + b"\0" * 4096,
-    "forged": lambda: framed([[999, 1.0, {}, None, 0.1]]),
-    "twice": lambda: framed([[0, 1.0, {}, None, 0.1]] * 2),
-    "nested": lambda: announcing(b"\x91")[:-1] + b"\xc0",
-    "deeper": lambda: struct.pack("<I", 100_001) + b"\x91" * 100_000 + b"\xc0",
-    "wide": lambda: announcing(b"\xdd\x00\x00\x04\x01"),
-    "widest": lambda: struct.pack("<I", 5) + b"\xdd\xff\xff\xff\xff",
-    "nan": lambda: verdict(float("nan")),
-    "inf": lambda: verdict(float("inf")),
-    "integer": lambda: verdict(2**63),
-    "true": lambda: verdict(True),
-    "text": lambda: verdict("1.0"),
-    "neither": lambda: verdict(None),
-    "both": lambda: verdict(1.0, error="and why not"),
-    "metrics": lambda: verdict(1.0, {"a": [1.0]}),
-    "names": lambda: verdict(1.0, {7: 1.0}),
-    "many": lambda: verdict(1.0, {str(i): 1.0 for i in range(65)}),
-    "backwards": lambda: verdict(1.0, seconds=-1.0),
-    "map": lambda: framed({"verdicts": [[0, 1.0, {}, None, 0.1]]}),
-    "extension": lambda: framed([[0, msgpack.ExtType(5, b"xx"), {}, None, 0.1]]),
-    "long": lambda: framed([[0, None, {}, "x" * 500_000, 0.1]]),
+PAYLOADS = {
+    "garbage": b"x" * 64,
+    "huge": b"\xff" * 4 + b"\0" * 4096,
+    "forged": framed([[999, 1.0, {}, None, 0.1]]),
+    "twice": framed([[0, 1.0, {}, None, 0.1]] * 2),
+    "nan": framed([[0, float("nan"), {}, None, 0.1]]),
 }
 
 
 def write(what: str) -> float:
-    _to_all_files(3, PAYLOADS[what]())
-    return sleep("600")
+    _to_all_files(3, PAYLOADS[what])
+    return sleep()
 
 
 def replies(_: str) -> float:
     """Verdicts without end, for a sample that needs one."""
     while True:
-        _to_all_files(3, verdict(float("nan")) * 1000)
+        _to_all_files(3, PAYLOADS["nan"] * 1000)
 
 
 def flood(_: str) -> float:
@@ -127,18 +98,10 @@ def _to_all_files(first: int, payload: bytes) -> None:
 
 def close(_: str) -> float:
     os.closerange(3, 20)
-    return sleep("600")
-
-
-def spawn(note: str) -> float:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(note).write_text(str(child.pid))
-    return sleep("600")
+    return sleep()
 
 
 class Evil(Exception):
-    """Its own text and form are code."""
-
     def __str__(self) -> str:
         raise SystemExit("never")
 
@@ -149,7 +112,8 @@ class Endless(Exception):
     """Takes for ever to say what it is."""
 
     def __str__(self) -> str:
-        return spin("")  # type: ignore[return-value]
+        while True:
+            pass
 
 
 class Hydra(Exception):
@@ -161,8 +125,6 @@ class Hydra(Exception):
 
 
 class Number(float):
-    """A score that is code."""
-
     def __float__(self) -> float:
         raise KeyError("no number")
 
@@ -176,7 +138,6 @@ def throw(what: str) -> float:
         "endless": Endless,
         "hydra": Hydra,
         "interrupt": KeyboardInterrupt,
-        "generator": GeneratorExit,
         "surrogate": lambda: ValueError("\ud800" * 5),
         "long": lambda: ValueError("x" * 10**7),
     }
@@ -189,20 +150,12 @@ def give(what: str) -> Any:
         "object": Evil,
         "integer": lambda: 10**5000,
         "names": lambda: {"score": 1.0, "\ud800": 2.0},
-        "bytes": lambda: b"1.0",
     }
     return values[what]()
 
 
 def recurse(depth: str) -> float:
     return recurse(depth) + 1
-
-
-HELD: list[Any] = []
-
-
-def allocate(num_bytes: str) -> float:
-    return float(len(bytearray(int(num_bytes))))
 
 
 def hoard(_: str) -> float:
@@ -242,29 +195,34 @@ def state(_: str) -> dict[str, float]:
         "secrets": float(len(secrets)),
         "plain": float(os.environ.get("PLAIN_SETTING") == "kept"),
         "leads_session": float(os.getsid(0) == os.getpid() == os.getpgid(0)),
+        "heavy_imports": float(len({"torch", "pydantic"} & set(sys.modules))),
     } | limits
 
 
-def escape(note: str) -> None:
-    """Leave session, group and parent, and live on."""
-    if os.fork():
-        os.wait()
-        return
-    os.setsid()
-    if os.fork():
-        os._exit(0)
+def note_pid(note: str) -> None:
     with open(note, "a") as file:
         file.write(f"{os.getpid()}\n")
-    time.sleep(600)
-    os._exit(0)
+
+
+def spawn(note: str) -> float:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(note).write_text(f"{child.pid}\n")
+    return sleep()
 
 
 def daemon(note: str) -> float:
-    escape(note)
-    deadline = time.monotonic() + 10
-    while not (Path(note).exists() and Path(note).read_text().endswith("\n")) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return 1.0
+    """One leaves session, group and parent, and lives on."""
+    if os.fork():
+        os.wait()
+        deadline = time.monotonic() + 10
+        while not (Path(note).exists() and Path(note).read_text().endswith("\n")) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return 1.0
+    os.setsid()
+    if os.fork() == 0:
+        note_pid(note)
+        sleep()
+    os._exit(0)
 
 
 def daemon_then_die(note: str) -> float:
@@ -273,13 +231,12 @@ def daemon_then_die(note: str) -> float:
 
 
 def bomb(note: str) -> float:
-    """Doubles six times, each process in a session of its own with its parent gone, and notes who there is."""
+    """Doubles six times, each process in a session of its own with its parent gone."""
     for _ in range(6):
         if os.fork() == 0:
             os.setsid()
-    with open(note, "a") as file:
-        file.write(f"{os.getpid()}\n")
-    return sleep("600")
+    note_pid(note)
+    return sleep()
 
 
 def comet(note: str) -> float:
@@ -293,58 +250,34 @@ def comet(note: str) -> float:
             with open(note, "a") as file:
                 file.write(".")
         os._exit(0)
-    return sleep("600")
+    return sleep()
 
 
 BEHAVIOUR: dict[str, Callable[[str], Any]] = {
-    "score": score,
+    "score": lambda value: {"score": float(value), "pid": os.getpid()},
     "sleep": sleep,
-    "hang": lambda _: sleep("600"),
-    "spin": spin,
-    "hold": hold,
+    "hang": lambda _: sleep(),
+    # catastrophic backtracking, in C and with the interpreter's lock held, as the policy's answer may cause it
+    "hold": lambda _: float(bool(re.match("(a+)+$", "a" * 64 + "b"))),
     "segfault": segfault,
     "exit": lambda _: os._exit(3),
-    "raise": refuse,
-    "nan": lambda _: float("nan"),
     "print": speak,
     "write": write,
+    "replies": replies,
     "flood": flood,
     "closed": close,
-    "spawn": spawn,
-    "replies": replies,
     "throw": throw,
     "give": give,
     "recurse": recurse,
-    "allocate": allocate,
+    "allocate": lambda num_bytes: float(len(bytearray(int(num_bytes)))),
     "hoard": hoard,
     "open": open_many,
     "file": write_file,
     "abort": abort,
     "state": state,
+    "spawn": spawn,
     "daemon": daemon,
     "daemon_then_die": daemon_then_die,
     "bomb": bomb,
     "comet": comet,
-    "match": lambda answer: float(bool(re.match("(a+)+$", answer))),
 }
-
-
-async def later(sample: dict[str, Any]) -> float:
-    KEPT.setdefault("loop", asyncio.get_running_loop())
-    assert KEPT["loop"] is asyncio.get_running_loop()
-    if sample["completion"] == "block":
-        sleep("600")
-    if sample["completion"].startswith(("allocate", "open", "throw")):
-        return grade(sample)  # type: ignore[return-value]
-    await asyncio.sleep(600 if sample["completion"] == "hang" else 0.1)
-    return 1.0
-
-
-def trl(completions: list[str], **columns: list[Any]) -> list[float]:
-    if "exit" in completions:
-        os._exit(3)
-    return [len(completions) + 0.5 for _ in completions]
-
-
-def imports(sample: dict[str, Any]) -> dict[str, float]:
-    return {"score": 1.0, "torch": float("torch" in sys.modules), "pydantic": float("pydantic" in sys.modules)}

@@ -1,52 +1,52 @@
-"""What the tests of reward processes share: samples, one pool for a table of answers, and who still runs."""
+"""What the tests of reward processes share: samples, pools, tables of culprits, and who still runs."""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.data import Reward
-from rollout_server.rewards import RewardOutcome, RewardPool, Sample
+from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.rewards.pool import RewardPool
 
 
-def sample(completion: str, prompt: str = "?") -> Sample:
-    return {
-        "prompt": prompt,
+def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:
+    base = {
+        "prompt": "6*7=",
         "completion": completion,
-        "ground_truth": "1",
-        "data_source": "d",
-        "extra_info": {},
-        "columns": {},
-        "num_tokens": 1,
+        "ground_truth": truth,
+        "data_source": "sums",
+        "extra_info": {"index": 3},
+        "columns": {"level": 5},
+        "num_tokens": 3,
         "finish_reason": "stop",
     }
+    return base | changes  # type: ignore[return-value]
 
 
-def run(main: Coroutine[Any, Any, Any], *, seconds: float = 60.0) -> Any:
-    async def limited() -> Any:
-        async with asyncio.timeout(seconds):
-            return await main
+def pooled(function: str, body: Callable[[RewardPool], Awaitable[Any]], **keys: Any) -> Any:
+    """What `body` makes of a pool for this function, within a minute."""
 
-    return asyncio.run(limited())
+    async def main() -> Any:
+        async with asyncio.timeout(60), RewardPool(Reward(function=function, **keys)) as pool:
+            return await body(pool)
+
+    return asyncio.run(main())
 
 
-def score(reward: Reward, *texts: str) -> list[RewardOutcome]:
-    async def main() -> list[RewardOutcome]:
-        async with RewardPool(reward) as pool:
-            return await pool.score([sample(text) for text in texts])
-
-    outcomes: list[RewardOutcome] = run(main())
+def score(function: str, *texts: str, **keys: Any) -> list[RewardOutcome]:
+    outcomes: list[RewardOutcome] = pooled(function, lambda pool: pool.score([sample(t) for t in texts]), **keys)
     return outcomes
 
 
-def check_culprits(reward: Reward, table: Mapping[str, str]) -> list[str]:
+def check_culprits(function: str, table: Mapping[str, str], **keys: Any) -> list[str]:
     """Each answer of the table gets an error with these words, and the good ones among them their scores.
 
     Returns the errors, in the order of the table.
     """
     texts = [text for number, bad in enumerate(table) for text in (f"score {number}", bad)]
-    outcomes = score(reward, *texts)
+    outcomes = score(function, *texts, **keys)
     assert [outcome.score for outcome in outcomes[::2]] == [float(number) for number in range(len(table))]
     found = {bad: outcome for bad, outcome in zip(table, outcomes[1::2], strict=True)}
     assert all(outcome.score != outcome.score for outcome in found.values()), "an error must not look like a score"

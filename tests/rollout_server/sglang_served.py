@@ -67,7 +67,7 @@ class Served:
         from rollout_server.engines.sglang.engine import SGLangEngine
 
         engine = SGLangEngine(self.config())
-        generate = engine._sglang.generate
+        generate = engine.sglang.generate
 
         async def recorded(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
             output: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Served:
                 yield output
             self.cached.append(int(output["meta_info"].get("cached_tokens") or 0))
 
-        engine._sglang.generate = recorded  # type: ignore[method-assign]
+        engine.sglang.generate = recorded  # type: ignore[method-assign]
         return engine
 
     def _is_dead(self) -> bool:

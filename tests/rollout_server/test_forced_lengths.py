@@ -17,7 +17,7 @@ from replay import messages as m
 from rollout_server.engines import EngineError, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.rewards import RewardPool
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.tasks import Task
 from scripts.bench.model import SHAPES, make
 from scripts.bench.server import ForcedLengths, forced_length
@@ -48,7 +48,7 @@ async def generating(folder: Path, median: int = 0, sigma: float = SIGMA) -> Asy
             "rollout": {"group_size": GROUP, "max_new_tokens": CAP},
         }
     )
-    engine = TorchEngine.from_folder(folder, max_context=8 + CAP, max_running=64)
+    engine = TorchEngine(folder, max_context=8 + CAP, max_running=64)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)

@@ -1,4 +1,4 @@
-"""Turning leases into groups: what may not happen on the event loop."""
+"""Turning leases into groups: what may not happen on the event loop, and which policies a group names."""
 
 import asyncio
 import threading
@@ -12,10 +12,14 @@ from configs import Config
 from replay import messages as m
 from rollout_server.engines import Completion
 from rollout_server.generate import Generator
+from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
 
 PROMPT = {"prompt": "3+4=", "ground_truth": "7", "data_source": "toy", "extra_info": {}, "columns": {}}
+LEASE = m.Lease(pass_=0, index=0, attempt=1, min_version=0, lease_s=60.0, seed=1, prompt=PROMPT)
+EVALUATION = m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
 LIMIT_S = 5.0
+CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
 
 
 class Engine:
@@ -57,24 +61,13 @@ class Task:
         self._maybe_wait("encode")
         return [3, 4]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def sample(self, row: dict[str, Any], token_ids: list[int], finish_reason: str) -> dict[str, Any]:
         self._maybe_wait("decode")
-        return "7"
-
-    def sample(self, row: dict[str, Any], text: str, **facts: Any) -> dict[str, Any]:
-        return {**row, "completion": text, **facts}
-
-
-def lease() -> m.Lease:
-    return m.Lease(pass_=0, index=0, attempt=1, min_version=0, lease_s=60.0, seed=1, prompt=PROMPT)
-
-
-def evaluation() -> m.EvaluationLease:
-    return m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
+        return {**row, "completion": "7"}
 
 
 @pytest.mark.parametrize("slow", ["encode", "decode"])
-@pytest.mark.parametrize("work", [lambda g: g.group(lease(), "0/0/1"), lambda g: g.evaluation(evaluation())])
+@pytest.mark.parametrize("work", [lambda g: g.group(LEASE, "0/0/1"), lambda g: g.evaluation(EVALUATION)])
 def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(slow: str, work: Callable[[Generator], Any]) -> None:
     """It also runs SGLang's frontend and the updates of its weights."""
 
@@ -91,4 +84,16 @@ def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(slow: str, work: C
     asyncio.run(asyncio.wait_for(main(), 3 * LIMIT_S))
 
 
-CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
+@pytest.mark.parametrize(
+    ("versions", "served", "policies"),
+    [
+        ([4, 4], [(1, 4)], [[1, 4]]),
+        ([4, 6], [(1, 4), (1, 5), (2, 5), (2, 6)], [[1, 4], [2, 6]]),
+        ([5], [(1, 4), (1, 5), (2, 5), (2, 6)], [[1, 5], [2, 5]]),  # either may have sampled it
+        ([3, 5], [(1, 5), (2, 6)], [[1, 3], [1, 5]]),  # a prefix is of the incarnation at the lease
+    ],
+)
+def test_a_group_names_the_policies_that_were_live_while_it_ran(
+    versions: list[int], served: list[tuple[int, int]], policies: list[list[int]]
+) -> None:
+    assert policies_of(np.array(versions, np.int32), served) == policies

@@ -24,7 +24,7 @@ from rollout_server.engines import Completion, Partial
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
-from rollout_server.rewards import RewardPool
+from rollout_server.rewards.pool import RewardPool
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task
 from scripts.bench.model import SHAPES, make
@@ -78,7 +78,7 @@ class Wire:
 @asynccontextmanager
 async def server_of(config: Config, median: int = 0) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
-    engine = TorchEngine.from_folder(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
+    engine = TorchEngine(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)

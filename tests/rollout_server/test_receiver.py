@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -27,8 +28,7 @@ from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
 from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
-from weight_bus.remote import Line, RemoteIntake, RemoteUpdate
-from weight_bus.remote.line import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Taken
+from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix
@@ -240,7 +240,7 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
 
 
 def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_bus.remote.intake.FORMING", -2)
+    monkeypatch.setattr("weight_bus.remote.FORMING", -2)
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
         started = time.monotonic()
@@ -332,7 +332,7 @@ def test_handles_are_exported_once_for_each_bucket_and_hold_none() -> None:
     assert exported == [10, 20]
     buckets[1] = torch.empty(30, dtype=torch.uint8)
     assert handles.of(buckets) == [{"size": 10}, {"size": 30}] and exported == [10, 20, 30]
-    held = [ref for ref, _ in handles._known]
+    held = [weakref.ref(bucket) for bucket in buckets]
     del buckets
     gc.collect()
     assert [ref() for ref in held] == [None, None], "the old ones make room"

@@ -12,27 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reward_runs import sample
 
-from rollout_server.rewards.base import RewardError, Sample
+from rollout_server.rewards import RewardError, Sample
 from rollout_server.rewards.exact import reward as exact
 from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function
 from rollout_server.rewards.numeric import final_number
 from rollout_server.rewards.numeric import reward as numeric
-
-
-def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:
-    base = {
-        "prompt": "6*7=",
-        "completion": completion,
-        "ground_truth": truth,
-        "data_source": "sums",
-        "extra_info": {"index": 3},
-        "columns": {"level": 5},
-        "num_tokens": 3,
-        "finish_reason": "stop",
-    }
-    return base | changes  # type: ignore[return-value]
 
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
@@ -112,9 +99,26 @@ def test_numeric_reads_what_python_formats(number: int, places: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["1,111" * 30_000, "1" + ",111" * 60_000 + "1", "1" * 300_000, "-" * 300_000, "\\boxed{" * 50_000]
+    "text",
+    [
+        "1,111" * 30_000,
+        "1" + ",111" * 60_000 + "1",
+        "1" * 300_000,
+        "-" * 300_000,
+        "\\boxed{" * 50_000,
+        "\\frac{" * 40_000,
+        "\\frac{1" + " " * 200_000,
+        "\\frac{1}{" * 30_000 + "2}",
+        "$" * 200_000 + "1",
+        "1/" * 100_000,
+        "-$-" * 70_000,
+        "1e" * 100_000,
+        "#### " + " " * 200_000 + "7",
+        "1" * 99 + "e99/" + "1" * 99,
+        "." * 200_000 + "5",
+    ],
 )
-def test_adversarial_answers_cost_little(text: str) -> None:
+def test_no_answer_buys_time(text: str) -> None:
     start = time.process_time()
     final_number(text)
     assert time.process_time() - start < 1.0
@@ -128,25 +132,21 @@ def test_own_signature_sync_and_async() -> None:
         await asyncio.sleep(0)
         return {"reward": 1.0}
 
+    class Judge:
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
     function = adapt(sync, "f")
     assert (function.convention, function.is_async, function.call(sample())) == ("sample", False, 6.0)
     function = adapt(later, "f")
     assert (function.convention, function.is_async) == ("sample", True)
     assert asyncio.run(function.call(sample())) == {"reward": 1.0}
-
-    class Judge:
-        async def __call__(self, sample: Sample) -> float:
-            return 1.0
-
     assert adapt(Judge(), "f").is_async
 
 
 def test_verl_signature() -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
         return {"score": float(solution_str == ground_truth), "index": extra_info["index"], "pred": solution_str}
-
-    def short(solution_str: str, ground_truth: str) -> bool:
-        return solution_str == ground_truth
 
     def wide(solution_str: str, **rest: Any) -> float:
         return float(rest == {"data_source": "sums", "ground_truth": "42", "extra_info": {"index": 3}})
@@ -156,7 +156,7 @@ def test_verl_signature() -> None:
         (1.0, {"index": 3.0}, None),
         (0.0, {"index": 3.0}, None),
     ]
-    assert [v[1] for v in judged(short, [sample(), sample("7")])] == [1.0, 0.0]
+    assert judged(lambda solution_str, ground_truth: solution_str == ground_truth, [sample()])[0][1] == 1.0
     assert judged(wide, [sample()])[0][1] == 1.0
 
 
@@ -170,16 +170,10 @@ def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
     assert [v[:3] for v in judged(trl, [sample("a"), sample("bb")])] == [(0, 1.0, {}), (1, 2.0, {})]
     assert seen["prompts"] == ["6*7=", "6*7="] and seen["completions"] == ["a", "bb"] and seen["level"] == [5, 5]
     assert seen["ground_truth"] == ["42", "42"] and seen["extra_info"] == [{"index": 3}] * 2
-
-    def chat(completions: list[Any]) -> list[float]:
-        return [float(len(completion[0]["content"])) for completion in completions]
-
-    assert judged(chat, [sample("abc", prompt=[{"role": "user", "content": "?"}])])[0][1] == 3.0
-
-    def own_truth(completions: list[Any], ground_truth: list[Any]) -> list[float]:
-        return [float(truth) for truth in ground_truth]
-
-    assert judged(own_truth, [sample(columns={"ground_truth": 9})])[0][1] == 9.0
+    chat = sample("abc", prompt=[{"role": "user", "content": "?"}])
+    assert judged(lambda completions: [float(len(c[0]["content"])) for c in completions], [chat])[0][1] == 3.0
+    own = sample(columns={"ground_truth": 9})
+    assert judged(lambda completions, ground_truth: ground_truth, [own])[0][1] == 9.0, "the row's column wins"
 
 
 @pytest.mark.parametrize(
@@ -195,17 +189,13 @@ def test_trl_results_are_checked(values: Any, error: str) -> None:
     assert error in str(verdicts[1][3]) and verdicts[1][1] is None
 
 
-def test_trl_none_does_not_apply_and_is_counted() -> None:
-    verdicts = judged(lambda completions: [1.0, None, 0.5], [sample(), sample(), sample()])
-    assert [v[1:4] for v in verdicts] == [
+def test_trl_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
+    assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample()] * 2)] == [1.0, 0.0]
+    assert [v[1:4] for v in judged(lambda completions: [1.0, None, 0.5], [sample()] * 3)] == [
         (1.0, {"not_applicable": 0.0}, None),
         (0.0, {"not_applicable": 1.0}, None),
         (0.5, {"not_applicable": 0.0}, None),
     ]
-
-
-def test_trl_arrays_are_fine() -> None:
-    assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample(), sample()])] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -293,24 +283,23 @@ def test_functions_are_found_in_files_and_modules(tmp_path: Path, monkeypatch: p
 
 
 def test_wrong_names_come_with_a_suggestion(tmp_path: Path) -> None:
-    file = tmp_path / "grader.py"
-    file.write_text("def grade(sample): return 1.0\n")
-    broken = tmp_path / "broken.py"
-    broken.write_text("import nothing_of_that_name\n")
-    leaving = tmp_path / "leaving.py"
-    leaving.write_text("raise SystemExit('bye')\n")
+    for name, source in {
+        "grader": "def grade(sample): return 1.0\n",
+        "broken": "import nothing_of_that_name\n",
+        "leaving": "raise SystemExit('bye')\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(source)
     for spec, parts in {
         "exactt": ["'exactt'", "did you mean 'exact'?"],
         "judge": ["'judge'", "module:function"],
         ":f": ["':f'", "names no function"],
-        f"{file}:grad": ["no function 'grad'", "did you mean 'grade'?"],
-        f"{file}:zzz": ["no function 'zzz'", "it has grade"],
+        f"{tmp_path}/grader.py:grad": ["no function 'grad'", "did you mean 'grade'?"],
+        f"{tmp_path}/grader.py:zzz": ["no function 'zzz'", "it has grade"],
         f"{tmp_path}/none.py:f": ["no file", str(Path.cwd())],
-        f"{broken}:f": ["ModuleNotFoundError", "nothing_of_that_name", "broken.py:1"],
-        f"{leaving}:f": ["SystemExit", "bye"],
+        f"{tmp_path}/broken.py:f": ["ModuleNotFoundError", "nothing_of_that_name", "broken.py:1"],
+        f"{tmp_path}/leaving.py:f": ["SystemExit", "bye"],
         "no_such_package.rewards:f": ["no_such_package", "not installed"],
     }.items():
         with pytest.raises(RewardError) as raised:
             load_function(spec)
-        for part in ["reward.function", *parts]:
-            assert part in str(raised.value)
+        assert [part for part in ["reward.function", *parts] if part not in str(raised.value)] == [], raised.value

@@ -58,7 +58,7 @@ def test_its_processes_take_the_threads_that_they_are_given(sglang: Host) -> Non
 
 async def threads(served: Served) -> None:
     assert served.config().rollout.num_threads == 1
-    for pid in served.engine.pids():
+    for pid in served.engine.sglang.pids():
         assert b"OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 

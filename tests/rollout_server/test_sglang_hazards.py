@@ -71,7 +71,7 @@ def test_b_an_update_with_requests_in_flight_ends_no_process(mode: str, sglang: 
 
 
 async def update_in_flight(served: Served, mode: str) -> None:
-    pids = served.engine.pids()
+    pids = served.engine.sglang.pids()
     tasks = [served.start_sample([*PROMPT, i], max_new_tokens=60) for i in range(4)]
     for task in tasks:
         await served.under_way(task)
@@ -80,7 +80,7 @@ async def update_in_flight(served: Served, mode: str) -> None:
         (answer,) = await task
         check_whole(answer, 60)
     await served.engine.health()
-    assert served.engine.pids() == pids
+    assert served.engine.sglang.pids() == pids
 
 
 def test_c_what_an_update_interrupts_comes_back_whole(sglang: Host) -> None:

@@ -143,9 +143,9 @@ def test_a_parameter_that_moved_is_refused_for_good(monkeypatch: pytest.MonkeyPa
     whole, model = filled(1)[0], Mover(0, 1)
 
     def update(version: int) -> str:
-        staging.write_update(whole.items(), version)
+        staging.write_update(whole.items())
         loader.apply(model, [])
-        return staging.replies(1)[0].error
+        return str(staging.replies(1)[0]["error"])
 
     try:
         model.moves = False

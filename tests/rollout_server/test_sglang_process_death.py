@@ -20,7 +20,7 @@ async def killed(served: Served) -> None:
     engine = served.engine
     task = served.start_sample([1, 2, 3], 2, max_new_tokens=90)
     await served.under_way(task)
-    pid = min(engine.pids())  # SGLang starts its scheduler first
+    pid = min(engine.sglang.pids())  # SGLang starts its scheduler first
     assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     os.kill(pid, signal.SIGKILL)
     named = rf"SGLang is dead: .*pid {pid}\) ended with -9.* \[closed\]"

@@ -213,18 +213,18 @@ def test_a_request_that_sglang_refuses_is_an_error_with_its_reason() -> None:
 def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = StagingFolder()
     try:
-        folder.write_update([("a", torch.ones(1000))], 1)
+        folder.write_update([("a", torch.ones(1000))])
         assert [path.stat().st_size for path in folder.path.glob("memory.*")] == [4000]
         folder.mapped_by_all()
         assert not list(folder.path.glob("memory.*"))
-        folder.write_update([("a", torch.zeros(1000))], 2)  # the same memory again, without its file
+        folder.write_update([("a", torch.zeros(1000))])  # the same memory again, without its file
 
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(os, "posix_fallocate", full)
         with pytest.raises(EngineError, match="No space left on device; enlarge it"):
-            folder.write_update([("a", torch.zeros(2000))], 3)
+            folder.write_update([("a", torch.zeros(2000))])
     finally:
         folder.close()
     assert not folder.path.exists()

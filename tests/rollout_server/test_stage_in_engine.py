@@ -281,7 +281,7 @@ def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(sglang: Host) -> Non
 
 async def killed(served: Served) -> None:
     version, model = served.version + 1, random_model(9)
-    pid = min(served.engine.pids())
+    pid = min(served.engine.sglang.pids())
     assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
     with Learner(served) as learner, heard(logging.WARNING) as said:
         async with followed(served, learner) as follower, stuck(learner, version, model):

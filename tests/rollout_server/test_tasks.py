@@ -16,15 +16,8 @@ from replay.prompts import load_rows
 from rollout_server.rewards.exact import reward as exact
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
-SYMBOLS = [
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    "<bos>",
-    "<|im_start|>",
-    "<|im_end|>",
-    *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n",
-]
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<|im_start|>", "<|im_end|>"]
+SYMBOLS = [*SPECIAL, *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -38,12 +31,8 @@ def save_tokenizer(folder: Path, *, chat_template: str | None = None, with_bos: 
     tokenizer.decoder = decoders.Fuse()
     if with_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 3)])
-    special = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>"} | (
-        {"eos_token": "<eos>"} if eos else {}
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>", "<|im_end|>"], **special
-    )
+    special = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "bos", *(["eos"] if eos else []))}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL[4:], **special)
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "vocab_size": len(SYMBOLS)}))
@@ -86,24 +75,24 @@ def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Pat
     assert task_of(folder, **{"model.chat_template": template}).encode(row(messages)) == ids("21?=")
 
 
-def test_messages_without_a_template_name_the_key(tmp_path: Path) -> None:
-    task = task_of(save_tokenizer(tmp_path))
-    with pytest.raises(TaskError, match=r"model\.chat_template"):
-        task.encode(row([{"role": "user", "content": "21?"}]))
-
-
-def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
-    task = task_of(save_tokenizer(tmp_path, chat_template="{{ raise_exception('roles must alternate') }}"))
-    with pytest.raises(TaskError, match=r"roles user, user: roles must alternate"):
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (None, r"model\.chat_template"),
+        ("{{ raise_exception('roles must alternate') }}", r"roles user, user: roles must alternate"),
+    ],
+)
+def test_messages_that_no_template_takes_say_why(tmp_path: Path, template: str | None, says: str) -> None:
+    task = task_of(save_tokenizer(tmp_path, chat_template=template))
+    with pytest.raises(TaskError, match=says):
         task.encode(row([{"role": "user", "content": "1"}, {"role": "user", "content": "2"}]))
 
 
 def test_long_and_empty_prompts_are_refused(tmp_path: Path) -> None:
     task = task_of(save_tokenizer(tmp_path), **{"data.max_prompt_tokens": 4})
     assert len(task.encode(row("1234"))) == 4
-    with pytest.raises(PromptTooLong, match=r"5 tokens, data\.max_prompt_tokens is 4") as raised:
+    with pytest.raises(PromptTooLong, match=r"5 tokens, data\.max_prompt_tokens is 4"):
         task.encode(row("12345"))
-    assert (raised.value.num_tokens, raised.value.limit) == (5, 4)
     with pytest.raises(TaskError, match="no tokens"):
         task.encode(row(""))
 
@@ -120,7 +109,7 @@ def test_stop_tokens_are_those_of_the_folder_and_the_tokenizer(
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     task = task_of(folder)
     assert task.stop_token_ids == expected
-    assert task.fingerprint()["eos_token_ids"] == ",".join(map(str, expected))
+    assert model_fingerprint(str(folder))["eos_token_ids"] == ",".join(map(str, expected))
 
 
 def test_no_stop_token_is_refused(tmp_path: Path) -> None:
@@ -135,22 +124,12 @@ def test_decode_leaves_special_tokens_out_and_spaces_in(tmp_path: Path) -> None:
     assert task.decode([]) == ""
 
 
-def test_fingerprint_is_the_one_that_the_learner_computes(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path, chat_template=CHAT)
-    assert task_of(folder).fingerprint() == model_fingerprint(str(folder))
-    template = tmp_path / "own.jinja"
-    template.write_text("{{ messages[0].content }}=")
-    other = task_of(folder, **{"model.chat_template": template}).fingerprint()
-    assert other == model_fingerprint(str(folder), str(template))
-    assert other["chat_template"] != task_of(folder).fingerprint()["chat_template"]
-
-
 def test_a_row_of_a_dataset_becomes_a_sample_that_a_reward_takes(tmp_path: Path) -> None:
     data = tmp_path / "sort.jsonl"
     data.write_text('{"prompt": "21=", "answer": "12"}\n')
     (loaded,) = load_rows(data)
     task = task_of(save_tokenizer(tmp_path))
-    sample = task.sample(loaded, task.decode([*ids("12"), 1]), num_tokens=3, finish_reason="stop")
+    sample = task.sample(loaded, [*ids("12"), 1], "stop")
     assert sample == {
         "prompt": "21=",
         "completion": "12",
@@ -165,14 +144,9 @@ def test_a_row_of_a_dataset_becomes_a_sample_that_a_reward_takes(tmp_path: Path)
 
 
 def test_broken_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"model\.path: 'some/model' is no folder"):
-        task_of(Path("some/model"))
     folder = save_tokenizer(tmp_path)
     (folder / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
     with pytest.raises(TaskError, match=r"the tokenizer cannot be loaded"):
-        task_of(folder)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(TaskError, match=r"tokenizer\.json: missing"):
         task_of(folder)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch_oracle import (
     serving,
 )
 
-from rollout_server.engines import EngineError, Sampling
+from rollout_server.engines import EngineError, Partial, Sampling
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 
@@ -84,7 +83,8 @@ def test_a_prefill_waits_until_an_eighth_of_the_rows_is_free() -> None:
     assert not rows.ready_to_admit()
     prompt = np.array([1, 2], dtype=np.int32)
     sampling = Sampling(max_new_tokens=4)
-    rows.enqueue(Request(request_id="a", prompt=prompt, sampling=sampling, keys=list(range(40)), future=Future()))
+    begun = [Partial()] * 40
+    rows.enqueue(Request(request_id="a", prompt=prompt, sampling=sampling, keys=list(range(40)), prefixes=begun))
     assert rows.ready_to_admit()
     rows.admit(1000)
     ready = []

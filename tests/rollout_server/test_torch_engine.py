@@ -218,7 +218,7 @@ def test_health_counts_memory_and_time(tmp_path: Path) -> None:
             await sample(engine, [1], "a", n=8)
             wall = time.perf_counter() - started
             busy = await engine.health()
-            weights = sum(tensor.nbytes for tensor in engine.live_tensors().values())
+            weights = sum(tensor.nbytes for tensor in engine.live.weights.tensors.values())
         kv_bytes = 2 * 2 * 8 * 2 * 32 * 8 * 4
         assert (idle.busy_s, idle.memory_bytes) == (0.0, weights)
         assert 0.0 < busy.busy_s <= wall
@@ -235,8 +235,8 @@ def test_live_tensors_are_what_is_decoded_with_and_digested(tmp_path: Path) -> N
     async def main() -> None:
         async with serving(tmp_path) as engine:
             before = await engine.digest()
-            for name, rows in engine.layout().items():
-                view = engine.live_tensors()[rows.live].narrow(0, rows.start, rows.shape[0])
+            for name, rows in engine.live.weights.layout.items():
+                view = engine.live.weights.tensors[rows.live].narrow(0, rows.start, rows.shape[0])
                 view.copy_(hf_tensors(other)[name])
             after = await engine.digest()
             (answer,) = await sample(engine, [1, 2], "a")
@@ -248,7 +248,7 @@ def test_live_tensors_are_what_is_decoded_with_and_digested(tmp_path: Path) -> N
 
 def test_two_event_loops_may_use_one_engine(tmp_path: Path) -> None:
     save_folder(tmp_path)
-    engine = TorchEngine.from_folder(tmp_path, max_context=64, max_running=8)
+    engine = TorchEngine(tmp_path, max_context=64, max_running=8)
 
     async def work(name: str) -> list[Completion]:
         return await asyncio.wait_for(sample(engine, [1, 2], name), DEADLINE_S)

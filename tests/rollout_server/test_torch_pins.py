@@ -55,7 +55,7 @@ def test_drain_waits_for_live_requests_only(models: tuple[Path, Any, Any], monke
     async def main() -> None:
         async with serving(folder) as engine:
             await engine.pin(0)
-            gate = Gate(monkeypatch, 3, lambda weights: weights.tensors() is not engine.live_tensors())
+            gate = Gate(monkeypatch, 3, lambda weights: weights is not engine.live.weights)
             pinned = await gate.posted(engine.generate([5], LONG, 1, request_id="pinned", pinned=0))
             await gate.reached()
             draining = await gate.posted(engine.pause("drain"))
@@ -80,7 +80,7 @@ def test_live_and_pinned_requests_advance_at_the_same_pace(
             pinned = await start.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
             await start.reached()
             live = await start.posted(engine.generate([1], LONG, 1, request_id="live"))
-            gate = Gate(monkeypatch, 20, lambda weights: weights.tensors() is not engine.live_tensors())
+            gate = Gate(monkeypatch, 20, lambda weights: weights is not engine.live.weights)
             start.release()
             await gate.reached()
             counts = engine.running_tokens()
@@ -106,7 +106,7 @@ def test_several_pins_and_unpin(models: tuple[Path, Any, Any], monkeypatch: pyte
             await engine.pin(1)
             await engine.pin(0)
             health = await engine.health()
-            weights = sum(tensor.nbytes for tensor in engine.live_tensors().values())
+            weights = sum(tensor.nbytes for tensor in engine.live.weights.tensors.values())
             assert (health.detail["pins"], health.memory_bytes) == (2, 3 * weights)
             for version, model in ((0, old), (1, new)):
                 (answer,) = await engine.generate([8], LONG, 1, request_id="e", pinned=version)

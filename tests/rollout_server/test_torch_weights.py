@@ -49,9 +49,9 @@ def test_tied_lm_head_has_no_entry_and_decodes_from_the_embedding(tmp_path: Path
 def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(part: str, edge: str, tmp_path: Path) -> None:
     weights = read(save_folder(tmp_path, "qwen2"))
     name = f"model.layers.1.self_attn.{part}"
-    rows = weights.layout()[name]
+    rows = weights.layout[name]
     before = weights.digests()
-    live = weights.tensors()[rows.live]
+    live = weights.tensors[rows.live]
     row = rows.start if edge == "first" else rows.start + rows.shape[0] - 1
     live[row].view(-1).view(torch.uint8)[0] ^= 1
     after = weights.digests()
@@ -71,7 +71,7 @@ def test_load_takes_any_order(seed: int, model_and_target: tuple[Any, LiveWeight
     model, target = model_and_target
     tensors = list(hf_tensors(model).items())
     random.Random(seed).shuffle(tensors)
-    for live in target.tensors().values():
+    for live in target.tensors.values():
         live.zero_()
     target.load((name, tensor) for name, tensor in tensors)
     assert target.digests() == {name: slice_digest(tensor) for name, tensor in tensors}
@@ -112,7 +112,7 @@ def test_load_does_not_keep_the_memory_or_the_graph_of_what_it_was_given(tmp_pat
         for parameter in model.parameters():
             parameter.zero_()
     assert weights.digests() == expected
-    assert not any(tensor.requires_grad for tensor in weights.tensors().values())
+    assert not any(tensor.requires_grad for tensor in weights.tensors.values())
 
 
 def test_copy_shares_no_memory(tmp_path: Path) -> None:
@@ -120,10 +120,10 @@ def test_copy_shares_no_memory(tmp_path: Path) -> None:
     twin = weights.copy()
     before = weights.digests()
     assert twin.digests() == before
-    for tensor in twin.tensors().values():
+    for tensor in twin.tensors.values():
         tensor.zero_()
     assert weights.digests() == before
-    assert twin.layers[0].qkv is twin.tensors()["layers.0.qkv"]
+    assert twin.layers[0].qkv is twin.tensors["layers.0.qkv"]
 
 
 def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_folder_is_cast_to_the_engine_dtype(tmp_path: Path) -> None:
     make_model().to(torch.bfloat16).save_pretrained(tmp_path)
     expected = {name: slice_digest(t) for name, t in hf_tensors(load_model(tmp_path, torch.float32)).items()}
     assert read(tmp_path, torch.float32).digests() == expected
-    assert read(tmp_path, torch.bfloat16).tensors()["norm"].dtype == torch.bfloat16
+    assert read(tmp_path, torch.bfloat16).tensors["norm"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("differs", [False, True])

@@ -124,7 +124,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 @asynccontextmanager
 async def serving(folder: Path, *, max_context: int = 64, max_running: int = 32, **rest: Any) -> AsyncIterator[Any]:
     """An engine on the folder, closed at the end."""
-    engine = TorchEngine.from_folder(folder, max_context=max_context, max_running=max_running, **rest)
+    engine = TorchEngine(folder, max_context=max_context, max_running=max_running, **rest)
     try:
         yield engine
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench import bus, link, numbers, pipeline, replay
-from scripts.bench.cases import Case
+from scripts.bench.load import Case
 from scripts.bench.train import Finished
 
 ROOT = Path(__file__).parents[2]

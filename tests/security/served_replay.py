@@ -18,6 +18,7 @@ from replay.messages import TO_REPLAY
 from replay.prompts import PromptSource
 from replay.serve import serve
 from replay.service import Service
+from tests.replay.simulation.journal import MemoryJournal
 
 RUN = "attacked-run"
 PATIENT_S = 10.0
@@ -43,7 +44,8 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 def service(**placement: str) -> Service:
-    return Service(config(**placement), PromptSource(rows(40), shuffle=False, seed=0), [], time.monotonic())
+    source = PromptSource(rows(40), shuffle=False, seed=0)
+    return Service(config(**placement), source, [], time.monotonic(), journal=MemoryJournal())
 
 
 class Lines(logging.Handler):

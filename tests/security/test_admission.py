@@ -5,13 +5,14 @@ import dataclasses
 import socket
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from served_replay import greeting, read_until_closed, ready
 
 from replay import keys as make_keys
@@ -37,9 +38,8 @@ PATIENT_S = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Note(Message):
-    ARRAYS: ClassVar[dict[str, str]] = {"data": "int32"}
     text: str = ""
-    data: Any = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    data: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
 KINDS = registry(Note)
@@ -256,8 +256,8 @@ def test_a_peer_is_heard_while_its_old_connection_is_half_open_and_after_that_en
 
 
 def test_a_half_open_connection_is_closed_by_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "PING_MS", 50)
-    monkeypatch.setattr(sockets, "PONG_MS", 50)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_IVL, 50)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_TIMEOUT, 50)
 
     async def body(router: AsyncRouter) -> None:
         with half_open(router, b"r0") as old:

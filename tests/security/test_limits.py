@@ -39,7 +39,7 @@ def many(port: int, says: bytes) -> Iterator[list[socket.socket]]:
 
 @pytest.mark.parametrize("says", [b"", greeting(b"CURVE") + b"\x04\xc8\x05HELLO"], ids=["silent", "half a handshake"])
 def test_unproven_connections_cost_little_and_end(keys: Keys, says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 1500)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.HANDSHAKE_IVL, 1500)
     with served(keys) as replay:
         files, before = len(os.listdir("/proc/self/fd")), resident_bytes()
         with many(replay.port, says) as connections:
@@ -68,7 +68,8 @@ def test_every_socket_gives_a_handshake_five_seconds() -> None:
 
 def test_a_peer_that_does_not_read_is_given_up_at_a_bounded_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     mark, size = 64, 64 * 1024
-    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", mark)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.SNDHWM, mark)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.RCVHWM, mark)
 
     async def run() -> int:
         router = AsyncRouter("127.0.0.1", 0, "r1", m.TO_REPLAY)
@@ -103,7 +104,8 @@ def test_a_peer_that_does_not_read_is_given_up_at_a_bounded_cost(monkeypatch: py
 
 def test_a_server_that_does_not_read_stops_its_senders(monkeypatch: pytest.MonkeyPatch) -> None:
     mark, size = 64, 64 * 1024
-    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", mark)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.SNDHWM, mark)
+    monkeypatch.setitem(sockets.OPTIONS, zmq.RCVHWM, mark)
 
     async def run() -> int:
         router = AsyncRouter("127.0.0.1", 0, "r1", m.TO_REPLAY)

@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
-from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
+from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber
 from weight_bus.digest import combined, slice_digest
-from weight_bus.staging import Staging
-from weight_bus.transports import Formation, Transport, make_transport
-from weight_bus.transports.base import ignore
+from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
+from weight_bus.transports.base import group_prefix, ignore
 
 CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
 RUN = "bus-test"
@@ -59,7 +59,7 @@ def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -
 class Engine:
     """Holds copies; `spoil` may change the live tensors after they were applied."""
 
-    def __init__(self, spoil: Callable[[int, Weights], None] | None = None) -> None:
+    def __init__(self, spoil: Callable[[int, Weights], None] = lambda version, live: None) -> None:
         self.live: Weights = {}
         self.activated: list[int] = []
         self.evaluated: list[int] = []
@@ -71,8 +71,7 @@ class Engine:
         self.loads += 1
         for name, tensor in named_tensors:
             self.live[name] = tensor.clone()
-        if self._spoil is not None:
-            self._spoil(version, self.live)
+        self._spoil(version, self.live)
         return digests(self.live)
 
     def activate(self, version: int, evaluate: bool) -> None:
@@ -88,23 +87,10 @@ class Faulty:
     """A transport with a fault around the broadcast of one bucket."""
 
     def __init__(self, inner: Transport, bucket: int, fault: Callable[[torch.Tensor], None], *, before: bool) -> None:
-        self._inner = inner
-        self._bucket = bucket
-        self._fault = fault
-        self._before = before
+        self._inner, self._bucket, self._fault, self._before = inner, bucket, fault, before
 
-    @property
-    def device(self) -> torch.device:
-        return self._inner.device
-
-    def facts(self) -> dict[str, str]:
-        return self._inner.facts()
-
-    def serve(self) -> str:
-        return self._inner.serve()
-
-    def form(self, formation: Formation) -> None:
-        self._inner.form(formation)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         if self._before and index == self._bucket:
@@ -113,19 +99,8 @@ class Faulty:
         if not self._before and index == self._bucket:
             self._fault(bucket)
 
-    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        self._inner.finish(arrived)
 
-    def leave(self) -> None:
-        self._inner.leave()
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def faulty(
-    bucket: int, fault: Callable[[torch.Tensor], None], *, before: bool = False
-) -> Callable[[WeightBus, str], Transport]:
+def faulty(bucket: int, fault: Callable[[torch.Tensor], None], *, before: bool = False) -> TransportFactory:
     return lambda config, host: Faulty(make_transport(config, host), bucket, fault, before=before)
 
 
@@ -138,34 +113,52 @@ class Rollout(threading.Thread):
         name: str,
         engine: Engine | None = None,
         *,
-        factory: Callable[[WeightBus, str], Transport] | None = None,
+        factory: TransportFactory | None = None,
         config: WeightBus = CONFIG,
         run_id: str = RUN,
-        staging: Staging | None = None,
+        ends: tuple[type[Exception], ...] = (BusClosed, RemovedFromBus),
+        **options: Any,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.engine = engine or Engine()
         self.ended: BaseException | None = None
+        self._ends = ends
         address = publisher if isinstance(publisher, str) else publisher.address
         self.subscriber = Subscriber(
-            address, name=name, config=config, host=HOST, run_id=run_id, transport_factory=factory, staging=staging
+            address, name=name, config=config, host=HOST, run_id=run_id, transport_factory=factory, **options
         )
         self.start()
 
     def run(self) -> None:
         engine = self.engine
         try:
-            while True:
-                self.subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
-        except (BusClosed, RemovedFromBus) as error:
+            with self.subscriber:
+                while True:
+                    self.subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
+        except self._ends as error:
             self.ended = error
-        finally:
-            self.subscriber.close()
 
     def halt(self) -> None:
         self.subscriber.stop()
         self.join(10.0)
         assert not self.is_alive()
+
+
+def learner(config: WeightBus = CONFIG, *, incarnation: int = 1, **options: Any) -> Publisher:
+    return Publisher(config, host=HOST, run_id=RUN, incarnation=incarnation, **options)
+
+
+def joined(publisher: Publisher, *names: str) -> None:
+    until(lambda: publisher.members().keys() == set(names), f"{names} are the members")
+
+
+def publish(publisher: Publisher, version: int, *, evaluate: bool = False, **shape: Any) -> PublishReport:
+    named = weights(version, **shape)
+    return publisher.publish(version, named.items(), digests(named), evaluate=evaluate)
+
+
+def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
+    return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
 
 
 # ---- as a process ---------------------------------------------------------------------------------------
@@ -176,18 +169,10 @@ class Process:
 
     def __init__(self, publisher: Publisher, name: str, *faults: str, **environment: str) -> None:
         paths = [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""), str(ROOT)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.bus_receiver", publisher.address, name, *faults],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **environment,
-                "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            },
-        )
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        command = [sys.executable, "-m", "tests.support.bus_receiver", publisher.address, name, *faults]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -251,14 +236,9 @@ def main(address: str, name: str, *faults: str) -> None:
 
     engine = Engine()
     config = CONFIG.model_copy(update=json.loads(os.environ.get("BUS_CONFIG", "{}")))
-    with Subscriber(
-        address,
-        name=name,
-        config=config,
-        host=HOST,
-        run_id=RUN,
-        transport_factory=lambda config, host: Watched(make_transport(config, host), come),
-    ) as subscriber:
+    factory = lambda config, host: Watched(make_transport(config, host), come)  # noqa: E731
+    options = {"name": name, "config": config, "host": HOST, "run_id": RUN, "transport_factory": factory}
+    with Subscriber(address, **options) as subscriber:
         try:
             while True:
                 version = subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 PRELOADED = (
     "learner.learner",
     "learner.launch.launcher",
-    "learner.launch.playback",
+    "learner.launch.earlier_run",
     "replay.service",
     "rollout_server.server",
     "torch.distributed.run",
@@ -46,8 +46,36 @@ READY_S = 60.0
 RealPopen = subprocess.Popen
 
 
-class Child:
-    """A forked program, with the interface of subprocess.Popen as far as it is used."""
+class Program:
+    """What a forked program has of subprocess.Popen's interface."""
+
+    args: list[str]
+    pid: int
+
+    def poll(self) -> int | None:
+        raise NotImplementedError
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.005)
+        return code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Child(Program):
+    """A forked program of this process."""
 
     def __init__(self, argv: Sequence[str], **settings: Any) -> None:
         self.args, self.returncode = list(argv), None
@@ -67,23 +95,6 @@ class Child:
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        return wait(self, timeout)
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
-
-
-def wait(program: Any, timeout: float | None) -> int:
-    """Poll until the program has ended. Raises TimeoutExpired."""
-    deadline = time.monotonic() + (1e9 if timeout is None else timeout)
-    while (code := program.poll()) is None:
-        if time.monotonic() > deadline:
-            raise subprocess.TimeoutExpired(program.args, timeout or 0.0)
-        time.sleep(0.005)
-    return int(code)
 
 
 class Popen(RealPopen):  # type: ignore[type-arg]
@@ -236,27 +247,14 @@ class Zygote:
         self._channel.close()
 
 
-class Started:
-    """A program of the zygote's, with the interface of subprocess.Popen as far as tests use it."""
+class Started(Program):
+    """A forked program of the zygote's."""
 
     def __init__(self, zygote: Zygote, args: list[str], pid: int) -> None:
         self._zygote, self.args, self.pid = zygote, args, pid
 
     def poll(self) -> int | None:
         return self._zygote.code_of(self.pid)
-
-    def wait(self, timeout: float | None = None) -> int:
-        return wait(self, timeout)
-
-    def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Whole runs for tests: their input, the launcher, what it wrote, and the processes that belong to it."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.forking import Started, Zygote
 
@@ -41,11 +44,16 @@ class Input:
         ]
 
 
-def trained_input(folder: Path) -> Input:
-    """The quick start's input: half a minute."""
-    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", "0"]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
-    return Input(folder)
+def trained_input(temporary: pytest.TempPathFactory) -> Input:
+    """The quick start's input. It takes half a minute, so one is made for all lanes of tests."""
+    shared = temporary.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(shared / "sort6"), "--seed", "0"]
+    with (shared / "sort6.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    return Input(shared / "sort6")
 
 
 def untrained_input(folder: Path) -> Input:
@@ -146,7 +154,6 @@ class Runs:
         steps: int = 4,
         split: str = "1:1",
         arguments: Sequence[str] = (),
-        real: bool = False,
     ) -> Run:
         """Start the launcher.
 
@@ -156,7 +163,6 @@ class Runs:
             steps: learner.total_steps.
             split: placement.split.
             arguments: further ones of the command.
-            real: start every process for real instead of forking it from one that has imported torch.
         """
         small = [
             *self.input.settings,
@@ -171,14 +177,14 @@ class Runs:
             "tracking.plot=false",
         ]
         words = [word for setting in (*small, *settings) for word in ("--set", setting)]
-        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name, real=real)
+        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name)
 
-    def start(self, words: Sequence[str], folder: Path, *, real: bool = False, cwd: Path = ROOT) -> Run:
+    def start(self, words: Sequence[str], folder: Path, *, cwd: Path = ROOT) -> Run:
         """`python -m` these words; `folder` is the run's."""
         output = self.folder / f"{folder.name}-{len(self.started)}.out"
         command = [sys.executable, "-m", *words]
         process: subprocess.Popen[bytes] | Started
-        if real or self.zygote is None:
+        if self.zygote is None:
             with output.open("wb") as file:
                 process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, env=environment())
         else:

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from weight_bus.digest.definition import MASK, Part, Task, reference_digest, rows_of
+from weight_bus.digest.definition import MASK, Part, Task, all_rows, reference_digest
 from weight_bus.digest.device import Plan
 
 SHAPES = [(1,), (2047,), (2049,), (3, 5), (7, 1000), (40, 1024), (2, 3, 4), (33_000,), (3, 40_000)]
@@ -29,6 +29,8 @@ def parts() -> list[Part]:
                 found.append(Part(tensor[1:], shape, start))
                 found.append(Part(tensor[..., 1:], shape, (0,) * (len(shape) - 1) + (1,)))
                 found.append(Part(tensor.transpose(0, -1)))
+            if len(shape) > 2:
+                found.append(Part(tensor[1:, 1:, 1:], shape, (1,) * len(shape)))
     exact = torch.randn(5000, generator=generator).to(torch.float16).float()
     return [*found, Part(exact, rounded=torch.float16), Part(exact.to(torch.bfloat16).float(), rounded=torch.bfloat16)]
 
@@ -36,11 +38,7 @@ def parts() -> list[Part]:
 def main() -> int:
     wrong = 0
     everything = parts()
-    tasks = []
-    for slot, part in enumerate(everything):
-        rows = rows_of(part)
-        assert rows is not None
-        tasks.append(Task(rows, slot + 1, part.rounded))
+    tasks = [Task(rows, slot, part.rounded) for slot, part in enumerate(everything, 1) for rows in all_rows(part)]
     tasks.append(tasks[0]._replace(slot=len(everything) + 1))
     tasks.append(tasks[1]._replace(slot=len(everything) + 1))  # two tasks, one slot
     plan = Plan(tasks, len(everything) + 3, torch.device("cpu"))

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from configs import Config
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, faulty, until, weights
+from tests.support.bus_receiver import CONFIG, Rollout, Weights, digests, faulty, joined, learner, until, weights
 from weight_bus import Publisher
 from weight_bus.delta.changes import ChangeMaker, ChangeReader, digest_of
 from weight_bus.intake import Intake
@@ -34,19 +34,16 @@ def stepped(named: Weights, version: int, share: float = 0.01) -> Weights:
 
 
 @contextmanager
-def bus(config: WeightBus = DELTA, *servers: str) -> Iterator[tuple[Publisher, list[Rollout]]]:
-    with Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher:
-        running = [Rollout(publisher, name, config=config) for name in servers or ("a", "b")]
-        try:
-            until(lambda: len(publisher.members()) == len(running), "all joined")
-            yield publisher, running
-        finally:
-            for server in running:
-                server.halt()
+def bus(config: WeightBus = DELTA, *names: str) -> Iterator[tuple[Publisher, list[Rollout]]]:
+    names = names or ("a", "b")
+    with learner(config) as publisher:
+        servers = [Rollout(publisher, name, config=config) for name in names]
+        joined(publisher, *names)
+        yield publisher, servers
 
 
-def same(engine: Engine, named: Weights) -> bool:
-    return all(torch.equal(engine.live[n].view(torch.uint8), t.view(torch.uint8)) for n, t in named.items())
+def same(server: Rollout, named: Weights) -> bool:
+    return all(torch.equal(server.engine.live[n].view(torch.uint8), t.view(torch.uint8)) for n, t in named.items())
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -58,7 +55,7 @@ def test_versions_travel_as_changes_and_arrive_bit_by_bit(compression: str) -> N
             named = stepped(named, version)
             report = publisher.publish(version, named.items(), digests(named))
             assert sorted(report.served) == ["a", "b"] and not report.failed
-            assert all(same(server.engine, named) for server in servers)
+            assert all(same(server, named) for server in servers)
             sizes.append(report.num_bytes)
         full = [version for version, size in enumerate(sizes) if size == FULL]
         assert full == [0, 5, 10] and max(s for s in sizes if s != FULL) * 25 < FULL
@@ -72,14 +69,11 @@ def test_who_joins_late_gets_all_of_it_and_changes_afterwards() -> None:
         publisher.publish(0, first.items(), digests(first))
         assert publisher.publish(1, second.items(), digests(second)).num_bytes < FULL / 25
         late = Rollout(publisher, "late", config=DELTA)
-        try:
-            until(lambda: late.engine.activated == [1], "it is filled")
-            third = stepped(second, 2)
-            report = publisher.publish(2, third.items(), digests(third))
-            assert sorted(report.served) == ["a", "late"] and report.num_bytes < FULL / 25
-            assert same(late.engine, third)
-        finally:
-            late.halt()
+        until(lambda: late.engine.activated == [1], "it is filled")
+        third = stepped(second, 2)
+        report = publisher.publish(2, third.items(), digests(third))
+        assert sorted(report.served) == ["a", "late"] and report.num_bytes < FULL / 25
+        assert same(late, third)
 
 
 def test_too_much_that_is_new_travels_whole_and_is_tried_again_ever_more_seldom() -> None:
@@ -106,18 +100,15 @@ def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
         if bucket.numel() < 60_000:  # a change; full buckets are larger
             bucket[5000] ^= 1  # a gap
 
-    with Publisher(DELTA, host=HOST, run_id=RUN, incarnation=1) as publisher:
+    with learner(DELTA) as publisher:
         server = Rollout(publisher, "a", config=DELTA, factory=faulty(0, damage))
-        try:
-            first = weights(0)
-            publisher.publish(0, first.items(), digests(first))
-            until(lambda: server.engine.activated == [0], "the first version")
-            second = stepped(first, 1)
-            report = publisher.publish(1, second.items(), digests(second))
-            assert report.served == ["a"] and same(server.engine, second) and report.num_bytes == FULL
-            assert publisher.stats()["corrupt"] == 1
-        finally:
-            server.halt()
+        first = weights(0)
+        publisher.publish(0, first.items(), digests(first))
+        until(lambda: server.engine.activated == [0], "the first version")
+        second = stepped(first, 1)
+        report = publisher.publish(1, second.items(), digests(second))
+        assert report.served == ["a"] and same(server, second) and report.num_bytes == FULL
+        assert publisher.stats()["corrupt"] == 1
 
 
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "where it changes"])
@@ -134,7 +125,7 @@ def test_a_bit_that_flips_in_staged_bytes_between_two_versions_is_never_served(e
         staged = dict(intake.staging.tensors())
         staged["layers.2.weight"].view(-1).view(torch.int16)[place] ^= 8
         report = publisher.publish(1, second.items(), digests(second))
-        assert report.served == ["a"] and report.num_bytes == FULL and same(server.engine, second)
+        assert report.served == ["a"] and report.num_bytes == FULL and same(server, second)
         stats = publisher.stats()
         assert stats["quarantines"] + stats["corrupt"] == 1
         assert server.engine.activated == [0, 1]
@@ -149,13 +140,13 @@ def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_
         intake._holds = "something else"
         second = stepped(first, 1)
         report = publisher.publish(1, second.items(), digests(second))
-        assert sorted(report.served) == ["a", "b"] and all(same(server.engine, second) for server in servers)
+        assert sorted(report.served) == ["a", "b"] and all(same(server, second) for server in servers)
 
 
 def test_a_change_between_other_layouts_is_refused() -> None:
     """Also where the buckets have the same sizes: tensors that change places would be right by name only."""
     transport: Any = SimpleNamespace(device=torch.device("cpu"))
-    intake = Intake(transport, RUN)
+    intake = Intake(transport, "r")
     first, second = (plan([(name, "bfloat16", (900,)) for name in names], 10_000) for names in ("ab", "ba"))
     intake.staging.prepare(first)
     intake._holds = "base"
@@ -179,7 +170,7 @@ def test_what_is_no_change_is_refused(wire_bytes: int, num_bytes: int, message: 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"delta": True, "apply": "direct"}, "take apply=staged"),
+        ({"delta": True, "apply": "direct"}, "weight_bus.apply=staged"),
         ({"compression": "zstd"}, "is of what weight_bus.delta sends"),
         ({"compression": "zstd", "delta": True, "backend": "nccl"}, "works on host memory"),
     ],

@@ -11,15 +11,10 @@ import torch
 import torch.distributed as dist
 
 from scripts.chaos.probe import GatedStore
-from tests.support.bus_receiver import CONFIG, HOST
+from tests.support.bus_receiver import CONFIG, HOST, formation
 from weight_bus import TransportError
 from weight_bus.transports import Formation
-from weight_bus.transports.base import group_prefix
 from weight_bus.transports.gloo import Collective
-
-
-def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
-    return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
 
 
 def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group() -> None:

@@ -1,6 +1,5 @@
 """Versions reach engines over a control plane with keys; who has none, or others, is told so."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 
 from replay import keys as make_keys
 from replay.channel import ChannelError, Keys, handshake, load_keys
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, digests, until, weights
-from weight_bus import BusClosed, Publisher, Subscriber
+from tests.support.bus_receiver import Rollout, digests, learner, publish, until, weights
+from weight_bus import BusClosed, Publisher
 
 
 @pytest.fixture(scope="module")
@@ -23,39 +22,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def publisher(folder: Path) -> Iterator[Publisher]:
-    made = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, keys=load_keys(folder / "learner"))
-    yield made
-    made.close()
+    with learner(keys=load_keys(folder / "learner")) as made:
+        yield made
 
 
-def receive_all(subscriber: Subscriber, engine: Engine, ended: list[BaseException]) -> None:
-    try:
-        while True:
-            subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
-    except (BusClosed, ChannelError) as error:
-        ended.append(error)
-    finally:
-        subscriber.close()
-
-
-def follow(publisher: Publisher, keys: Keys | None) -> tuple[Engine, list[BaseException], threading.Thread]:
-    subscriber = Subscriber(publisher.address, name="r0", config=CONFIG, host=HOST, run_id=RUN, keys=keys)
-    engine, ended = Engine(), list[BaseException]()
-    thread = threading.Thread(target=receive_all, args=(subscriber, engine, ended), daemon=True)
-    thread.start()
-    return engine, ended, thread
+def follow(publisher: Publisher, keys: Keys | None) -> Rollout:
+    return Rollout(publisher, "r0", keys=keys, ends=(BusClosed, ChannelError))
 
 
 def test_versions_arrive(publisher: Publisher, folder: Path) -> None:
-    engine, ended, thread = follow(publisher, load_keys(folder / "node1"))
+    server = follow(publisher, load_keys(folder / "node1"))
     for version in (0, 1):
-        report = publisher.publish(version, weights(version).items(), digests(weights(version)))
-        assert report.failed == {}
-        until(lambda version=version: version in engine.activated, f"v{version}")
-        assert digests(engine.live) == digests(weights(version))
+        assert publish(publisher, version).failed == {}
+        until(lambda version=version: version in server.engine.activated, f"v{version}")
+        assert digests(server.engine.live) == digests(weights(version))
     publisher.close()
-    thread.join(10.0)
-    assert isinstance(ended[0], BusClosed) and "said goodbye" in str(ended[0])
+    server.join(10.0)
+    assert isinstance(server.ended, BusClosed) and "said goodbye" in str(server.ended)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +48,9 @@ def test_refused_subscribers_end_with_the_reason(
     publisher: Publisher, folder: Path, name: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "PATIENCE_S", 0.3)
-    _, ended, thread = follow(publisher, load_keys(folder / name if name is not None else None))
-    thread.join(20.0)
-    assert not thread.is_alive()
+    server = follow(publisher, load_keys(folder / name if name is not None else None))
+    server.join(20.0)
+    assert isinstance(server.ended, ChannelError)
     with pytest.raises(ChannelError, match=says):
-        raise ended[0]
-    report = publisher.publish(0, weights(0).items(), digests(weights(0)))
-    assert report.served == []
+        raise server.ended
+    assert publish(publisher, 0).served == []

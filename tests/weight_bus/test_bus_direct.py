@@ -5,8 +5,10 @@ The engines here are threads with an end of gloo for each rank; tests/rollout_se
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,18 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Rollout, Weights, digests, until, weights
-from weight_bus import (
-    EngineSpoiled,
-    Publisher,
-    PublishReport,
-    RemovedFromBus,
-    Subscriber,
-    TransportError,
-    WeightBusError,
-)
+from tests.support import bus_receiver
+from tests.support.bus_receiver import CONFIG, HOST, Rollout, Weights, digests, joined, until, weights
+from weight_bus import EngineSpoiled, Publisher, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.manifest import WITHOUT_GAPS, Entry, plan
-from weight_bus.membership import MAX_RANKS, Membership, State, first_ranks
+from weight_bus.membership import MAX_RANKS, Member, Membership, State, first_ranks
 from weight_bus.messages import Holding, Join, Paused
 from weight_bus.packing import Packer
 from weight_bus.transports import Formation, make_transport
@@ -38,8 +33,7 @@ class Ranks:
     """An engine of several ranks that loads each bucket as it comes; implements DirectReceiver."""
 
     def __init__(self, ranks: int, name: str) -> None:
-        self.ranks = ranks
-        self.name = name
+        self.ranks, self.name = ranks, name
         self.live: Weights = {}
         self.formed: list[Formation] = []
         self.calls: list[str] = []
@@ -62,7 +56,7 @@ class Ranks:
         self.leave()
         self.formed.append(formation)
         self._ends = [DirectGloo(DIRECT, HOST) for _ in range(self.ranks)]
-        self._all(lambda end, i: end.form(_of_rank(formation, formation.rank + i)))
+        self._all(lambda end, i: end.form(replace(formation, rank=formation.rank + i)))
 
     def receive(self, bucket: Sequence[Entry], index: int) -> None:
         self.before(index)
@@ -72,8 +66,7 @@ class Ranks:
         assert all(torch.equal(held[0], other) for other in held)
         sizes = [entry.num_bytes for entry in bucket]
         for entry, flat in zip(bucket, torch.split(held[0], sizes), strict=True):
-            kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[entry.dtype]
-            self.live[entry.name] = flat.clone().view(kind).view(entry.shape)
+            self.live[entry.name] = flat.clone().view(torch.float32).view(entry.shape)
 
     def prove(self, version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
         assert [entry.name for entry in entries] == list(self.live)
@@ -92,51 +85,28 @@ class Ranks:
             raise EngineSpoiled(f"{self.name} is spoiled: {error}") from error
 
 
-def _of_rank(formation: Formation, rank: int) -> Formation:
-    return Formation(
-        epoch=formation.epoch, rank=rank, size=formation.size, endpoint=formation.endpoint, prefix=formation.prefix
-    )
-
-
-class Server(threading.Thread):
+class Server(Rollout):
     """Follows the bus with an engine of its own until that ends."""
 
     def __init__(self, publisher: Publisher, name: str, ranks: int = 2) -> None:
-        super().__init__(name=name, daemon=True)
         self.receiver = Ranks(ranks, name)
-        self.engine = Engine()
-        self.ended: BaseException | None = None
-        self.subscriber = Subscriber(
-            publisher.address, name=name, config=DIRECT, host=HOST, run_id=RUN, direct=self.receiver
-        )
-        self.start()
-
-    def run(self) -> None:
-        engine = self.engine
-        try:
-            with self.subscriber:
-                while True:
-                    self.subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
-        except WeightBusError as error:
-            self.ended = error
+        super().__init__(publisher, name, config=DIRECT, direct=self.receiver, ends=(WeightBusError,))
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    with Publisher(DIRECT, host=HOST, run_id=RUN, incarnation=1) as made:
-        yield made
+def config() -> WeightBus:
+    return DIRECT
 
 
-def publish(publisher: Publisher, version: int) -> PublishReport:
-    named = weights(version, dtype=torch.float32)
-    return publisher.publish(version, named.items(), digests(named))
+publish = partial(bus_receiver.publish, dtype=torch.float32)
 
 
 def servers(publisher: Publisher, *names: str) -> list[Server]:
+    """Joined in this order, which is that of their ranks."""
     made = []
     for number, name in enumerate(names, 1):
         made.append(Server(publisher, name))
-        until(lambda number=number: len(publisher.members()) == number, f"{name} joins")
+        joined(publisher, *names[:number])
     return made
 
 
@@ -170,7 +140,7 @@ def test_the_group_is_kept_until_the_slowest_engine_has_proven_what_it_received(
     publisher.start_publish(1, named.items(), digests(named))
     until(lambda: "pause" in a.receiver.calls, "the round has begun")
     third = Server(publisher, "c")
-    until(lambda: "c" in publisher.members(), "another joins meanwhile")
+    joined(publisher, "a", "b", "c")
     joining.set()
     until(lambda: third.engine.activated == [1], "it is served afterwards")
     assert events.index(("live", "a", 1)) < events.index(("epoch", "", 2)) and b.engine.activated == [1]
@@ -249,41 +219,43 @@ def test_a_staged_subscriber_and_a_direct_publisher_do_not_fit(publisher: Publis
     assert isinstance(staged.ended, RemovedFromBus)
     assert "apply is not stated there and direct here, give both ends the same weight_bus.apply" in str(staged.ended)
     with pytest.raises(WeightBusError, match="needs an engine that receives by itself"):
-        Subscriber(publisher.address, name="none", config=DIRECT, host=HOST, run_id=RUN)
+        Rollout(publisher, "none", config=DIRECT)
     with pytest.raises(WeightBusError, match=r"weight_bus\.backend 'ucc' is not available"):
         make_transport(WeightBus(apply="direct", backend="ucc"), HOST)
 
 
 @given(st.lists(st.integers(1, MAX_RANKS), max_size=12))
 def test_the_ranks_of_all_members_and_the_publisher_are_0_to_size(ranks: list[int]) -> None:
-    membership = Membership(silent_after_s=3.0, max_faults=2)
-    members = [
-        membership.join(_join(f"s{i}", ranks=count), f"x{i}", 0.0, version=-1, digest="").member
-        for i, count in enumerate(ranks)
-    ]
-    firsts, size = first_ranks(member for member in members if member)
+    firsts, size = first_ranks(_admitted(f"s{i}", ranks=count)[1] for i, count in enumerate(ranks))
     taken = [0] + [first + i for first, count in zip(firsts, ranks, strict=True) for i in range(count)]
     assert taken == list(range(size))
 
 
 @pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1])
 def test_an_absurd_number_of_ranks_is_refused(ranks: int) -> None:
-    membership = Membership(silent_after_s=3.0, max_faults=2)
-    admission = membership.join(_join("s", ranks=ranks), "x", 0.0, version=-1, digest="")
+    join = Join(session="s", name="s", instance="s", pid=1, host="h", ranks=ranks)
+    admission = Membership(silent_after_s=3.0, max_faults=2).join(join, "x", 0.0, version=-1, digest="")
     assert admission.member is None and f"asks for {ranks} ranks" in admission.refused
 
 
-def _join(session: str, ranks: int = 1) -> Join:
-    return Join(session=session, name=session, instance=session, pid=1, host="h", ranks=ranks)
+def _admitted(session: str, ranks: int = 1) -> tuple[Membership, Member]:
+    membership = Membership(silent_after_s=3.0, max_faults=2)
+    join = Join(session=session, name=session, instance=session, pid=1, host="h", ranks=ranks)
+    member = membership.join(join, "x", 0.0, version=-1, digest="").member
+    assert member is not None
+    return membership, member
 
 
 def test_an_engine_is_touched_only_after_it_has_been_paused_and_told_to_go() -> None:
-    membership = Membership(silent_after_s=3.0, max_faults=2)
-    member = membership.join(_join("s"), "x", 0.0, version=0, digest="").member
-    assert member is not None
-    epoch = membership.invite([member], 0.0, 10.0)
-    membership.ready("s", epoch, 0.0)
-    membership.begin([member], (1, "d1"), 0.0, 10.0, pause=True)
+    membership, member = _admitted("s")
+
+    def round_begins(now: float) -> int:
+        epoch = membership.invite([member], now, 10.0)
+        membership.ready("s", epoch, now)
+        membership.begin([member], (1, "d1"), now, 10.0, pause=True)
+        return epoch
+
+    epoch = round_begins(0.0)
     late, paused = Paused(session="s", epoch=epoch - 1, version=1), Paused(session="s", epoch=epoch, version=1)
     assert membership.paused(late, 1.0, 11.0) is None
     assert membership.receiving("s", epoch, 1) is None and membership.preparing("s", epoch, 1) is member
@@ -292,9 +264,7 @@ def test_an_engine_is_touched_only_after_it_has_been_paused_and_told_to_go() -> 
     assert membership.paused(paused, 2.0, 12.0) is member
     assert (member.state, membership.needing(1, 2.0)) == (State.WAITING, [member]), "its round went on without it"
     assert membership.paused(paused, 2.0, 12.0) is None
-    epoch = membership.invite([member], 3.0, 10.0)
-    membership.ready("s", epoch, 3.0)
-    membership.begin([member], (1, "d1"), 3.0, 10.0, pause=True)
+    epoch = round_begins(3.0)
     membership.paused(Paused(session="s", epoch=epoch, version=1), 4.0, 12.0)
     member.version = 0
     assert member.state is State.PAUSED

@@ -2,16 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Engine, Faulty, Rollout, Weights, digests, until, weights
+from tests.support.bus_receiver import CONFIG, Engine, Faulty, Rollout, joined, publish, until
 from weight_bus import Event, Publisher, RemovedFromBus, Subscriber, WeightBusError
-from weight_bus.membership import Membership, State
-from weight_bus.messages import Applied, Holding, Join, Staged
+from weight_bus.membership import State
 from weight_bus.transports import Transport, differing, make_transport
 from weight_bus.transports.base import PROTOCOL
 
@@ -19,45 +17,33 @@ QUICK = CONFIG.model_copy(update={"deadline_s": 1.0})
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    with Publisher(QUICK, host=HOST, run_id=RUN, incarnation=1) as made:
-        yield made
-
-
-def publish(publisher: Publisher, version: int):
-    named = weights(version)
-    return publisher.publish(version, named.items(), digests(named))
+def config() -> WeightBus:
+    return QUICK
 
 
 class Evaluating:
-    """An engine whose first load waits for `done`, after it has said for how long."""
+    """A server whose first load waits for `done`, after it has said for how long."""
 
-    def __init__(self, limit_s: float) -> None:
+    def __init__(self, publisher: Publisher, limit_s: float) -> None:
         self.done = threading.Event()
         self.limit_s = limit_s
         self.subscriber: Subscriber | None = None
         self.engine = Engine(self._hold)
+        self.subscriber = Rollout(publisher, "held", self.engine, config=QUICK).subscriber
 
-    def _hold(self, version: int, live: Weights) -> None:
+    def _hold(self, version, live) -> None:
         if version == 1:
             until(lambda: self.subscriber is not None, "the subscriber is known")
             assert self.subscriber is not None
             self.subscriber.hold(self.limit_s, "evaluation of version 0")
             self.done.wait(20.0)
 
-    def join(self, publisher: Publisher, name: str) -> Rollout:
-        rollout = Rollout(publisher, name, self.engine, config=QUICK)
-        self.subscriber = rollout.subscriber
-        return rollout
-
 
 def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publisher: Publisher) -> None:
     events: list[Event] = []
     publisher.on_event.append(events.append)
-    evaluating = Evaluating(limit_s=30.0)
-    evaluating.join(publisher, "held")
-    quick = Rollout(publisher, "quick", config=QUICK)
-    until(lambda: len(publisher.members()) == 2, "two members")
+    evaluating, quick = Evaluating(publisher, limit_s=30.0), Rollout(publisher, "quick", config=QUICK)
+    joined(publisher, "held", "quick")
     report = publish(publisher, 1)
     assert (report.served, report.failed) == (["quick"], {}) and report.held.keys() == {"held"}
     assert "'held' (pid" in report.held["held"] and "evaluation of version 0" in report.held["held"]
@@ -73,9 +59,8 @@ def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publ
 
 
 def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher: Publisher) -> None:
-    evaluating = Evaluating(limit_s=1.5)
-    evaluating.join(publisher, "held")
-    until(lambda: len(publisher.members()) == 1, "one member")
+    evaluating = Evaluating(publisher, limit_s=1.5)
+    joined(publisher, "held")
     events: list[Event] = []
     publisher.on_event.append(events.append)
     started = time.monotonic()
@@ -90,8 +75,6 @@ def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher: Publis
 
 def test_hold_is_for_the_load_callback_only(publisher: Publisher) -> None:
     rollout = Rollout(publisher, "one", config=QUICK)
-    with pytest.raises(WeightBusError, match="nothing is being applied"):
-        rollout.subscriber.hold(1.0, "nothing")
     publish(publisher, 1)
     until(lambda: rollout.engine.activated == [1], "it is served")
     with pytest.raises(WeightBusError, match="nothing is being applied"):
@@ -99,42 +82,13 @@ def test_hold_is_for_the_load_callback_only(publisher: Publisher) -> None:
     rollout.halt()
 
 
-@pytest.mark.parametrize("limit_s", [0.0, -1.0, 1e9, float("inf"), float("nan")])
+@pytest.mark.parametrize("limit_s", [0.0, 1e9, float("nan")])
 def test_a_hold_without_a_sensible_limit_changes_nothing(publisher: Publisher, limit_s: float) -> None:
-    evaluating = Evaluating(limit_s)
-    evaluating.join(publisher, "held")
-    until(lambda: len(publisher.members()) == 1, "one member")
+    evaluating = Evaluating(publisher, limit_s)
+    joined(publisher, "held")
     report = publish(publisher, 1)
     assert report.held == {} and "[slow]" in report.failed["held"]
     evaluating.done.set()
-
-
-def test_only_an_engine_that_applies_can_hold_and_late_messages_change_nothing() -> None:
-    membership = Membership(silent_after_s=3.0, max_faults=2)
-    join = Join(session="s", name="one", instance="i", pid=1, host="h")
-    member = membership.join(join, "x", 0.0, version=-1, digest="").member
-    assert member is not None
-
-    def holding(epoch: int, version: int = 1, limit_s: float = 60.0) -> Holding:
-        return Holding(session="s", epoch=epoch, version=version, limit_s=limit_s, reason="r")
-
-    assert membership.holding(holding(0), 0.0) is None
-    epoch = membership.invite([member], 0.0, 10.0)
-    membership.ready("s", epoch, 0.0)
-    membership.begin([member], (1, "d1"), 0.0, 10.0)
-    assert membership.holding(holding(epoch), 0.0) is None
-    membership.staged(Staged(session="s", epoch=epoch, version=1), 1.0, 5.0)
-    assert membership.unsettled(1) == [member]
-    assert membership.holding(holding(epoch - 1), 1.0) is None and membership.holding(holding(epoch, 2), 1.0) is None
-    assert membership.holding(holding(epoch), 1.0) is member
-    assert (member.state, member.version, membership.unsettled(1)) == (State.HOLDING, -1, [])
-    assert membership.needing(2, 2.0) == [] and membership.held() == [member]
-    membership.heard("s", 61.0)
-    assert membership.overdue(61.0) == []
-    assert membership.overdue(61.1) == [(member, "slow", 60.1)]
-    assert membership.holding(holding(epoch), 61.0) is member, "it may ask again"
-    membership.applied(Applied(session="s", epoch=epoch, version=1, digest="d1"), 62.0)
-    assert (member.state, member.version) == (State.LIVE, 1)
 
 
 def stating(facts: dict[str, str]) -> Callable[[WeightBus, str], Transport]:
@@ -165,18 +119,12 @@ def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(
 
 
 def test_every_differing_fact_is_named_with_both_values_and_a_remedy() -> None:
-    ours = {"backend": "nccl", "nccl": "2.28.9", "protocol": "1", "NCCL_NVLS_ENABLE": "0"}
-    theirs = {"backend": "gloo", "nccl": "2.27.5", "protocol": "2", "NCCL_NVLS_ENABLE": "0", "X": "1"}
+    ours = {"backend": "nccl", "nccl": "2.28.9", "protocol": "1", "NCCL_NVLS_ENABLE": "0", "ucc": "native"}
+    theirs = {"backend": "gloo", "nccl": "2.27.5", "protocol": "2", "NCCL_NVLS_ENABLE": "0", "X": "1", "ucc": "plugin"}
     text = differing(ours, theirs)
     assert "backend is gloo there and nccl here, give both ends the same weight_bus.backend" in text
     assert "nccl is 2.27.5 there and 2.28.9 here, install the same PyTorch and NCCL on both" in text
     assert "protocol is 2 there and 1 here" in text and "X is 1 there and not stated here" in text
+    assert "ucc is plugin there and native here, install the same UCC on both" in text
     assert "NVLS" not in text
     assert differing(ours, dict(ours)) == ""
-
-
-def test_buckets_live_where_the_transport_says() -> None:
-    transport = make_transport(QUICK, HOST)
-    assert transport.device == torch.device("cpu")
-    assert transport.facts() == {"backend": "gloo", "protocol": PROTOCOL}
-    transport.close()

@@ -150,10 +150,6 @@ class Machine(RuleBasedStateMachine):
     def pick(self, index: int) -> Join | None:
         return self.sessions[index % len(self.sessions)] if self.sessions else None
 
-    def unchanged_unless(self, legal: bool, before: dict[str, Member]) -> None:
-        if not legal:
-            assert before == self.membership.members, "a late message changed something"
-
     @rule(name=names, fresh=st.booleans(), holds=st.booleans())
     def join(self, name: str, fresh: bool, holds: bool) -> None:
         instance = f"{name}{len(self.sessions)}" if fresh else name
@@ -201,48 +197,34 @@ class Machine(RuleBasedStateMachine):
         if ready and all(m.epoch == self.membership.epoch for m in ready):
             self.membership.begin(ready, (self.version, f"d{self.version}"), self.now, self.now + 5)
 
-    @rule(index=st.integers(0, 99), back=back, older=back, corrupt=st.booleans())
-    def stage(self, index: int, back: int, older: int, corrupt: bool) -> None:
+    @rule(
+        kind=st.sampled_from([Staged, Applied, Holding]),
+        index=st.integers(0, 99),
+        back=back,
+        older=back,
+        right=st.booleans(),
+    )
+    def answer(self, kind: type[Staged | Applied | Holding], index: int, back: int, older: int, right: bool) -> None:
+        """Of a subscriber to a Begin or a Commit, that may be of an older epoch or about an older version."""
         join = self.pick(index)
         if join is None:
             return
         epoch, version = self.membership.epoch - back, self.version - older
         member = self.membership.find(join.session)
-        legal = member is not None and (member.state, member.epoch, member.target) == (State.RECEIVING, epoch, version)
+        states = (State.RECEIVING,) if kind is Staged else ENGAGED
+        legal = member is not None and member.state in states and (member.epoch, member.target) == (epoch, version)
         before = copy.deepcopy(self.membership.members)
-        names = ["w"] if corrupt else []
-        staged = Staged(session=join.session, epoch=epoch, version=version, corrupt=names)
-        assert (self.membership.staged(staged, self.now, self.now + 5) is not None) == legal
-        self.unchanged_unless(legal, before)
-
-    @rule(index=st.integers(0, 99), back=back, older=back)
-    def hold(self, index: int, back: int, older: int) -> None:
-        join = self.pick(index)
-        if join is None:
-            return
-        epoch, version = self.membership.epoch - back, self.version - older
-        member = self.membership.find(join.session)
-        legal = member is not None and member.state in ENGAGED and (member.epoch, member.target) == (epoch, version)
-        before = copy.deepcopy(self.membership.members)
-        holding = Holding(session=join.session, epoch=epoch, version=version, limit_s=60.0, reason="r")
-        assert (self.membership.holding(holding, self.now) is not None) == legal
-        self.unchanged_unless(legal, before)
-        assert not legal or member not in self.membership.unsettled(self.version)
-
-    @rule(index=st.integers(0, 99), back=back, older=back, right=st.booleans())
-    def apply(self, index: int, back: int, older: int, right: bool) -> None:
-        join = self.pick(index)
-        if join is None:
-            return
-        epoch, version = self.membership.epoch - back, self.version - older
-        member = self.membership.find(join.session)
-        legal = member is not None and member.state in ENGAGED and (member.epoch, member.target) == (epoch, version)
-        before = copy.deepcopy(self.membership.members)
-        digest = f"d{version}" if right else "wrong"
-        applied = Applied(session=join.session, epoch=epoch, version=version, digest=digest)
-        assert (self.membership.applied(applied, self.now) is not None) == legal
-        self.unchanged_unless(legal, before)
-        if legal and right:
+        about = {"session": join.session, "epoch": epoch, "version": version}
+        if kind is Staged:
+            found = self.membership.staged(Staged(**about, corrupt=[] if right else ["w"]), self.now, self.now + 5)
+        elif kind is Applied:
+            found = self.membership.applied(Applied(**about, digest=f"d{version}" if right else "wrong"), self.now)
+        else:
+            found = self.membership.holding(Holding(**about, limit_s=60.0, reason="r"), self.now)
+            assert not legal or member not in self.membership.unsettled(self.version)
+        assert (found is not None) == legal
+        assert legal or before == self.membership.members, "a late message changed something"
+        if legal and right and kind is Applied:
             self.proved[join.session] = version
 
     @rule(index=st.integers(0, 99), rejoin=st.booleans())

@@ -1,9 +1,9 @@
 """The NCCL transport without a GPU: launches, deadlines and epochs over a gloo group; options over a fake one."""
 
 import os
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,11 +13,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, until, weights
-from weight_bus import Publisher, TransportError
-from weight_bus.transports import Formation, NcclCollective, set_nccl_defaults
-from weight_bus.transports.base import group_prefix
-from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG
+from tests.support.bus_receiver import CONFIG, HOST, Rollout, digests, formation, joined, learner, publish, weights
+from weight_bus import TransportError
+from weight_bus.transports import set_nccl_defaults
+from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG, NcclCollective
 
 SHORT = CONFIG.model_copy(update={"collective_timeout_s": 0.5})
 
@@ -47,27 +46,18 @@ class OverGloo(NcclCollective):
         return {"backend": "nccl over gloo"}
 
 
-def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
-    return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
-
-
 def together(*calls) -> list[BaseException | None]:
     """Run each call in a thread of its own; what they raised."""
-    raised: list[BaseException | None] = [None] * len(calls)
 
-    def run(index: int) -> None:
+    def run(call) -> BaseException | None:
         try:
-            calls[index]()
+            call()
         except TransportError as error:
-            raised[index] = error
+            return error
+        return None
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-        assert not thread.is_alive()
-    return raised
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(run, calls, timeout=20.0))
 
 
 @pytest.fixture
@@ -146,17 +136,15 @@ def test_rank_0_does_not_finish_before_all_have_everything(members: list[OverGlo
 
 
 def test_publishing_over_launched_buckets() -> None:
-    with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=OverGloo) as publisher:
+    with learner(transport_factory=OverGloo) as publisher:
         rollouts = [Rollout(publisher, name, factory=OverGloo) for name in ("one", "two")]
-        until(lambda: len(publisher.members()) == 2, "two members")
+        joined(publisher, "one", "two")
         for version in (1, 2, 3):
-            named = weights(version)
-            assert sorted(publisher.publish(version, named.items(), digests(named)).served) == ["one", "two"]
+            assert sorted(publish(publisher, version).served) == ["one", "two"]
         assert all(digests(rollout.engine.live) == digests(weights(3)) for rollout in rollouts)
         assert publisher.epoch == 1
         rollouts[0].halt()
-        named = weights(4)
-        assert publisher.publish(4, named.items(), digests(named)).served == ["two"]
+        assert publish(publisher, 4).served == ["two"]
 
 
 class Recorded:
@@ -192,4 +180,8 @@ def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch: 
     assert {name: os.environ[name] for name in WATCHDOG} == others
     assert others["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and others["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     assert group.options.config.blocking == 0 and group.options._timeout == timedelta(seconds=ABORT_S)
-    assert group.options.group_name == group_prefix("r", 1, 4) and group.options.global_ranks_in_group == [0, 1, 2]
+    assert group.options.group_name == formation("h:1", 4, 1, 3).prefix and group.options.global_ranks_in_group == [
+        0,
+        1,
+        2,
+    ]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, Weights, digests, faulty, until, weights
-from weight_bus import NonFiniteWeights, Publisher
+from tests.support.bus_receiver import CONFIG, Rollout, Weights, digests, faulty, joined, learner, until, weights
+from weight_bus import NonFiniteWeights
 
 NAMES = list(weights(0))
 Late = Callable[[Weights], None]
@@ -19,10 +19,9 @@ class Pair:
 
     def __init__(self) -> None:
         self.left = threading.Event()
-        factory = faulty(0, lambda _: self.left.set())
-        self.publisher = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=factory)
+        self.publisher = learner(transport_factory=faulty(0, lambda _: self.left.set()))
         self.servers = [Rollout(self.publisher, name) for name in ("one", "two")]
-        until(lambda: len(self.publisher.members()) == 2, "both have joined")
+        joined(self.publisher, "one", "two")
 
     def publish(self, version: int, late: Late | None = None) -> list[str]:
         """Who is served; `late` is called before the last tensor, when the first bucket has left."""

@@ -2,30 +2,19 @@
 
 import signal
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, printed, receiver_process, until, weights
-from weight_bus import Publisher, PublishReport
+from tests.support import bus_receiver
+from tests.support.bus_receiver import CONFIG, Rollout, digests, printed, receiver_process, until, weights
+from weight_bus import Publisher
 
 ROWS = 8000
 """Buckets of 4 MB: too large for the kernel's socket buffers, so that a sender really waits for the peer."""
-line = partial(printed, rows=ROWS)
+line, publish = partial(printed, rows=ROWS), partial(bus_receiver.publish, rows=ROWS)
 BOUND_S = CONFIG.collective_timeout_s + 4 * CONFIG.heartbeat_s + 3.0
 """Collective timeout, silence and control, and what two busy cores add."""
-
-
-@pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1) as made:
-        yield made
-
-
-def publish(publisher: Publisher, version: int) -> PublishReport:
-    named = weights(version, rows=ROWS)
-    return publisher.publish(version, named.items(), digests(named))
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])

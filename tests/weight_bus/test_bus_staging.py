@@ -81,31 +81,31 @@ def test_bytes_between_tensors_are_zero_in_every_set() -> None:
         assert bucket.count_nonzero() == 2 * 8 and bucket.numel() == 128
 
 
+def received(staging: Staging, layout: Manifest, buckets: list[torch.Tensor], version: int) -> None:
+    staging.prepare(layout.with_digests(digests(weights(version))))
+    for target, source in zip(staging.buckets, buckets, strict=True):
+        target.copy_(source)
+
+
 def test_nothing_is_allocated_after_two_updates() -> None:
     packer, staging = Packer(BUCKET_BYTES), Staging()
     seen: list[list[int]] = []
-    received: list[list[int]] = []
+    staged: list[list[int]] = []
     for version in range(6):
-        named = weights(version)
-        layout, buckets = packer.pack(named.items(), version % 2)
+        layout, buckets = packer.pack(weights(version).items(), version % 2)
         seen.append([bucket.data_ptr() for bucket in buckets])
-        staging.prepare(layout.with_digests(digests(named)))
-        received.append([bucket.data_ptr() for bucket in staging.buckets])
-        for target, source in zip(staging.buckets, buckets, strict=True):
-            target.copy_(source)
+        received(staging, layout, buckets, version)
+        staged.append([bucket.data_ptr() for bucket in staging.buckets])
         assert staging.corrupt() == []
     assert seen[2] == seen[4] == seen[0] and seen[3] == seen[5] == seen[1]
     assert not set(seen[0]) & set(seen[1]), "what is retained for joins is not written to"
-    assert all(pointers == received[0] for pointers in received)
+    assert all(pointers == staged[0] for pointers in staged)
 
 
 def test_every_flipped_byte_of_a_tensor_is_named() -> None:
-    named = weights(1)
-    layout, buckets = Packer(BUCKET_BYTES).pack(named.items(), 0)
+    layout, buckets = Packer(BUCKET_BYTES).pack(weights(1).items(), 0)
     staging = Staging()
-    staging.prepare(layout.with_digests(digests(named)))
-    for target, source in zip(staging.buckets, buckets, strict=True):
-        target.copy_(source)
+    received(staging, layout, buckets, 1)
     for entry in layout.entries:
         for byte in (0, entry.num_bytes // 2, entry.num_bytes - 1):
             staging.buckets[entry.bucket][entry.offset + byte] ^= 16
@@ -113,8 +113,9 @@ def test_every_flipped_byte_of_a_tensor_is_named() -> None:
             staging.buckets[entry.bucket][entry.offset + byte] ^= 16
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (float("-inf"), torch.float16)]
+)
 def test_non_finite_values_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
     packer = Packer(BUCKET_BYTES)
     named = weights(1, dtype=dtype)

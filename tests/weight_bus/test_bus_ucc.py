@@ -1,6 +1,6 @@
 """Backend ucc: where UCC comes from, and its process per group, which may die.
 
-Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only the last test needs a real UCC.
+Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only one test needs a real UCC.
 """
 
 import errno
@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -18,31 +17,29 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from ucc_harness import (
-    CONFIG,
-    START_S,
-    STUB,
-    Outcome,
-    Pair,
-    hit,
-    is_gone,
-    make_warm,
-    parent_of,
-    processes,
-    stub,
-    together,
-)
+from ucc_harness import CONFIG, START_S, STUB, Outcome, Pair, hit, is_gone, make_warm, processes, stub, together
 
-from configs.infrastructure import WeightBus
+from configs import ConfigError
 from configs.loading import load
-from learner.launch.preflight import PreflightError, check_available
-from tests.support.bus_receiver import CONFIG as GLOO
-from tests.support.bus_receiver import HOST, RUN, Faulty, Rollout, digests, printed, receiver_process, until, weights
-from weight_bus import Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError, WeightBusError
+from learner.launch.preflight import check_available
+from tests.support.bus_receiver import (
+    HOST,
+    Faulty,
+    Rollout,
+    digests,
+    joined,
+    learner,
+    printed,
+    publish,
+    receiver_process,
+    until,
+    weights,
+)
+from weight_bus import TransportError, WeightBusError
 from weight_bus.transports import Formation, make_transport, resolve_ucc
-from weight_bus.transports.ucc import collective, member, process
+from weight_bus.transports.base import PROTOCOL
+from weight_bus.transports.ucc import collective, member, process, ucc_name
 from weight_bus.transports.ucc.collective import SLACK_S
-from weight_bus.transports.ucc.source import ucc_name
 
 BOUND_S = CONFIG.collective_timeout_s + SLACK_S + 1.5
 """Of one call whose peer is lost, and what two busy cores add."""
@@ -59,53 +56,41 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_ucc", None)
 
 
-def test_ucc_of_pytorch_itself_goes_first(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
-    assert resolve_ucc() == "native" and ucc_name("native") == "native"
-
-
-def test_a_plugin_is_named_with_its_version(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_is_named_with_its_version_and_pytorchs_own_goes_first(
+    without: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plugin = ModuleType("torch_ucc")
     monkeypatch.setitem(sys.modules, "torch_ucc", plugin)
-    assert resolve_ucc() == "plugin"
-    assert ucc_name("plugin") == "plugin torch_ucc of unknown version"
+    assert resolve_ucc() == "plugin" and ucc_name("plugin") == "plugin torch_ucc of unknown version"
     plugin.__version__ = "1.0.0"  # type: ignore[attr-defined]
     assert ucc_name("plugin") == "plugin torch_ucc 1.0.0"
-
-
-ABSENT = (
-    f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no plugin"
-    " torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that has one"
-    " (docs/ucc.md), or take weight_bus.backend: gloo (nccl between GPUs). Check with:"
-    ' python -c "import torch.distributed as d; print(d.is_ucc_available())"'
-)
+    check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
+    monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
+    assert resolve_ucc() == ucc_name("native") == "native"
 
 
 def test_absent_ucc_is_refused_everywhere_and_nothing_takes_its_place(without: None) -> None:
+    absent = r"'ucc': this PyTorch .* built without UCC, and there is no plugin torch_ucc.*backend: gloo"
     calls = [
-        resolve_ucc,
         lambda: make_transport(CONFIG, HOST),
-        lambda: Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1),
-        lambda: Subscriber("tcp://127.0.0.1:1", name="one", config=CONFIG, host=HOST, run_id=RUN),
+        lambda: learner(CONFIG),
+        lambda: Rollout("tcp://127.0.0.1:1", "one", config=CONFIG),
+        lambda: check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True),
     ]
     for call in calls:
-        with pytest.raises(WeightBusError) as raised:
+        with pytest.raises((WeightBusError, ConfigError), match=absent):
             call()
-        assert str(raised.value) == ABSENT
-    with pytest.raises(PreflightError) as refused:
-        check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
-    assert str(refused.value) == ABSENT
     disk = ["weight_bus.backend=ucc", "weight_bus.transport=disk", "weight_bus.folder=shared"]
     check_available(load("quickstart", disk), runs_servers=True)  # which needs no backend at all
+    direct = ["weight_bus.backend=ucc", "weight_bus.apply=direct", "rollout.engine=sglang"]
+    with pytest.raises(ConfigError, match=r"'ucc' does not go with weight_bus\.apply: direct"):
+        check_available(load("quickstart", direct), runs_servers=False)
 
 
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "raise ImportError('libucc.so.1: cannot open shared object file: No such file or directory')",
-            "libucc.so.1: cannot open shared object file: No such file or directory",
-        ),
+        ("raise ImportError('libucc.so.1: cannot open')", "libucc.so.1: cannot open"),
         ("import ctypes; ctypes.CDLL('libucc-of-this-test.so.1')", "libucc-of-this-test.so.1: cannot open shared obj"),
         ("import a_module_of_torch_ucc", "No module named 'a_module_of_torch_ucc'"),
     ],
@@ -117,39 +102,13 @@ def test_a_plugin_that_cannot_be_loaded_is_not_absent(
     monkeypatch.setattr(dist, "is_ucc_available", lambda: False)
     monkeypatch.delitem(sys.modules, "torch_ucc", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(WeightBusError) as raised:
+    with pytest.raises(WeightBusError, match=f"torch_ucc is installed but cannot be loaded: {words}.*LD_LIBRARY_PATH"):
         resolve_ucc()
-    text = str(raised.value)
-    assert text.startswith(f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {words}")
-    assert text.endswith(
-        ". The folders of libucc and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), or"
-        " take weight_bus.backend: gloo (nccl between GPUs)"
-    )
 
 
-def test_ucc_does_not_receive_into_an_engine(without: None) -> None:
-    words = "weight_bus.backend 'ucc' is not available in this version with weight_bus.apply 'direct'"
-    with pytest.raises(WeightBusError, match=words):
-        make_transport(WeightBus(backend="ucc", apply="direct"), HOST)
-    overrides = ["weight_bus.backend=ucc", "weight_bus.apply=direct", "rollout.engine=sglang"]
-    with pytest.raises(PreflightError, match=r"'ucc' does not go with weight_bus\.apply: direct"):
-        check_available(load("quickstart", overrides), runs_servers=False)
-
-
-def test_what_a_run_finds_is_what_its_launcher_is_told(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch_ucc", ModuleType("torch_ucc"))
-    check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
-
-
-@over_the_stub
 @pytest.mark.parametrize(
     ("host", "given", "taken"),
-    [
-        ("127.0.0.1", None, "lo"),
-        ("127.0.0.1", "eth7", "eth7"),
-        ("10.0.0.1", None, None),
-        ("10.0.0.1", "mlx5_0:1", "mlx5_0:1"),
-    ],
+    [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth7", "eth7"), ("10.0.0.1", None, None), ("10.0.0.1", "ib0", "ib0")],
 )
 def test_ucx_stays_on_the_loopback_interface_with_the_run(
     monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, taken: str | None
@@ -180,6 +139,10 @@ def bucket(value: int, size: int = 100_000) -> torch.Tensor:
     return torch.full((size,), value, dtype=torch.uint8)
 
 
+def errors(outcomes: list[Outcome]) -> list[TransportError | None]:
+    return [outcome.error for outcome in outcomes]
+
+
 def test_a_real_ucc_carries_a_version() -> None:
     try:
         kind = resolve_ucc()
@@ -188,11 +151,11 @@ def test_a_real_ucc_carries_a_version() -> None:
     assert "stub" not in ucc_name(kind), "this test is about the real one"
     real = Pair()
     try:
-        assert [outcome.error for outcome in real.form()] == [None, None]
+        assert errors(real.form()) == [None, None]
         for version in (1, 2):
             sent = [bucket(version), bucket(version + 1, 20_000_000)]
             outcomes, received = real.send(*sent)
-            assert [outcome.error for outcome in outcomes] == [None, None]
+            assert errors(outcomes) == [None, None]
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, received, strict=True))
     finally:
         real.close()
@@ -202,7 +165,7 @@ def test_a_real_ucc_carries_a_version() -> None:
 def test_each_group_has_processes_of_its_own_and_carries_buckets(pair: Pair) -> None:
     seen: set[int] = set()
     for value in (1, 2):
-        assert [outcome.error for outcome in pair.form()] == [None, None]
+        assert errors(pair.form()) == [None, None]
         assert pair.root._member is not None and pair.member._member is not None
         pids = {pair.root._member.pid, pair.member._member.pid}
         assert not pids & seen and all(is_gone(pid) for pid in seen), "a group ends with its processes"
@@ -210,9 +173,10 @@ def test_each_group_has_processes_of_its_own_and_carries_buckets(pair: Pair) -> 
         for version in (3, 4):
             sent = [bucket(value, 100), bucket(version, 3_000_000), bucket(9, 0)]
             outcomes, received = pair.send(*sent)
-            assert [outcome.error for outcome in outcomes] == [None, None]
+            assert errors(outcomes) == [None, None]
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(sent, received, strict=True))
     assert not dist.is_initialized(), "no group in this process"
+    assert pair.root.facts() == {"backend": "ucc", "protocol": PROTOCOL, "ucc": "plugin torch_ucc ucc-stub(gloo)"}
 
 
 @over_the_stub
@@ -235,8 +199,8 @@ def test_a_process_lost_in_a_transfer_costs_bounded_time(
     assert is_gone(pid) and pair.root._member is None and pair.member._member is None
     with pytest.raises(TransportError, match="no group is formed"):
         transport.broadcast(bucket(1), 0)
-    assert [outcome.error for outcome in pair.form()] == [None, None], "the next epoch has new processes"
-    assert [outcome.error for outcome in pair.send(bucket(5))[0]] == [None, None]
+    assert errors(pair.form()) == [None, None], "the next epoch has new processes"
+    assert errors(pair.send(bucket(5))[0]) == [None, None]
 
 
 @over_the_stub
@@ -256,7 +220,7 @@ def test_the_end_of_a_transfer_is_that_of_all(pair: Pair) -> None:
         marks["counted"] = time.monotonic()
         pair.member.finish()
 
-    assert [outcome.error for outcome in together(root, member)] == [None, None]
+    assert errors(together(root, member)) == [None, None]
     assert marks["sent"] < marks["counted"] < marks["over"]
 
 
@@ -286,26 +250,16 @@ def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.M
 
 
 @over_the_stub
-@pytest.mark.parametrize(("action", "symptom"), [("abort", "closed"), ("stop", "silent")])
-def test_a_group_that_only_seems_to_be_built_is_not_formed(pair: Pair, faults: Path, action: str, symptom: str) -> None:
+def test_a_group_that_only_seems_to_be_built_is_not_formed(pair: Pair, faults: Path) -> None:
     """UCC connects with the first broadcast, and ends its process by std::terminate where that fails."""
-    faults.write_text(f"{action}@1", encoding="ascii")
+    faults.write_text("abort@1", encoding="ascii")
     root, member = pair.form()
+    assert root.error is not None and f"epoch {pair.epoch} with 2 members did not form" in str(root.error)
+    assert root.seconds < 2 * BOUND_S
+    assert member.error is not None and member.error.symptom == "closed" and "by SIGABRT" in str(member.error)
+    faults.unlink()  # an error of the stub that was not foreseen
+    assert all("did not form: No such file or directory" in str(end.error) for end in pair.form())
     faults.write_text("", encoding="ascii")
-    assert root.error is not None and member.error is not None
-    assert f"epoch {pair.epoch} with 2 members did not form" in str(root.error)
-    assert root.seconds < 2 * BOUND_S and member.error.symptom == symptom
-    how = "was ended by SIGABRT" if action == "abort" else "and was killed"
-    assert how in str(member.error)
-
-
-@over_the_stub
-def test_an_error_that_nobody_foresaw_is_named_and_not_only_its_signal(pair: Pair, faults: Path) -> None:
-    faults.unlink()
-    root, member = pair.form()
-    faults.write_text("", encoding="ascii")
-    for end in (root, member):
-        assert end.error is not None and "did not form: No such file or directory" in str(end.error)
 
 
 @over_the_stub
@@ -328,10 +282,9 @@ def test_a_lost_starter_takes_its_group_along_and_is_replaced(pair: Pair, monkey
     assert member is not None
     os.kill(starter.pid, signal.SIGKILL)
     until(lambda: is_gone(member.pid), "the process of the group goes with it")
-    outcomes, _ = pair.send(bucket(1), bucket(2, 3_000_000))
-    assert all(outcome.error is not None for outcome in outcomes)
+    assert None not in errors(pair.send(bucket(1), bucket(2, 3_000_000))[0])
     monkeypatch.setattr(collective, "START_S", START_S)  # for two busy cores
-    assert [outcome.error for outcome in pair.form()] == [None, None]
+    assert errors(pair.form()) == [None, None]
     assert is_gone(starter.pid) and pair.member._starter is not starter
 
 
@@ -343,23 +296,24 @@ def test_a_late_starter_goes_on_and_a_hopeless_one_is_given_up(pair: Pair, monke
     late = pair.member._present()
     os.kill(late.pid, signal.SIGSTOP)
     outcome = Outcome(lambda: pair.member.form(pair.formation(1)))
-    words = f"epoch {pair.epoch} with 2 members did not form: the process that starts those of UCC (pid {late.pid})"
-    assert f"{words} is not ready after 0." in str(outcome.error) and str(outcome.error).endswith(" s [silent]")
+    assert f"did not form: the process that starts those of UCC (pid {late.pid}) is not ready" in str(outcome.error)
+    assert outcome.error is not None and outcome.error.symptom == "silent"
     assert pair.member._present() is late, "it goes on"
     monkeypatch.setattr(member, "HOPELESS_S", 0.0)
     assert Outcome(lambda: pair.member.form(pair.formation(1))).error is not None
     assert is_gone(late.pid)
     pair.member.facts()
-    assert [outcome.error for outcome in pair.form()] == [None, None], "who states its facts is ready"
+    assert errors(pair.form()) == [None, None], "who states its facts is ready"
 
 
 @over_the_stub
-def test_a_starter_that_does_not_answer_is_killed(pair: Pair) -> None:
+def test_a_starter_that_does_not_answer_is_killed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member, "REAP_S", 0.5)
     pair.stand()
     os.kill(pair.root._starter.pid, signal.SIGSTOP)
     started = time.monotonic()
     pair.root.leave()
-    assert time.monotonic() - started < member.REAP_S + 1.0 and is_gone(pair.root._starter.pid)
+    assert time.monotonic() - started < 1.5 and is_gone(pair.root._starter.pid)
     pair.root.facts()
     threads = list(Path(f"/proc/{pair.root._starter.pid}/task").iterdir())
     assert len(threads) == 1, "a fork takes one thread along"
@@ -381,11 +335,6 @@ def test_memory_that_is_not_there_is_an_error_of_the_bus(pair: Pair, monkeypatch
 # ---- through the bus ------------------------------------------------------------------------------------
 
 
-def publish(publisher: Publisher, version: int) -> PublishReport:
-    named = weights(version)
-    return publisher.publish(version, named.items(), digests(named))
-
-
 @over_the_stub
 def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -400,10 +349,10 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogC
             if number is not None:
                 lost.append(hit(inner, number))
 
-        with Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
+        with learner(CONFIG, transport_factory=make_warm) as publisher:
             spared = Rollout(publisher, "spared", factory=make_warm, config=CONFIG)
             shaken = Rollout(publisher, "shaken", factory=lambda *_: Faulty(inner, 1, act, before=True), config=CONFIG)
-            until(lambda: len(publisher.members()) == 2, "both join")
+            joined(publisher, "shaken", "spared")
             for version in (1, 2, 3, 4, 5):
                 epoch = publisher.epoch
                 report = publish(publisher, version)
@@ -423,7 +372,7 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog: pytest.LogC
 @pytest.mark.slow  # default witnesses: a process lost in a transfer (here), a receiver lost in one (test_bus_processes)
 @over_the_stub
 def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pytest.LogCaptureFixture) -> None:
-    with stub(), Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1, transport_factory=make_warm) as publisher:
+    with stub(), learner(CONFIG, transport_factory=make_warm) as publisher:
         survivor = Rollout(publisher, "rollout-0", factory=make_warm, config=CONFIG)
         stubbed = {"PYTHONPATH": str(STUB), "BUS_CONFIG": json.dumps(CONFIG.model_dump())}
         with receiver_process(publisher, "rollout-1", "kill@2", joins_in_s=START_S, **stubbed) as lost:
@@ -431,8 +380,7 @@ def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pyte
             assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"], caplog.text
             until(lambda: lines == [printed(1)], "the process holds what was sent")
             until(lambda: len(processes(process.pid)) == 2, "the starter, and the process of the group")
-            (starter,) = [pid for pid in processes(process.pid) if parent_of(pid) == process.pid]
-            os.kill(starter, signal.SIGSTOP)  # so that it cannot notice anything by itself
+            os.kill(min(processes(process.pid)), signal.SIGSTOP)  # the starter, so that it cannot notice by itself
             started = time.monotonic()
             report = publish(publisher, 2)
             assert time.monotonic() - started < 2 * BOUND_S + 4 * CONFIG.heartbeat_s
@@ -442,23 +390,3 @@ def test_a_receiver_killed_in_a_broadcast_takes_its_processes_along(caplog: pyte
             until(lambda: not processes(process.pid), "its processes end with it")
         assert publish(publisher, 3).served == ["rollout-0"]
         survivor.halt()
-
-
-@over_the_stub
-def test_two_kinds_of_ucc_do_not_meet(without: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with stub():
-        monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
-        publisher = Publisher(CONFIG, host=HOST, run_id=RUN, incarnation=1)
-        monkeypatch.setattr(dist, "is_ucc_available", lambda: False)
-        with publisher:
-            plugin = Rollout(publisher, "plugin", config=CONFIG)
-            other = Rollout(publisher, "other", config=GLOO)
-            for rollout in (plugin, other):
-                rollout.join(10.0)
-                assert isinstance(rollout.ended, RemovedFromBus)
-    assert (
-        f"'plugin' on {socket.gethostname()} cannot be in a group with the publisher: ucc is plugin torch_ucc"
-        " ucc-stub(gloo) there and native here, install the same UCC on both, in PyTorch or as the plugin torch_ucc"
-        " (docs/ucc.md)"
-    ) in str(plugin.ended)
-    assert "backend is gloo there and ucc here, give both ends the same weight_bus.backend" in str(other.ended)

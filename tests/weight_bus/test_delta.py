@@ -15,9 +15,8 @@ def changed(rng: torch.Generator, elements: int, width: int, share: float, small
     bounds = torch.iinfo(integers)
     old = torch.randint(bounds.min, bounds.max, (elements,), generator=rng).to(integers)
     where = torch.rand(elements, generator=rng) < share
-    steps = torch.randint(1, 3, (elements,), generator=rng) if small else torch.randint(
-        bounds.min, bounds.max, (elements,), generator=rng
-    )  # fmt: skip
+    low, high = (1, 3) if small else (bounds.min, bounds.max)
+    steps = torch.randint(low, high, (elements,), generator=rng)
     new = torch.where(where, old + steps.to(integers), old)
     return old.view(torch.uint8), new.view(torch.uint8)
 
@@ -38,13 +37,13 @@ def joined(coded: coding.Coded) -> torch.Tensor:
 def test_every_bit_comes_back(seed: int, elements: int, width: int, share: float, small: bool, section: int) -> None:
     old, new = changed(torch.Generator().manual_seed(seed), elements, width, share, small)
     coded = coding.encode(old, new, width, section)
-    joined = coded.joined(torch.device("cpu"))
-    assert joined.numel() == coded.num_bytes
+    change = joined(coded)
+    assert change.numel() == coded.num_bytes
     bucket = old.clone()
-    coding.apply([bucket], joined)
+    coding.apply([bucket], change)
     assert torch.equal(bucket, new)
     with pytest.raises(WireError, match="bytes has columns of"):
-        coding.apply([bucket], torch.cat([joined, joined.new_zeros(3)]))
+        coding.apply([bucket], torch.cat([change, change.new_zeros(3)]))
 
 
 def test_several_buckets_are_one_change() -> None:
@@ -53,7 +52,7 @@ def test_several_buckets_are_one_change() -> None:
     coded = [coding.encode(old, new, width, 300) for (old, new), width in zip(pairs, (2, 2, 4), strict=True)]
     whole = coding.Coded(b"".join(c.headers for c in coded), [column for c in coded for column in c.columns])
     buckets = [old.clone() for old, _ in pairs]
-    coding.apply(buckets, whole.joined(torch.device("cpu")))
+    coding.apply(buckets, joined(whole))
     assert all(torch.equal(bucket, new) for bucket, (_, new) in zip(buckets, pairs, strict=True))
 
 

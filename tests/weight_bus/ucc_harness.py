@@ -16,11 +16,10 @@ from torch.distributed.distributed_c10d import Backend
 
 from configs.infrastructure import WeightBus
 from tests.support.bus_receiver import CONFIG as GLOO
-from tests.support.bus_receiver import HOST
+from tests.support.bus_receiver import HOST, formation
 from weight_bus import TransportError
 from weight_bus.transports import Formation
-from weight_bus.transports.base import group_prefix
-from weight_bus.transports.ucc import UccCollective
+from weight_bus.transports.ucc.collective import UccCollective
 from weight_bus.transports.ucc.member import MODULE
 
 STUB = Path(__file__).parent / "ucc_stub"
@@ -73,11 +72,6 @@ def processes(parent: int) -> list[int]:
     return found
 
 
-def parent_of(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
-    return int(status.partition("PPid:")[2].split()[0])
-
-
 def is_gone(pid: int) -> bool:
     """Ended and reaped."""
     try:
@@ -122,8 +116,7 @@ class Pair:
         self.epoch = 0
 
     def formation(self, rank: int) -> Formation:
-        prefix = group_prefix("r", 1, self.epoch)
-        return Formation(epoch=self.epoch, rank=rank, size=2, endpoint=self.endpoint, prefix=prefix)
+        return formation(self.endpoint, self.epoch, rank, 2)
 
     def form(self) -> list[Outcome]:
         """The next epoch."""

@@ -1,14 +1,14 @@
 """A version as what has changed since the one before (coding.py): when it travels so, and what both ends do.
 
 The publisher codes against the bytes that it packed for the version before; a subscriber applies that to the bytes that
-it staged then. Which version those are is named by its digest, and the bytes of the change by another: a proven change
-of a proven base is a proven version, without a look at all of it. (A bit that flips in the staged memory in between
-shows in the digests of the live weights, which are always taken whole.) A receiver with another base, or whose last
-update failed, gets the full version; so do all when too much has changed, and every weight_bus.full_every versions.
+it staged then. One digest names those, another the change: a proven change of a proven base is a proven version,
+without a look at all of it. (A bit that flips in between shows in the digests of the live weights, always taken whole.)
+A receiver with another base, or whose last update failed, gets the full version; so do all when too much has changed,
+and every weight_bus.full_every versions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,53 +20,39 @@ from weight_bus.digest import slice_digest
 from weight_bus.errors import NotAvailable, WeightBusError
 from weight_bus.manifest import ITEM_SIZES, Manifest
 
-LEVEL = 1
-"""Of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time."""
+LEVEL = 1  # of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """What leads from one version to the next, ready to send."""
 
-    base: str
-    """Digest of the version that it is to be applied to."""
-    coded: torch.Tensor
-    """Flat uint8, all buckets one after the other; compressed with zstd where that is asked for."""
-    num_bytes: int
-    """Before compression."""
-    digest: str
-    """Of `coded`."""
+    base: str  # digest of the version that it is to be applied to
+    coded: torch.Tensor  # flat uint8, all buckets one after the other; compressed with zstd where that is asked for
+    num_bytes: int  # before compression
+    digest: str  # of `coded`
 
     def pieces(self, bucket_bytes: int) -> list[torch.Tensor]:
         """In broadcasts of at most `bucket_bytes`."""
         return list(torch.split(self.coded, bucket_bytes))
 
 
-@dataclass(slots=True)
 class ChangeMaker:
     """The publisher's side: decides version by version whether a change is worth sending."""
 
-    config: WeightBus
-    _since_full: int = 0
-    _skip: int = 0
-    """Versions to send whole before the next attempt, after one that was not worth it."""
-    _wait: int = 1
-    _packer: Any = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        if self.config.delta and self.config.compression == "zstd":
-            self._packer = zstandard().ZstdCompressor(level=LEVEL)
+    def __init__(self, config: WeightBus) -> None:
+        self._config = config
+        self._since_full, self._skip, self._wait = 0, 0, 1
+        """Versions since a full one, to send whole before the next attempt, and to skip after one in vain."""
+        zstd = config.delta and config.compression == "zstd"
+        self._packer = zstandard().ZstdCompressor(level=LEVEL) if zstd else None
 
     def due(self, base: str) -> bool:
-        """Whether the next version may travel as a change; to be asked once for each.
-
-        Args:
-            base: digest of the version whose bytes are there to compare with; empty when there is none.
-        """
-        if not self.config.delta:
+        """Whether the next version may be a change of `base`, empty when there is none; to be asked once for each."""
+        if not self._config.delta:
             return False
         self._since_full += 1
-        if not base or self._since_full >= self.config.full_every:
+        if not base or self._since_full >= self._config.full_every:
             self._since_full = 0
             return False
         if self._skip:
@@ -81,12 +67,9 @@ class ChangeMaker:
 
         Args:
             base: digest of the version whose bytes `old` are.
-            old: buckets, flat uint8.
-            new: the buckets of this version, on the same device.
-            layout: of both.
+            old, new: buckets of `layout`, flat uint8, on the same device.
 
-        Raises:
-            WeightBusError: zstd was asked for, and the buckets are on a GPU.
+        Raises WeightBusError: zstd was asked for, and the buckets are on a GPU.
         """
         parts = [
             coding.encode(was, now, min(ITEM_SIZES[entry.dtype] for entry in entries))
@@ -94,21 +77,16 @@ class ChangeMaker:
         ]
         whole = coding.Coded(b"".join(part.headers for part in parts), [c for part in parts for c in part.columns])
         if whole.num_bytes >= coding.WORTH * layout.num_bytes:
-            self._skip, self._wait = self._wait, min(2 * self._wait, self.config.full_every)
+            self._skip, self._wait = self._wait, min(2 * self._wait, self._config.full_every)
             return None
-        coded = whole.joined(new[0].device)
         self._wait = 1
-        wire = self._compressed(coded)
+        wire = coded = whole.joined(new[0].device)
+        if self._packer is not None:
+            if coded.is_cuda:
+                needs = "zstd works on host memory (gloo, ucc, disk); take none with nccl"
+                raise WeightBusError(f"weight_bus.compression: {needs}")
+            wire = torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
         return Change(base=base, coded=wire, num_bytes=coded.numel(), digest=digest_of(wire))
-
-    def _compressed(self, coded: torch.Tensor) -> torch.Tensor:
-        if self._packer is None:
-            return coded
-        if coded.is_cuda:
-            raise WeightBusError(
-                "weight_bus.compression: zstd works on host memory (gloo, ucc, disk); take none with nccl"
-            )
-        return torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
 
 
 class ChangeReader:
@@ -121,8 +99,7 @@ class ChangeReader:
     def room(self, num_bytes: int, bucket_bytes: int) -> list[torch.Tensor]:
         """Buffers for a change of that size, as it is broadcast. They are reused.
 
-        Raises:
-            WireError: there is not so much memory.
+        Raises WireError: there is not so much memory.
         """
         if self._room.numel() < num_bytes:
             try:
@@ -140,16 +117,12 @@ class ChangeReader:
 
         Args:
             buckets: flat uint8, on this reader's device.
-            wire_bytes: what has come into the room.
-            num_bytes: after decompression; the same number says that it is not compressed.
+            wire_bytes, num_bytes: what has come into the room, and after decompression; the same when not compressed.
 
-        Raises:
-            WireError: it cannot be what leads on from here. Nothing was written.
+        Raises WireError: it cannot be what leads on from here. Nothing was written.
         """
         coded = self._room[:wire_bytes]
-        if wire_bytes != num_bytes:
-            coded = _decompressed(coded, num_bytes)
-        coding.apply(buckets, coded)
+        coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
 
 
 def digest_of(change: torch.Tensor) -> str:

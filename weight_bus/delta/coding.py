@@ -25,20 +25,16 @@ import torch
 
 from replay.channel import WireError
 
-SECTION = 1 << 26
-"""Elements, in host memory."""
-CUDA_SECTION = 1 << 28
-"""The same on a GPU, which is waited for a few times a section."""
+SECTION = 1 << 26  # elements, in host memory
+CUDA_SECTION = 1 << 28  # the same on a GPU, which is waited for a few times a section
 WORD = 8
 HEADER = struct.Struct("<BBHIIIII")
 ALIGN = 8
-HEADERS_AT_ONCE = 1 << 16
-"""Bytes of headers that are read at first: more than any model has."""
+HEADERS_AT_ONCE = 1 << 16  # bytes of headers that are read at first: more than any model has
 LONG = 255
 SAME, CODED, WHOLE = 0, 1, 2
 INTEGERS = {2: torch.int16, 4: torch.int32}
-WORTH = 0.5
-"""A coded section or version that is not below this share of its bytes is sent whole."""
+WORTH = 0.5  # a coded section or version that is not below this share of its bytes is sent whole
 
 
 class Coded(NamedTuple):
@@ -62,8 +58,7 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None
     """The change from `old` to `new`.
 
     Args:
-        old: flat uint8, a bucket.
-        new: the same size, on the same device.
+        old, new: a bucket each, flat uint8 of one size on one device.
         width: bytes an element: 2, or 4 where every number of the bucket has so many.
         section: most elements that are coded at once; needs about 9 bytes for each of them meanwhile. None takes
             what suits the device.
@@ -81,12 +76,9 @@ def encode(old: torch.Tensor, new: torch.Tensor, width: int, section: int | None
 def apply(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> None:
     """Turn buckets that hold the base into the next version, in place; on a GPU it is awaited twice, no more.
 
-    Args:
-        buckets: flat uint8.
-        change: flat uint8 on the same device.
+    Both are flat uint8, on one device.
 
-    Raises:
-        WireError: it does not fit the buckets, whatever they hold. Nothing was written.
+    Raises WireError: it does not fit the buckets, whatever they hold. Nothing was written.
     """
     headers = _headers(buckets, change)
     updates: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
@@ -116,9 +108,6 @@ def apply(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> None:
         else:
             # each element once, so no addition has to be atomic
             place.scatter_(0, where, place.gather(0, where) + values)
-
-
-# ---- one section --------------------------------------------------------------------------------------------
 
 
 def _section(was: torch.Tensor, now: torch.Tensor, width: int) -> tuple[bytes, list[torch.Tensor]]:
@@ -185,9 +174,8 @@ def _headers(buckets: Sequence[torch.Tensor], change: torch.Tensor) -> list[tupl
                 raise WireError(f"a change of {change.numel()} bytes ends within a header")
             header = HEADER.unpack_from(head, begin)
             kind, width, zero, elements, changed, long_gaps, long_values, end = header
-            if kind > WHOLE or width not in INTEGERS or zero or end:
-                raise WireError(f"a change has a header that cannot be: {header}")
-            if changed > elements or max(long_gaps, long_values) > changed or (kind == CODED) != (changed > 0):
+            counts = changed <= elements and max(long_gaps, long_values) <= changed and (kind == CODED) == (changed > 0)
+            if kind > WHOLE or width not in INTEGERS or zero or end or not counts:
                 raise WireError(f"a change has a header that cannot be: {header}")
             size = elements * width
             if not 0 < size <= bucket.numel() - done or done % width:

@@ -1,45 +1,46 @@
 """Position-keyed digests of tensors that add up over slices (invariant 5).
 
 The digest of a logical tensor is  sum over elements of mix(bits of the element, its flat index)  mod 2^64.
-A sum over elements is independent of which process holds which slice: FSDP shards, tensor-parallel slices and rows of a
-fused projection each digest what they hold, in place, and the parts are added. Keying by position makes
-swapped elements visible, which a plain XOR or sum is blind to.
+A sum does not depend on which process holds which slice: FSDP shards, tensor-parallel slices and rows of a fused
+projection each digest what they hold, in place, and the parts are added. Keyed by position, it shows swapped elements.
 
 mix is a multiply-xorshift finaliser in 32 bits, with the constants of Wellons' "lowbias32" (Hash Function Prospector,
 2018), read as a signed number. For a fixed position it is a bijection of the bits of an element of up to four bytes, so
 one changed element always changes the digest; several changed ones do not with a chance of about 2^-32. Positions
 count modulo 2^32. In 64 bits it cost an H200 three times as much (bound by integer arithmetic), for no more than that.
 
-The code here is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
-digester.py: host.py in NumPy, and device.py as a Triton kernel.
+`rows_digest` is the definition, in torch operations on any device. Two faster ways to the same sums are chosen in
+digester.py: NumPy, and a Triton kernel (device.py).
 """
 
 import functools
 import hashlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 MASK = (1 << 64) - 1
 CHUNK = 1 << 17
 """Elements at once: what a few int64 copies of them need still fits into a core's cache, 3 times as fast as beyond."""
+HOST_CHUNK = 1 << 16  # the same in NumPy, at most as many
 INDEX_KEY = 0x85EBCA77
 BITS_KEY = 0x9E3779B1
-HIGH_KEY = 0xC2B2AE3D
-"""For the upper half of eight-byte elements."""
+HIGH_KEY = 0xC2B2AE3D  # for the upper half of eight-byte elements
 MIX_1 = 0x7FEB352D
 MIX_2 = 0x846CA68B
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Part(NamedTuple):
-    """A slice of a logical tensor, as the arguments of `slice_digest`."""
+    """A slice of a logical tensor."""
 
-    tensor: torch.Tensor
-    full_shape: Sequence[int] | None = None
-    start: Sequence[int] | None = None
+    tensor: torch.Tensor  # the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides
+    full_shape: Sequence[int] | None = None  # of the whole tensor; None says that this is all of it
+    start: Sequence[int] | None = None  # first index of the slice in each dimension; None is the origin
     rounded: torch.dtype | None = None
     """Digest the elements as they are after a cast to this dtype, such as a float32 master weight in bfloat16."""
 
@@ -48,29 +49,16 @@ class Rows(NamedTuple):
     """A slice in two dimensions: element (r, c) has the flat index `base + r * row_step + c`."""
 
     values: torch.Tensor
-    """[rows, columns]; the columns contiguous in memory."""
+    """[rows, columns]; the columns contiguous in memory. Rows that follow each other everywhere are one."""
     base: int
     row_step: int
-
-
-class Stretch(NamedTuple):
-    """Consecutive elements of a tensor."""
-
-    values: torch.Tensor
-    """Flat and contiguous."""
-    first: int
-    """Flat index of the first one."""
-    rounded: torch.dtype
-    """See `Part`; the dtype of the values leaves them as they are."""
 
 
 class Task(NamedTuple):
     """What the kernel is to digest."""
 
-    rows: Rows
-    """Not empty."""
-    slot: int
-    """Which sum to add it to."""
+    rows: Rows  # not empty
+    slot: int  # which sum to add it to
     rounded: torch.dtype | None
     """Digest float32 elements as if they had been rounded to this dtype; None takes the bits as they are."""
 
@@ -89,9 +77,7 @@ def _xorshift(h: torch.Tensor, shift: int) -> torch.Tensor:
 def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
     """Of each element, int32: a digest is the sum of these as signed numbers.
 
-    Args:
-        bits: the elements as integers of their width (one byte: unsigned).
-        keyed: what `keys` makes of their flat indices.
+    `bits` are the elements as integers of their width (one byte: unsigned), `keyed` (flat index + 1) * INDEX_KEY.
     """
     if bits.dtype == torch.int64:
         bits = (bits >> 32).to(torch.int32).mul_(_signed(HIGH_KEY)).add_(bits.to(torch.int32))
@@ -101,19 +87,78 @@ def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
     return _xorshift(h, 16)
 
 
-def keys(index: torch.Tensor) -> torch.Tensor:
-    """The term of flat indices (int64) in `mix`: (index + 1) * INDEX_KEY, int32."""
-    return (index + 1).mul_(INDEX_KEY).to(torch.int32)
-
-
-def _sum(mixed: torch.Tensor) -> int:
-    return int(mixed.sum(dtype=torch.int64)) & MASK
-
-
 @functools.cache
 def _lanes(device: torch.device) -> torch.Tensor:
     """The index's term of the first CHUNK elements, less its constant."""
     return torch.arange(CHUNK, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
+
+
+def reference_digest(part: Part) -> int:
+    """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
+    return add([rows_digest(rows, part.rounded or part.tensor.dtype) for rows in all_rows(part)])
+
+
+def rows_digest(rows: Rows, rounded: torch.dtype) -> int:
+    """The digest of rows, in torch on any device; `rounded`: see `Part`, the dtype of the values leaves them."""
+    values, base, row_step = rows
+    num_rows, cols = values.shape
+    lanes, total, at_once = _lanes(values.device), 0, max(1, CHUNK // cols)
+    for row in range(0, num_rows, at_once):
+        begins = torch.arange(row, min(row + at_once, num_rows), device=values.device).mul_(row_step).add_(base + 1)
+        for col in range(0, cols, CHUNK):
+            piece = values[row : row + at_once, col : col + CHUNK].to(rounded)
+            keyed = (begins + col).mul_(INDEX_KEY).to(torch.int32).unsqueeze(1) + lanes[: piece.shape[1]]
+            total += int(mix(piece.view(VIEWS[piece.element_size()]), keyed).sum(dtype=torch.int64))
+    return total & MASK
+
+
+class _Scratch(threading.local):
+    """What a thread computes in, in NumPy."""
+
+    def __init__(self) -> None:
+        self.mixed, self.shifted = np.empty(HOST_CHUNK, np.uint32), np.empty(HOST_CHUNK, np.uint32)
+
+
+_scratch = _Scratch()
+
+
+def host_digest(rows: Rows, rounded: torch.dtype) -> int:
+    """`rows_digest` of a single row, in unsigned 32 bits."""
+    (values,), first, _ = rows
+    lanes, total = _lanes(values.device).numpy().view(np.uint32), 0
+    for begin in range(0, values.numel(), HOST_CHUNK):
+        piece = values[begin : begin + HOST_CHUNK].detach().to(rounded)
+        bits = piece.view(VIEWS[piece.element_size()]).numpy()
+        h, shifted = _scratch.mixed[: bits.size], _scratch.shifted[: bits.size]
+        np.copyto(h.view(np.int32), bits, casting="unsafe")  # spreads signs, or keeps the lower half
+        if bits.itemsize == 8:
+            np.copyto(shifted, bits >> 32, casting="unsafe")
+            h += np.multiply(shifted, np.uint32(HIGH_KEY), out=shifted)
+        h *= np.uint32(BITS_KEY)
+        h += lanes[: bits.size]
+        h += np.uint32((first + begin + 1) * INDEX_KEY & 0xFFFFFFFF)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        h *= np.uint32(MIX_1)
+        h ^= np.right_shift(h, np.uint32(15), out=shifted)
+        h *= np.uint32(MIX_2)
+        h ^= np.right_shift(h, np.uint32(16), out=shifted)
+        total += int(h.view(np.int32).sum(dtype=np.int64))
+    return total & MASK
+
+
+def all_rows(part: Part) -> list[Rows]:
+    """A part in as few rows as can be; none where it is empty."""
+    if not part.tensor.numel():
+        return []
+    rows = rows_of(part)
+    if rows is not None:
+        return [rows]
+    tensor, shape, begin = _located(part)
+    return [
+        inner._replace(base=inner.base + (begin[0] + number) * math.prod(shape[1:]))
+        for number, values in enumerate(tensor)
+        for inner in all_rows(Part(values, shape[1:], begin[1:]))
+    ]
 
 
 def rows_of(part: Part) -> Rows | None:
@@ -131,6 +176,8 @@ def rows_of(part: Part) -> Rows | None:
     if cut:
         base += begin[split] * math.prod(shape[split + 1 :])
     values = _flattened(tensor, math.prod(tensor.shape[:split]), math.prod(tensor.shape[split:]))
+    if values.stride(0) == values.shape[1] == row_step:
+        values = values.view(1, -1)
     return Rows(values, base, row_step)
 
 
@@ -148,55 +195,6 @@ def _located(part: Part) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]
     shape = tuple(part.full_shape) if part.full_shape is not None else tuple(part.tensor.shape)
     begin = tuple(part.start) if part.start is not None else (0,) * len(shape)
     return (part.tensor, shape, begin) if shape else (part.tensor.reshape(1), (1,), (0,))
-
-
-def reference_digest(whole_part: Part) -> int:
-    """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
-    part, shape, begin = _located(whole_part)
-    rounded = whole_part.rounded or part.dtype
-    if part.numel() == 0:
-        return 0
-    row_size = math.prod(part.shape[1:])
-    stretch = stretch_of(whole_part)
-    if stretch is not None:
-        return _stretch_digest(stretch)
-    total = 0
-    rows_per_chunk = max(1, CHUNK // max(1, row_size))
-    for row in range(0, part.shape[0], rows_per_chunk):
-        piece = part[row : row + rows_per_chunk].to(rounded).contiguous()
-        bits = piece.view(VIEWS[piece.element_size()]).reshape(-1)
-        index = _strided_index(piece.shape, shape, (begin[0] + row, *begin[1:]), part.device)
-        total += _sum(mix(bits, keys(index)))
-    return total & MASK
-
-
-def stretch_of(whole_part: Part) -> Stretch | None:
-    """A part as one row in its memory; None when it is not one."""
-    part, shape, begin = _located(whole_part)
-    if tuple(part.shape[1:]) != tuple(shape[1:]) or not part.is_contiguous():
-        return None
-    return Stretch(part.view(-1), begin[0] * math.prod(shape[1:]), whole_part.rounded or part.dtype)
-
-
-def _stretch_digest(stretch: Stretch) -> int:
-    """In torch, on any device."""
-    values, first, rounded = stretch
-    lanes, total = _lanes(values.device), 0
-    for begin in range(0, values.numel(), CHUNK):
-        piece = values[begin : begin + CHUNK].to(rounded)
-        keyed = lanes[: piece.numel()] + _signed((first + begin + 1) * INDEX_KEY)
-        total += _sum(mix(piece.view(VIEWS[piece.element_size()]), keyed))
-    return total & MASK
-
-
-def _strided_index(
-    part_shape: Sequence[int], full_shape: Sequence[int], start: Sequence[int], device: torch.device
-) -> torch.Tensor:
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, size in enumerate(part_shape):
-        axis = torch.arange(start[dim], start[dim] + size, dtype=torch.int64, device=device)
-        index = index.unsqueeze(-1) * full_shape[dim] + axis
-    return index.reshape(-1)
 
 
 def add(parts: Sequence[int]) -> int:

@@ -1,9 +1,8 @@
 """The digest as a Triton kernel, for tensors on a CUDA device: one launch for all of a kind.
 
-Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. A task is
-rows of contiguous elements, `row_step` flat indices apart in the logical tensor and `stride` elements apart in memory,
-which covers whole tensors (one long row), shards of rows and slices of columns. All tasks of one kind (element,
-rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
+Imported only where such a tensor is digested, so that nothing else needs Triton. Each element is read once. Rows are
+`row_step` flat indices apart in the logical tensor and `stride` elements apart in memory. All tasks of one kind
+(element, rounding, alignment) go into one table: hundreds of tensors would otherwise cost hundreds of launches.
 
 The arithmetic is that of `mix` in definition.py in unsigned 32 bits, where every sum and product is modulo 2^32
 by itself and a right shift fills with zeros. (index + 1) * INDEX_KEY is not multiplied out for each element: it grows
@@ -20,28 +19,15 @@ import triton.language as tl
 
 from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
 
-BLOCK = 1024
-BLOCKS_PER_PROGRAM = 64
+BLOCK, BLOCKS = tl.constexpr(1024), tl.constexpr(64)  # elements at once, and how often a program does so
 WARPS = 4
-ALIGN = 16
-"""Bytes of a vector load; what begins elsewhere is read element by element."""
-STEP = BLOCK * INDEX_KEY & 0xFFFFFFFF
+ALIGN = 16  # bytes of a vector load; what begins elsewhere is read element by element
+BITS, HIGH, INDEX = tl.constexpr(BITS_KEY), tl.constexpr(HIGH_KEY), tl.constexpr(INDEX_KEY)
+FIRST, SECOND = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
+STEP = tl.constexpr(BLOCK.value * INDEX_KEY & 0xFFFFFFFF)
 """What the index's term of a lane grows by from one block to the next."""
-COLUMNS = 8
-"""Numbers of a task in its table: address, columns, stride, chunks a row, base, row step, slot, first program."""
 ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
-
-class Keys(NamedTuple):
-    """The constants of the mix, as compile-time arguments of the kernel."""
-
-    BITS_KEY: int = BITS_KEY
-    HIGH_KEY: int = HIGH_KEY
-    INDEX_KEY: int = INDEX_KEY
-    STEP: int = STEP
-    MIX_1: int = MIX_1
-    MIX_2: int = MIX_2
 
 
 class Kind(NamedTuple):
@@ -53,27 +39,18 @@ class Kind(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mixed(  # type: ignore[no-untyped-def]
-    values,
-    keyed,
-    ROUND: tl.constexpr,
-    WIDE: tl.constexpr,
-    BITS_KEY: tl.constexpr,
-    HIGH_KEY: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
-):
+def _mixed(values, keyed, ROUND: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """mix(bits, index) of each lane; `keyed` is (index + 1) * INDEX_KEY in uint32. int64 out, the sign carried."""
     if ROUND is not None:
         values = values.to(ROUND, fp_downcast_rounding="rtne").to(tl.int16, bitcast=True)
     if WIDE:
         low = values.to(tl.int32).to(tl.uint32, bitcast=True)
-        bits = low + (values >> 32).to(tl.int32).to(tl.uint32, bitcast=True) * HIGH_KEY
+        bits = low + (values >> 32).to(tl.int32).to(tl.uint32, bitcast=True) * HIGH
     else:
         bits = values.to(tl.int32).to(tl.uint32, bitcast=True)  # the sign is carried; uint8 has none
-    h = bits * BITS_KEY + keyed
-    h = (h ^ (h >> 16)) * MIX_1
-    h = (h ^ (h >> 15)) * MIX_2
+    h = bits * BITS + keyed
+    h = (h ^ (h >> 16)) * FIRST
+    h = (h ^ (h >> 15)) * SECOND
     h = h ^ (h >> 16)
     return h.to(tl.int32, bitcast=True).to(tl.int64)
 
@@ -87,14 +64,6 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     ROUND: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BITS_KEY: tl.constexpr,
-    HIGH_KEY: tl.constexpr,
-    INDEX_KEY: tl.constexpr,
-    STEP: tl.constexpr,
-    MIX_1: tl.constexpr,
-    MIX_2: tl.constexpr,
 ):
     """Each program adds up BLOCKS blocks of a row of its task, and adds the sum to the task's slot."""
     program = tl.program_id(0)
@@ -111,33 +80,45 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     if ALIGNED:
         source = tl.multiple_of(source, 16)
     first = (base + row * row_step + begin + 1).to(tl.int32).to(tl.uint32, bitcast=True)
-    keyed = (first + lane.to(tl.uint32)) * INDEX_KEY
+    keyed = (first + lane.to(tl.uint32)) * INDEX
     total = tl.zeros([BLOCK], dtype=tl.int64)
     for _ in range(left // BLOCK):
-        total += _mixed(tl.load(source + lane), keyed, ROUND, WIDE, BITS_KEY, HIGH_KEY, MIX_1, MIX_2)
+        total += _mixed(tl.load(source + lane), keyed, ROUND, WIDE)
         source += BLOCK
         keyed += STEP
     rest = left % BLOCK
     if rest > 0:
         inside = lane < rest
         values = tl.load(source + lane, mask=inside, other=0)
-        total += tl.where(inside, _mixed(values, keyed, ROUND, WIDE, BITS_KEY, HIGH_KEY, MIX_1, MIX_2), 0)
+        total += tl.where(inside, _mixed(values, keyed, ROUND, WIDE), 0)
     tl.atomic_add(sums + slot, tl.sum(total, axis=0), sem="relaxed")
 
 
 class Plan:
-    """The same tasks again and again. Their table is made once, and kept on the device.
+    """The same tasks again and again, into so many sums. Their table is made once, and kept on the device.
 
-    Args:
-        tasks: their columns contiguous, on `device`.
-        slots: how many sums.
-        device: a CUDA device (in Triton's interpreter, the CPU).
+    All is on one CUDA device (in Triton's interpreter, the CPU), the columns contiguous.
     """
 
     def __init__(self, tasks: Sequence[Task], slots: int, device: torch.device) -> None:
         self._slots, self._device = slots, device
         self._tasks = tasks  # their memory must live as long as the table that names it
-        self._launches = [(kind, *_table(batch, device)) for kind, batch in _by_kind(tasks).items()]
+        tables: dict[Kind, list[list[int]]] = defaultdict(list)
+        programs: dict[Kind, list[int]] = defaultdict(list)  # of each task
+        for task in tasks:
+            values, base, row_step = task.rows
+            (num_rows, cols), width, stride = values.shape, values.element_size(), values.stride(0)
+            aligned = values.data_ptr() % ALIGN == 0 and (num_rows == 1 or stride * width % ALIGN == 0)
+            kind, chunks = Kind(width, task.rounded, aligned), -(-cols // (BLOCK.value * BLOCKS.value))
+            first = tables[kind][-1][-1] + programs[kind][-1] if tables[kind] else 0
+            tables[kind].append([values.data_ptr(), cols, stride, chunks, base, row_step, task.slot, first])
+            programs[kind].append(num_rows * chunks)
+        self._launches: list[tuple[Kind, torch.Tensor, torch.Tensor]] = []
+        """With the table, int64[tasks, 8], and the task of each program, int32[programs]."""
+        for kind, table in tables.items():
+            numbers = torch.arange(len(table), dtype=torch.int32)
+            owners = torch.repeat_interleave(numbers, torch.tensor(programs[kind])).to(device)
+            self._launches.append((kind, torch.tensor(table, dtype=torch.int64).to(device), owners))
 
     def launch(self) -> torch.Tensor:
         """The sums of all tasks by slot, int64[slots] on the device, modulo 2^64, without waiting for them.
@@ -156,45 +137,6 @@ class Plan:
                     ROUND=None if kind.rounded is None else ROUNDED[kind.rounded],
                     WIDE=kind.width == 8,
                     ALIGNED=kind.aligned,
-                    BLOCK=BLOCK,
-                    BLOCKS=BLOCKS_PER_PROGRAM,
                     num_warps=WARPS,
-                    **Keys()._asdict(),
                 )
         return sums
-
-
-def _table(batch: Sequence[Task], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tasks as int64[tasks, COLUMNS], and the task of each program, int32[programs]."""
-    rows: list[list[int]] = []
-    programs: list[int] = []
-    first = 0
-    for task in batch:
-        row, count = _row(task)
-        rows.append([*row, first])
-        programs.append(count)
-        first += count
-    owners = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(programs))
-    return torch.tensor(rows, dtype=torch.int64).to(device), owners.to(device)
-
-
-def _by_kind(tasks: Sequence[Task]) -> dict[Kind, list[Task]]:
-    found: dict[Kind, list[Task]] = defaultdict(list)
-    for task in tasks:
-        values = task.rows.values
-        width = values.element_size()
-        one_row = values.shape[0] == 1 or values.stride(0) == values.shape[1] == task.rows.row_step
-        aligned = values.data_ptr() % ALIGN == 0 and (one_row or values.stride(0) * width % ALIGN == 0)
-        found[Kind(width, task.rounded, aligned)].append(task)
-    return found
-
-
-def _row(task: Task) -> tuple[list[int], int]:
-    """A task's numbers in the table, but for its first program; and how many programs it takes."""
-    values, base, row_step = task.rows
-    num_rows, cols = values.shape
-    stride = values.stride(0)
-    if num_rows > 1 and stride == cols == row_step:
-        num_rows, cols = 1, num_rows * cols
-    chunks = -(-cols // (BLOCK * BLOCKS_PER_PROGRAM))
-    return [values.data_ptr(), cols, stride, chunks, base, row_step, task.slot], num_rows * chunks

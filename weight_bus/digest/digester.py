@@ -1,7 +1,8 @@
 """Digests of many tensors at once, each by the fastest way there is to the definition's sums.
 
 Tensors on a CUDA device take one Triton kernel for all of them, and a single wait. Contiguous ones in host memory take
-NumPy, unless torch has threads to outdo that. All others, and all without Triton, take the definition itself.
+NumPy, unless torch has threads to outdo that: a logical shift is one operation there, and every intermediate result has
+its place in the cache. All others, and all without Triton, take the definition itself.
 """
 
 import functools
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weight_bus.digest.definition import MASK, Part, Task, reference_digest, rows_of, stretch_of
-from weight_bus.digest.host import host_digest
+from weight_bus.digest.definition import MASK, Part, Task, add, all_rows, host_digest, rows_digest
 
 if TYPE_CHECKING:
     from weight_bus.digest.device import Plan
@@ -27,24 +27,14 @@ TORCH_THREADS = 3
 def slice_digest(
     part: torch.Tensor, full_shape: Sequence[int] | None = None, start: Sequence[int] | None = None
 ) -> int:
-    """Digest of the slice `part` that begins at `start` in a logical tensor of `full_shape`.
-
-    Args:
-        part: the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides.
-        full_shape: shape of the whole tensor; none says that `part` is all of it.
-        start: first index of the slice in each dimension; none is the origin.
-
-    Returns:
-        A number below 2^64. Digests of disjoint slices add up (`add`) to the digest of the whole.
-    """
+    """Digest of a slice, as in `Part`: a number below 2^64. Those of disjoint slices `add` up to the whole's."""
     return slice_digests([Part(part, full_shape, start)])[0]
 
 
 def slice_digests(parts: Iterable[Part]) -> list[int]:
     """`slice_digest` of each part, in order. On a CUDA device all are launched first and awaited once.
 
-    What is on a device must stay unchanged until this returns; work that was queued on the current stream before
-    is waited for by the device itself.
+    What is on a device must stay unchanged until this returns; the device waits for earlier work on the current stream.
     """
     return Digester(parts).launch().sums()
 
@@ -52,48 +42,41 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
 class Digester:
     """Digests of the same parts again and again, of what lies in their memory then.
 
-    What can be worked out once is worked out here: for the tensors of a model on a GPU that takes longer than the
-    kernel itself.
+    For the tensors of a model on a GPU, what is worked out once takes longer than the kernel itself.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = list(parts)
-        self._copied: list[int] = []
-        """Of which the kernel takes a copy, made anew each time."""
+        self._copied: list[int] = []  # of which the kernel takes a copy, made anew each time
         self._without_kernel: list[int] = []
         tasks: dict[torch.device, list[Task]] = defaultdict(list)
         for number, part in enumerate(self._parts):
-            task = self._task(number)
-            if task is None:
+            if not part.tensor.is_cuda or _kernel() is None:
                 self._without_kernel.append(number)
-            elif task.rows.values.untyped_storage().data_ptr() != part.tensor.untyped_storage().data_ptr():
-                self._copied.append(number)
-            else:
-                tasks[part.tensor.device].append(task)
+            elif found := self._tasks(number):
+                memory = part.tensor.untyped_storage().data_ptr()
+                if all(task.rows.values.untyped_storage().data_ptr() == memory for task in found):
+                    tasks[part.tensor.device] += found
+                else:
+                    self._copied.append(number)
         self._plans = [self._plan(batch) for batch in tasks.values()]
 
     def launch(self) -> "Launched":
         """Begin to digest; what is on a device must stay unchanged until the sums are there."""
-        sums = [plan.launch() for plan in self._plans]
-        for number in self._copied:
-            task = self._task(number)
-            assert task is not None
-            sums.append(self._plan([task]).launch())
+        plans = self._plans + [self._plan(self._tasks(number)) for number in self._copied]
+        sums = [plan.launch() for plan in plans]
         totals = [0] * len(self._parts)
         for number in self._without_kernel:
             totals[number] = _plain_digest(self._parts[number])
         return Launched(totals, sums)
 
-    def _task(self, number: int) -> Task | None:
-        """What the kernel is to do for a part; None where it takes the slow path."""
+    def _tasks(self, number: int) -> list[Task]:
+        """What the kernel is to do for a part."""
         part = self._parts[number]
-        if not (part.tensor.is_cuda and part.tensor.numel() and _kernel() is not None):
-            return None
         rounded = None if part.rounded == part.tensor.dtype else part.rounded
         if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
             part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
-        rows = rows_of(part)
-        return None if rows is None else Task(rows, number, rounded)
+        return [Task(rows, number, rounded) for rows in all_rows(part)]
 
     def _plan(self, tasks: list[Task]) -> "Plan":
         kernel = _kernel()
@@ -104,10 +87,8 @@ class Digester:
 class Launched(NamedTuple):
     """Digests under way."""
 
-    totals: list[int]
-    """By part; of those that are done already."""
-    under_way: list[torch.Tensor]
-    """int64 on a device, by part; to be added."""
+    totals: list[int]  # by part; of those that are done already
+    under_way: list[torch.Tensor]  # int64 on a device, by part; to be added
 
     def sums(self) -> list[int]:
         """Wait, and say what they are, by part."""
@@ -129,8 +110,7 @@ def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
 
 
 def _plain_digest(part: Part) -> int:
-    if part.tensor.device.type == "cpu" and torch.get_num_threads() < TORCH_THREADS:
-        stretch = stretch_of(part)
-        if stretch is not None:
-            return host_digest(stretch)
-    return reference_digest(part)
+    rows, threads = all_rows(part), torch.get_num_threads()
+    flat = part.tensor.device.type == "cpu" and all(len(piece.values) == 1 for piece in rows)
+    digest = host_digest if flat and threads < TORCH_THREADS else rows_digest
+    return add([digest(piece, part.rounded or part.tensor.dtype) for piece in rows])

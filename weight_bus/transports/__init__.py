@@ -7,7 +7,8 @@ from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
 from weight_bus.transports.disk import Disk
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
-from weight_bus.transports.ucc import UccCollective, resolve_ucc
+from weight_bus.transports.ucc import resolve_ucc
+from weight_bus.transports.ucc.collective import UccCollective
 
 BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollective, "ucc": UccCollective}
 """The collective transport, by weight_bus.backend."""
@@ -16,8 +17,7 @@ BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollect
 def make_transport(config: WeightBus, host: str) -> Transport:
     """The transport that the configuration names, bound to the interface `host`. Publisher only with apply `direct`.
 
-    Raises:
-        WeightBusError: it is not available here.
+    Raises WeightBusError: it is not available here.
     """
     if config.transport == "disk":
         return Disk(config, host)

@@ -13,8 +13,7 @@ PROTOCOL = "2"
 """Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
 every transport, so that two releases that differ in it refuse each other when they join."""
 
-FORMING = 4
-"""Collective timeouts that forming a group may take: meeting, communicator, first collective and its end."""
+FORMING = 4  # collective timeouts that forming a group may take: meeting, communicator, first collective and its end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +24,10 @@ class Formation:
     """
 
     epoch: int
-    rank: int
-    """0 is the publisher."""
+    rank: int  # 0 is the publisher
     size: int
     endpoint: str
-    prefix: str
-    """Unique per run, incarnation and epoch, so that no two groups meet."""
+    prefix: str  # unique per run, incarnation and epoch, so that no two groups meet
 
 
 def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:
@@ -88,7 +85,8 @@ class Labelled(Protocol):
 class DirectReceiver(Protocol):
     """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
 
-    Called by the subscriber's thread; every call ends in time by itself. Only `prove` says what is live.
+    Called by the subscriber's thread; every call ends in time by itself. All but `pause` and `resume` raise
+    EngineSpoiled. Only `prove` says what is live.
     """
 
     @property
@@ -105,41 +103,36 @@ class DirectReceiver(Protocol):
         """The update was called off before anything was touched: go on, if what is held was proven."""
 
     def form(self, formation: Formation) -> None:
-        """Enter a group, process i with rank `formation.rank` + i. Raises EngineSpoiled."""
+        """Enter a group, process i with rank `formation.rank` + i."""
 
     def receive(self, bucket: Sequence[Entry], index: int) -> None:
-        """Load the next bucket of the group, the bytes of these tensors end to end. Raises EngineSpoiled."""
+        """Load the next bucket of the group, the bytes of these tensors end to end."""
 
     def prove(self, version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
-        """All buckets are there: the digests of what is live under these names, as `version` from now on.
-
-        Raises EngineSpoiled.
-        """
+        """All buckets are there: the digests of what is live under these names, as `version` from now on."""
 
     def leave(self) -> None:
-        """Leave the group, if there is one. Raises EngineSpoiled."""
+        """Leave the group, if there is one."""
 
 
-TransportFactory = Callable[[WeightBus, str], Transport]
-"""(config, host of the interface to bind) -> a transport."""
+TransportFactory = Callable[[WeightBus, str], Transport]  # (config, host of the interface to bind) -> a transport
+
+
+REMEDIES = {
+    **{key: f"give both ends the same weight_bus.{key}" for key in ("backend", "apply", "transport")},
+    "nccl": "install the same PyTorch and NCCL on both",
+    "ucc": "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/ucc.md)",
+    "protocol": "run the same release of slipstream on both",
+}
+"""By fact; all others are variables of the environment."""
 
 
 def differing(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """Which facts differ, with both values, in words; "" when all are alike."""
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return "; ".join(
-        f"{name} is {theirs.get(name, 'not stated')} there and {ours.get(name, 'not stated')} here, {_remedy(name)}"
-        for name in names
-    )
-
-
-def _remedy(name: str) -> str:
-    if name in ("backend", "apply", "transport"):
-        return f"give both ends the same weight_bus.{name}"
-    if name == "nccl":
-        return "install the same PyTorch and NCCL on both"
-    if name == "ucc":
-        return "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/ucc.md)"
-    if name == "protocol":
-        return "run the same release of slipstream on both"
-    return f"set {name} alike on all nodes (network.env)"
+    found = []
+    for name in {**ours, **theirs}:
+        there, here = theirs.get(name, "not stated"), ours.get(name, "not stated")
+        if there != here:
+            remedy = REMEDIES.get(name, f"set {name} alike on all nodes (network.env)")
+            found.append(f"{name} is {there} there and {here} here, {remedy}")
+    return "; ".join(found)

@@ -9,12 +9,12 @@ SGLang receives buckets and nothing else. So the control plane says when all are
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import Backend, BackendConfig, PrefixStore
 
 from configs.infrastructure import WeightBus
 from weight_bus.transports.base import PROTOCOL, Formation
 from weight_bus.transports.gloo import Collective
-from weight_bus.transports.meeting import Meeting
+from weight_bus.transports.meeting import GroupTransport, Meeting
 from weight_bus.transports.nccl import NcclCollective, nccl_facts
 
 
@@ -37,45 +37,33 @@ class NamedMeeting(Meeting):
         return PrefixStore(f"{self._device}/", PrefixStore(f"{formation.prefix}/", super().at(formation)))
 
 
-class DirectGloo(Collective):
-    """Rank 0 of a gloo group of engines."""
-
+class _OfEngines(GroupTransport):
     def __init__(self, config: WeightBus, host: str) -> None:
         super().__init__(config, host)
-        self._meeting = NamedMeeting(host, self._timeout, "gloo")
-        self._facts = direct_facts(config)
+        self._meeting = NamedMeeting(host, timedelta(seconds=self._timeout_s), self.backend)
 
     def facts(self) -> dict[str, str]:
         """See `direct_facts`."""
-        return dict(self._facts)
-
-    def _build(self, store: PrefixStore, formation: Formation) -> ProcessGroupGloo:
-        """SGLang's end shows up nowhere before it builds its own."""
-        return self._connected(store, formation, self._timeout)
+        return direct_facts(self._config)
 
 
-class DirectNccl(NcclCollective):
+class DirectGloo(_OfEngines, Collective):
+    """Rank 0 of a gloo group of engines, which show up nowhere before they build their own end."""
+
+    def _enter(self, formation: Formation) -> None:
+        self._group = self._connected(self._meeting.at(formation), formation, self._timeout_s)
+
+
+class DirectNccl(_OfEngines, NcclCollective):
     """Rank 0 of an NCCL group of engines. The first bucket builds the communicator."""
 
-    def __init__(self, config: WeightBus, host: str) -> None:
-        super().__init__(config, host)
-        self._meeting = NamedMeeting(host, timedelta(seconds=config.collective_timeout_s), "nccl")
-        self._facts = direct_facts(config)
-
-    def facts(self) -> dict[str, str]:
-        """See `direct_facts`."""
-        return dict(self._facts)
-
-    def _enter(self, store: PrefixStore, formation: Formation) -> None:
+    def _enter(self, formation: Formation) -> None:
         with self._here():
-            self._group = self._build(store, formation)
+            self._group = self._build(self._meeting.at(formation), formation)
 
     def _close_transfer(self) -> None:
         """SGLang takes part in no such collective; the subscribers say Staged when their engines have everything."""
 
 
-DIRECT_BACKENDS: dict[str, Callable[[WeightBus, str], Collective | NcclCollective]] = {
-    "gloo": DirectGloo,
-    "nccl": DirectNccl,
-}
-"""The publisher's end, by weight_bus.backend."""
+DIRECT_BACKENDS: dict[str, Callable[[WeightBus, str], Collective | NcclCollective]]
+DIRECT_BACKENDS = {"gloo": DirectGloo, "nccl": DirectNccl}  # the publisher's end, by weight_bus.backend

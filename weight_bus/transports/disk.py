@@ -1,9 +1,8 @@
 """Versions as safetensors files in a folder that learner rank 0 and all rollout servers see.
 
-For clusters without a route between their GPUs, and for engines that come and go: there is no group, so no member
-waits for another, and a late one reads what is there. Each bucket is a file of its own, which takes its name only when
-it is whole, so readers begin while the next one is written. A version that travels whole is a model folder that any
-reader of safetensors can open:
+For clusters without a route between their GPUs, and for engines that come and go: no member waits for another, and a
+late one reads what is there. Each bucket is a file, which takes its name only when it is whole, so readers begin while
+the next one is written. A version that travels whole is a model folder that any reader of safetensors can open:
 
     <weight_bus.folder>/<run id>-<incarnation>/
         publisher.json                           host and pid of the writer
@@ -11,18 +10,17 @@ reader of safetensors can open:
         v000012/model.safetensors.index.json     which tensor is in which file; last
         v000013.change/part-00001.safetensors    with weight_bus.delta: flat bytes, see weight_bus/delta/coding.py
 
-The control plane says which version to read, as with every transport; only the bytes go this way. The two newest
-versions are kept, so a reader that is slower than two versions finds its files gone, says so, and gets the newest. What
-earlier incarnations of the run have left is removed when the first reader of the next one joins.
+The control plane says which version to read. The two newest are kept, so a slower reader finds its files gone, says so,
+and gets the newest. What earlier incarnations have left is removed when the first reader of the next one joins.
 """
 
 import json
-import logging
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,8 +29,6 @@ from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError, WeightBusError
 from weight_bus.manifest import Entry
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-
-log = logging.getLogger(__name__)
 
 KEPT = 2
 LOOK_S = 0.005
@@ -52,10 +48,8 @@ class Disk:
         self._root = Path(config.folder).absolute()
         self._patience_s = config.collective_timeout_s
         self._folder: Path | None = None
-        self._rank = 0
-        self._version = -1
+        self._rank, self._version, self._version_folder = 0, -1, Path()
         self._entries: Sequence[Sequence[Entry]] | None = None
-        self._version_folder = Path()
 
     def facts(self) -> dict[str, str]:
         """The transport and the protocol; where the folder is mounted may differ."""
@@ -79,7 +73,7 @@ class Disk:
         self._folder, self._rank = self._root / f"{run}-{incarnation}", formation.rank
         owner = self._folder / OWNER
         if formation.rank == 0:
-            _remove_earlier(self._root, run, int(incarnation))
+            _remove_older(self._root, f"{run}-", int(incarnation))
             _write(owner, [json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()])
         else:
             self._wait_for(owner, "is weight_bus.folder the same shared folder as the learner's?")
@@ -91,7 +85,7 @@ class Disk:
         self._version, self._entries = version, entries
         self._version_folder = self._folder / (f"v{version:06d}" if entries is not None else f"v{version:06d}.change")
         if self._rank == 0:
-            _make_room(self._folder, version)
+            _remove_older(self._folder, "v", version - KEPT + 1)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """Write bucket `index`, or read it as soon as it is there."""
@@ -127,36 +121,20 @@ class Disk:
             time.sleep(LOOK_S)
 
 
-def _make_room(folder: Path, version: int) -> None:
-    """Remove versions of this incarnation that are older than the ones that are kept."""
-    for old in folder.glob("v*"):
-        number = old.name[1:].removesuffix(".change")
-        if number.isdigit() and int(number) <= version - KEPT:
+def _remove_older(folder: Path, prefix: str, first: int) -> None:
+    """Remove what is numbered below `first`: versions behind the kept ones, or incarnations without a publisher."""
+    for old in folder.iterdir():
+        number = old.name.removeprefix(prefix).removesuffix(".change")
+        if old.name.startswith(prefix) and number.isdecimal() and int(number) < first:
             shutil.rmtree(old, ignore_errors=True)  # a reader on a network file system may hold a file of it open
-
-
-def _remove_earlier(root: Path, run: str, incarnation: int) -> None:
-    """Remove the folders of earlier incarnations of this run: their publisher is gone, and with it all readers."""
-    for folder in root.iterdir():
-        name, _, number = folder.name.rpartition("-")
-        if name == run and number.isdecimal() and int(number) < incarnation:
-            log.info("weight bus: removes %s, of an earlier incarnation", folder)
-            shutil.rmtree(folder, ignore_errors=True)  # as in _make_room; the next incarnation tries again
 
 
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:
     """What a safetensors file begins with, its data being the bucket as it is."""
-    if entries is None:
-        tensors = {"change": {"dtype": "U8", "shape": [bucket.numel()], "data_offsets": [0, bucket.numel()]}}
-    else:
-        tensors = {
-            entry.name: {
-                "dtype": DTYPES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [entry.offset, entry.offset + entry.num_bytes],
-            }
-            for entry in entries
-        }
+    found: list[tuple[str, str, tuple[int, ...], int, int]] = [("change", "U8", (bucket.numel(),), 0, bucket.numel())]
+    if entries is not None:
+        found = [(e.name, DTYPES[e.dtype], e.shape, e.offset, e.offset + e.num_bytes) for e in entries]
+    tensors = {name: {"dtype": kind, "shape": shape, "data_offsets": ends} for name, kind, shape, *ends in found}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -179,26 +157,21 @@ def _write(path: Path, pieces: Sequence[bytes | memoryview]) -> None:
 
 def _holds(path: Path, header: bytes, bucket: torch.Tensor) -> bool:
     """Whether a file is there and is exactly this."""
-    if not path.exists():
-        return False
     found = torch.empty_like(bucket)
-    try:
+    with suppress(TransportError):
         _read(path, header, found)
-    except TransportError:
-        return False
-    return torch.equal(found, bucket)
+        return torch.equal(found, bucket)
+    return False
 
 
 def _read(path: Path, header: bytes, bucket: torch.Tensor) -> None:
     """Read a file whose header must be exactly this into a bucket."""
     try:
-        with path.open("rb", buffering=0) as file:
-            found = file.read(len(header))
-            if found != header:
+        with path.open("rb") as file:
+            if file.read(len(header)) != header:
                 raise TransportError(f"{path}: its header is not that of the update", "corrupt")
-            view, done = bucket.numpy().data, 0
-            while done < len(view) and (count := file.readinto(view[done:])):
-                done += count
+            view = bucket.numpy().data
+            done = file.readinto(view)
             if done < len(view) or file.read(1):
                 raise TransportError(f"{path}: {done} bytes of data or more, not {len(view)}", "corrupt")
     except OSError as error:

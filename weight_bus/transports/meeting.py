@@ -1,16 +1,20 @@
-"""Where the members of a group meet: a TCPStore that the publisher serves, under a prefix for each epoch."""
+"""Groups per epoch: their members meet in a TCPStore that the publisher serves, under a prefix for each epoch."""
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing in the stubs
 from torch.distributed.distributed_c10d import PrefixStore
 
+from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError
-from weight_bus.transports.base import Formation
+from weight_bus.transports.base import PROTOCOL, Formation
 
-HERE = "here/"
-"""Keys by which members show up, a rank each."""
+T = TypeVar("T")
+HERE = "here/"  # keys by which members show up, a rank each
 
 
 class Meeting:
@@ -40,12 +44,7 @@ class Meeting:
         return self._endpoint
 
     def at(self, formation: Formation) -> PrefixStore:
-        """The store of a group.
-
-        Raises:
-            TransportError: the endpoint is none.
-            RuntimeError: there is no store.
-        """
+        """The store of a group. Raises TransportError: the endpoint is none; RuntimeError: there is no store."""
         if self._store is None or formation.endpoint != self._endpoint:
             host, _, port = formation.endpoint.rpartition(":")
             if not host or not port.isdigit():
@@ -57,8 +56,7 @@ class Meeting:
     def show_up(self, store: PrefixStore, formation: Formation, within_s: float) -> None:
         """Barrier: wait until every member has registered, so that none connects to one that is absent.
 
-        Raises:
-            TransportError: which ranks did not register in time.
+        Raises TransportError: which ranks did not register in time.
         """
         keys = [f"{HERE}{rank}" for rank in range(formation.size)]
         store.set(keys[formation.rank], "1")
@@ -75,11 +73,78 @@ class Meeting:
         self._store = None
 
 
-def lost(what: str, error: RuntimeError) -> TransportError:
+def lost(error: RuntimeError) -> TransportError:
     """A failed collective as an error of the bus: closed where a connection ended, else silent."""
     # gloo and c10d put their source position before, and advice after the reason
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     text = first.rpartition("] ")[2].partition(". This")[0]
-    lowered = text.lower()
-    closed = any(word in lowered for word in ("closed", "reset", "refused", "broken pipe", "remote process exited"))
-    return TransportError(f"{what}: {text}", "closed" if closed else "silent")
+    ends = ("closed", "reset", "refused", "broken pipe", "remote process exited")
+    return TransportError(text, "closed" if any(word in text.lower() for word in ends) else "silent")
+
+
+class GroupTransport:
+    """One member's end. Subclasses enter a group (`_enter`), leave it, and carry buckets."""
+
+    backend: str
+
+    def __init__(self, config: WeightBus, host: str, meeting: Meeting | None = None) -> None:
+        self._config, self._host = config, host
+        self._timeout_s = config.collective_timeout_s
+        self._meeting = meeting or Meeting(host, timedelta(seconds=config.collective_timeout_s))
+
+    def facts(self) -> dict[str, str]:
+        """The backend and the protocol."""
+        return {"backend": self.backend, "protocol": PROTOCOL}
+
+    def serve(self) -> str:
+        """Start the store on the interface `host` only."""
+        return self._meeting.serve()
+
+    def form(self, formation: Formation) -> None:
+        """Enter the group of an epoch; waits at most the collective timeout for the other members."""
+        self.leave()
+        try:
+            with self._or_leave(f"epoch {formation.epoch} with {formation.size} members did not form"):
+                self._enter(formation)
+        except TransportError:
+            if formation.rank:
+                self._meeting.forget()
+            raise
+
+    def leave(self) -> None:
+        """Drop the group, broken or not."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Drop the group and the store."""
+        self.leave()
+        self._meeting.forget()
+
+    def _enter(self, formation: Formation) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def _or_leave(self, what: str) -> Iterator[None]:
+        """As `naming`, and the group is left before the error is known."""
+        try:
+            with naming(what):
+                yield
+        except TransportError:
+            self.leave()
+            raise
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """A group that breaks raises TransportError, which begins with what that prevented."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise (error if isinstance(error, TransportError) else lost(error)).during(what) from error
+
+
+def formed(group: T | None) -> T:
+    """The group. Raises TransportError where there is none."""
+    if group is None:
+        raise TransportError("no group is formed", "closed")
+    return group

@@ -1,7 +1,6 @@
 """Buckets as broadcasts in an NCCL group of the current epoch, from GPU to GPU.
 
-The group is a bare NCCL backend over a prefix of a TCPStore, registered nowhere, like the gloo one. What keeps a
-lost peer from costing more than a timeout:
+The group is bare, as the gloo one. What keeps a lost peer from costing more than a timeout:
 
 - The communicator is non-blocking: even building it ends after TORCH_NCCL_NONBLOCKING_TIMEOUT. It is built by the
   first collective, after all members have shown up in the store.
@@ -31,7 +30,7 @@ from configs.infrastructure import WeightBus
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-from weight_bus.transports.meeting import Meeting, lost
+from weight_bus.transports.meeting import GroupTransport, formed, lost
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL, Work
@@ -48,8 +47,7 @@ WATCHDOG = {
 """Read by the constructor of a group: the value for groups of the bus, and PyTorch's default for all others."""
 ABORT_S = 10.0
 POLL_S = 0.0002
-CLOSING = -1
-"""Number of the closing reduction among the buckets."""
+CLOSING = -1  # number of the closing reduction among the buckets
 
 
 def set_nccl_defaults(config: WeightBus) -> None:
@@ -68,26 +66,22 @@ def set_nccl_defaults(config: WeightBus) -> None:
 def nccl_facts() -> dict[str, str]:
     """Backend, NCCL's version and what both ends must have set alike, as this process has them."""
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return {
-        "backend": "nccl",
-        "nccl": version,
-        "protocol": PROTOCOL,
-        **{name: os.environ.get(name, "not set") for name in AGREED},
-    }
+    agreed = {name: os.environ.get(name, "not set") for name in AGREED}
+    return {"backend": "nccl", "nccl": version, "protocol": PROTOCOL, **agreed}
 
 
-class NcclCollective:
+class NcclCollective(GroupTransport):
     """An NCCL group per epoch. Buckets live on the CUDA device that is current in the constructor.
 
-    Raises:
-        WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
+    Raises WeightBusError: this process has no CUDA device, PyTorch no NCCL, or no interface the address `host`.
     """
 
+    backend = "nccl"
+    _group: "ProcessGroupNCCL | None" = None
+
     def __init__(self, config: WeightBus, host: str) -> None:
+        super().__init__(config, host)
         self.device, self._stream = self._open(config, host)
-        self._timeout_s = config.collective_timeout_s
-        self._meeting = Meeting(host, timedelta(seconds=config.collective_timeout_s))
-        self._group: ProcessGroupNCCL | None = None
         self._launched: list[tuple[int, Work]] = []
         with self._here():
             self._mark = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -108,40 +102,14 @@ class NcclCollective:
         """As `nccl_facts`."""
         return nccl_facts()
 
-    def serve(self) -> str:
-        """Start the store on the interface `host` only; NCCL takes its name."""
-        return self._meeting.serve()
-
-    def form(self, formation: Formation) -> None:
-        """Enter the group of an epoch: all members show up in the store, then build the communicator."""
-        self.leave()
-        what = f"epoch {formation.epoch} with {formation.size} members did not form"
-        try:
-            self._enter(self._meeting.at(formation), formation)
-        except TransportError as error:
-            self.leave()
-            raise error.during(what) from error
-        except RuntimeError as error:
-            self.leave()
-            if formation.rank:
-                self._meeting.forget()
-            raise lost(what, error) from error
-
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """Launch one bucket from rank 0 to all."""
-        if self._group is None:
-            raise TransportError(f"bucket {index + 1}: no group is formed", "closed")
-        try:
-            with self._here():
-                self._launch(bucket, index)
-        except RuntimeError as error:
-            self.leave()
-            raise lost(f"broadcast of bucket {index + 1} failed", error) from error
+        with self._or_leave(f"{_named(index)} failed"), self._here():
+            self._launch(bucket, index)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait for all buckets in order, each for the collective timeout, and close the transfer."""
-        if self._group is None:
-            raise TransportError("no group is formed", "closed")
+        formed(self._group)
         index = CLOSING
         try:
             with self._here():
@@ -152,31 +120,25 @@ class NcclCollective:
                 if index != CLOSING:
                     arrived(index)  # on the caller's stream, where a digest of the bucket is also read
             self._launched.clear()
-        except TransportError:
-            self.leave()
-            raise
         except RuntimeError as error:
             self.leave()
-            raise lost(f"{_named(index)} failed", error) from error
+            if isinstance(error, TransportError):
+                raise
+            raise lost(error).during(f"{_named(index)} failed") from error
 
     def leave(self) -> None:
         """Abort the communicator: its kernels end, whatever the peers do."""
         group, self._group = self._group, None
         self._launched.clear()
-        if group is None:
-            return
         try:
-            with self._here():
-                group.abort()
+            if group is not None:
+                with self._here():
+                    group.abort()
         except RuntimeError as error:
             log.warning("weight bus: the communicator was not aborted in %.0f s: %s", ABORT_S, error)
 
-    def close(self) -> None:
-        """Drop the group and the store."""
-        self.leave()
-        self._meeting.forget()
-
-    def _enter(self, store: PrefixStore, formation: Formation) -> None:
+    def _enter(self, formation: Formation) -> None:
+        store = self._meeting.at(formation)
         self._meeting.show_up(store, formation, self._timeout_s)
         with self._here():
             self._group = self._build(store, formation)
@@ -185,9 +147,8 @@ class NcclCollective:
 
     def _close_transfer(self) -> None:
         """Launch the collective whose result rank 0 has only when every member has every bucket."""
-        assert self._group is not None
         # the stubs lack what is inherited from Backend
-        self._launched.append((CLOSING, self._group.reduce(self._mark, 0)))  # type: ignore[attr-defined]
+        self._launched.append((CLOSING, formed(self._group).reduce(self._mark, 0)))  # type: ignore[attr-defined]
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -212,8 +173,7 @@ class NcclCollective:
             os.environ.update(before)
 
     def _launch(self, tensor: torch.Tensor, index: int) -> None:
-        assert self._group is not None
-        self._launched.append((index, self._group.broadcast(tensor, 0)))  # type: ignore[attr-defined]  # as above
+        self._launched.append((index, formed(self._group).broadcast(tensor, 0)))  # type: ignore[attr-defined]
 
     def _wait(self, work: "Work", index: int) -> None:
         started = time.monotonic()

@@ -1,10 +1,8 @@
 """One side of a run on this host alone: the learner's launcher, or rollout servers with their GPUs."""
 
 import argparse
-import contextlib
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -12,19 +10,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from configs.loading import ConfigError, add_arguments, from_arguments
-from configs.placement import ONLY_NODE, PlacementError
+from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
+from learner.launch.children import wait_or_kill
 from learner.launch.machine import this_machine
-from learner.launch.quickstart_input import InputError, make_if_missing
+from learner.launch.preflight import make_input
+from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
 PATIENCE_S = 15.0
 """A rollout server that is ended leaves the run in order within this time."""
-
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM."""
 
 
 def become_learner(words: Sequence[str], port: str) -> NoReturn:
@@ -34,11 +30,7 @@ def become_learner(words: Sequence[str], port: str) -> NoReturn:
 
 
 def run_servers(words: Sequence[str], replay: str) -> int:
-    """Run `--servers N` rollout servers until the run ends.
-
-    Args:
-        words: arguments for `python -m rollout_server.main`; `--servers` among them is taken here.
-        replay: its address, where the words do not give another.
+    """Run `--servers N` rollout servers until the run ends; the other words are theirs, and may name another replay.
 
     Returns:
         0 when all ended well, 78 when they cannot start, 130 after a signal, or else the exit code of one that failed.
@@ -51,10 +43,11 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     try:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
-        make_if_missing(config, given.config)
+        if not chosen.dry_run:
+            make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
-    except (ConfigError, PlacementError, InputError) as error:
-        sys.stderr.write(f"slipstream: refused: {error}\n")
+    except ConfigError as error:
+        say(f"refused: {error}")
         return CANNOT_START
     parent = str(os.getpid())
     name = f"rollout-{socket.gethostname()}-{parent}"
@@ -65,8 +58,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
             sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
         return 0
     started: list[subprocess.Popen[bytes]] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    catch_signals()
     try:
         for index, environment in enumerate(environments):
             started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=os.environ | environment))
@@ -74,14 +66,10 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     except Interrupted:
         return 130
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         for process in started:
             process.terminate()
-        for process in started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE_S)
-            process.kill()
+        wait_or_kill(started, PATIENCE_S)
 
 
 def environment_of(config: Config, index: int) -> dict[str, str]:
@@ -90,30 +78,26 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
     The learner may be elsewhere, so only the server's own GPUs must be here.
 
     Raises:
-        PlacementError: the placement has no such engine or is one of several nodes, or its GPUs are not here.
+        ConfigError: the placement has no such engine or is one of several nodes, or its GPUs are not here.
     """
     if config.placement.rollout is not None:
-        raise PlacementError(
+        raise ConfigError(
             "placement.rollout, placement.learner: this host's part of them is not known; start with --hosts FILE"
         )
-    here = this_machine(config)
+    here, placement = this_machine(config), config.placement
     unchecked = Machine(here.address, gpus=None if here.gpus else 0)
     servers = assign(config, {ONLY_NODE: unchecked}, config_file="").of(ONLY_NODE, "rollout")
     if not uses_gpus(config, unchecked) and servers:
         return servers[0].environment
     if index >= len(servers):
-        raise PlacementError(
-            f"placement.split: {config.placement.split!r} has {len(servers)} rollout servers of"
-            f" placement.tensor_parallel {config.placement.tensor_parallel}; ask for no more with --servers"
+        raise ConfigError(
+            f"placement.split: {placement.split!r} has {len(servers)} rollout servers of placement.tensor_parallel"
+            f" {placement.tensor_parallel}; ask for no more with --servers"
         )
-    names = here.visible or tuple(str(gpu) for gpu in range(here.gpus or 0))
-    if servers[index].devices[-1] >= len(names):
-        raise PlacementError(
-            f"placement.split: rollout server {index} needs GPU {servers[index].devices[-1]}, this machine has"
-            f" {len(names)} (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
+    devices, names = servers[index].devices, here.visible or tuple(map(str, range(here.gpus or 0)))
+    if devices[-1] >= len(names):
+        raise ConfigError(
+            f"placement.split: rollout server {index} needs GPU {devices[-1]}, this machine has {len(names)}"
+            " (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
         )
-    return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in servers[index].devices)}
-
-
-def _interrupt(number: int, _frame: object) -> NoReturn:
-    raise Interrupted(signal.Signals(number).name)
+    return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices)}

@@ -1,8 +1,8 @@
 """Which key files a node needs (`python -m replay.keys`), and putting them where network.keys points on that node."""
 
-import os
 from pathlib import Path, PurePosixPath
 
+from learner.launch.hosts.job_files import write_private
 from replay.channel import KeysError, load_keys
 from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER
 
@@ -11,10 +11,10 @@ SHARED = "nodes"
 
 
 def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
-    """Contents of the key files of a node, by their path inside the folder; empty without keys.
+    """Contents of the key files of a node, by their path inside `folder` (network.keys here); empty without keys.
 
     Args:
-        folder: network.keys on this machine, as `python -m replay.keys` made it.
+        folder: as `python -m replay.keys` made it.
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
             the public keys of all admitted clients.
@@ -81,7 +81,4 @@ def _write(target: Path, text: str) -> None:
         return  # a shared file system
     for parent in (target.parent.parent, target.parent):
         parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = target.with_name(f"{target.name}.{os.getpid()}")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(target)
+    write_private(target, text)

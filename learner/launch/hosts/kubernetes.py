@@ -5,7 +5,6 @@ the rollout pods; a LeaderWorkerSet keeps its groups running for ever. Pods have
 so replay's address and the rendezvous are, too.
 """
 
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -19,7 +18,8 @@ import yaml
 from configs.loading import dump
 from configs.plan import Machine
 from configs.schema import Config
-from learner.launch.hosts.node_spec import NodeRole
+from learner.launch.hosts.job_files import JobFiles
+from learner.launch.hosts.node_spec import ROLES, NodeRole
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -56,7 +56,7 @@ class Group:
 
 def groups(config: Config, role: NodeRole) -> list[Group]:
     """The replicated jobs of a role, in the order of the placement."""
-    sizes = [(share.node, len(share.learner if role == "learner" else share.rollout)) for share in config.shares]
+    sizes = [(share.node, len(share.devices(role))) for share in config.shares]
     parts = [list(part) for _, part in groupby([pair for pair in sizes if pair[1]], key=lambda pair: pair[1])]
     return [
         Group(role, role if len(parts) == 1 else f"{role}-{number}", tuple(node for node, _ in part), part[0][1])
@@ -79,91 +79,59 @@ def machines(config: Config) -> dict[str, Machine]:
     }
 
 
-def host_file(config: Config) -> str:
-    """The host file of the pods."""
-    return "".join(f"{node} {machine.address}\n" for node, machine in machines(config).items())
-
-
 @dataclass(frozen=True, slots=True)
-class Manifests:
-    """Files for `kubectl apply -f` by name; Secrets apart, since they are written for their owner alone."""
+class Pods:
+    """A whole run (`role` learner), or rollout servers for a run elsewhere (rollout)."""
 
-    folder: Path
-    files: dict[str, str]
-    secrets: dict[str, str]
-
-    def write(self) -> None:
-        """Write all files; a Secret for its owner alone."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in self.files.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
-        for name, text in self.secrets.items():
-            (self.folder / name).unlink(missing_ok=True)
-            with os.fdopen(os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
-
-
-def manifests(
-    config: Config,
-    role: NodeRole,
-    *,
-    image: str,
-    claim: str,
-    keys: Mapping[NodeRole, Mapping[str, str]],
-    replay: str | None,
-    folder: Path | None,
-    run_name: str,
-) -> Manifests:
-    """The manifests of a whole run (`learner`), or of rollout servers for a run elsewhere (`rollout`).
-
-    Args:
-        config: of the run.
-        role: of the start script.
-        image: of every container.
-        claim: name of the PersistentVolumeClaim that pods work in.
-        keys: key files of each role, by path inside network.keys.
-        replay: address of replay, where it is not the first learner pod of this run.
-        folder: where the files are to lie; none takes the run folder.
-        run_name: of the run that the pods begin, or resume when its folder is there: no other manifest has it.
-    """
-    name = jobset_name(config) + ("-more" if role == "rollout" else "")
-    roles: tuple[NodeRole, ...] = ("learner", "rollout") if role == "learner" else ("rollout",)
-    folder = folder or Path(config.run_dir) / "launch" / ("kubernetes" if role == "learner" else "kubernetes-rollout")
-    pods = _Pods(config, name, image, claim, keys, replay, run_name)
-    refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-    spec: dict[str, Any] = {
-        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": RESTARTS, "rules": [refused]} if role == "learner" else {"maxRestarts": 0},
-        "replicatedJobs": [pods.job(group) for each in roles for group in groups(config, each)],
-    }
-    if role == "learner":
-        learners = [group.name for group in groups(config, "learner")]
-        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": learners}
-    jobset = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}
-    files = {"config.yaml": dump(config), "hosts": host_file(config)}
-    config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": files}
-    extra = "[sglang]" if config.rollout.engine == "sglang" else ""
-    run_dir = f"{config.run.dir}/{run_name}"
-    head = HEAD.format(
-        name=config.run.name, run_dir=run_dir, folder=folder, work=WORK, claim=claim, image=image, extra=extra
-    )
-    secrets = {
-        f"keys-{each}.yaml": _yaml(_secret(f"{name}-keys-{each}", keys[each])) for each in roles if keys.get(each)
-    }
-    return Manifests(folder, {"jobset.yaml": head + _yaml(config_map) + "---\n" + _yaml(jobset)}, secrets)
-
-
-@dataclass(frozen=True, slots=True)
-class _Pods:
     config: Config
-    jobset: str
+    role: NodeRole
     image: str
+    """Of every container."""
     claim: str
+    """Name of the PersistentVolumeClaim that pods work in."""
     keys: Mapping[NodeRole, Mapping[str, str]]
+    """Key files of each role, by path inside network.keys."""
     replay: str | None
+    """Address of replay, where it is not the first learner pod of this run."""
     run_name: str
+    """Of the run that the pods begin, or resume when its folder is there: no other manifest has it."""
 
-    def job(self, group: Group) -> dict[str, Any]:
+    @property
+    def name(self) -> str:
+        """Of the JobSet."""
+        return jobset_name(self.config) + ("-more" if self.role == "rollout" else "")
+
+    def files(self, folder: Path | None) -> JobFiles:
+        """The manifests; no folder takes the run folder."""
+        config, name, run = self.config, self.name, self.config.run
+        roles: tuple[NodeRole, ...] = ROLES if self.role == "learner" else ("rollout",)
+        default = "kubernetes" if self.role == "learner" else "kubernetes-rollout"
+        folder = folder or Path(config.run_dir) / "launch" / default
+        hosts = "".join(f"{node} {machine.address}\n" for node, machine in machines(config).items())
+        data = {"config.yaml": dump(config), "hosts": hosts}
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": data}
+        extra = "[sglang]" if config.rollout.engine == "sglang" else ""
+        names = {"name": run.name, "run_dir": f"{run.dir}/{self.run_name}", "folder": folder, "work": WORK}
+        head = HEAD.format(**names, claim=self.claim, image=self.image, extra=extra)
+        jobset = head + _yaml(config_map) + "---\n" + _yaml(self._jobset(roles))
+        secrets = {folder / f"keys-{each}.yaml": self._secret(each) for each in roles if self.keys.get(each)}
+        return JobFiles({folder / "jobset.yaml": jobset}, f"kubectl apply -f {folder}", secrets)
+
+    def _jobset(self, roles: tuple[NodeRole, ...]) -> dict[str, Any]:
+        spec: dict[str, Any] = {
+            "network": {"enableDNSHostnames": True, "subdomain": self.name, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": [self._job(group) for each in roles for group in groups(self.config, each)],
+        }
+        if self.role == "learner":
+            refused = {"name": "refused", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+            spec["failurePolicy"] = {"maxRestarts": RESTARTS, "rules": [refused]}
+            learners = [group.name for group in groups(self.config, "learner")]
+            spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": learners}
+        kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+        return {**kind, "metadata": {"name": self.name}, "spec": spec}
+
+    def _job(self, group: Group) -> dict[str, Any]:
         count, is_learner = len(group.nodes), group.role == "learner"
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
@@ -178,26 +146,21 @@ class _Pods:
         return {"name": group.name, "replicas": 1, "template": {"spec": spec}}
 
     def _pod(self, group: Group) -> dict[str, Any]:
-        files = {"name": "files", "configMap": {"name": f"{self.jobset}-files"}}
-        mounts: list[dict[str, Any]] = [
-            {"name": "work", "mountPath": WORK},
-            {"name": "files", "mountPath": FILES},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ]
-        volumes: list[dict[str, Any]] = [
-            {"name": "work", "persistentVolumeClaim": {"claimName": self.claim}},
-            files,
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        volumes: list[tuple[str, str, dict[str, Any]]] = [
+            ("work", WORK, {"persistentVolumeClaim": {"claimName": self.claim}}),
+            ("files", FILES, {"configMap": {"name": f"{self.name}-files"}}),
+            ("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}),
         ]
         if self.keys.get(group.role):
             items = [{"key": _flat(path), "path": path} for path in self.keys[group.role]]
-            secret = {"secretName": f"{self.jobset}-keys-{group.role}", "defaultMode": 0o400, "items": items}
-            volumes.append({"name": "keys", "secret": secret})
-            mounts.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
+            secret = {"secretName": f"{self.name}-keys-{group.role}", "defaultMode": 0o400, "items": items}
+            volumes.append(("keys", KEYS, {"secret": secret}))
+        read_only = {"keys": {"readOnly": True}}
+        mounts = [{"name": name, "mountPath": path, **read_only.get(name, {})} for name, path, _ in volumes]
         return {
             "restartPolicy": "Never" if group.role == "learner" else "OnFailure",
             "containers": [self._container(group, mounts)],
-            "volumes": volumes,
+            "volumes": [{"name": name, **source} for name, _, source in volumes],
         }
 
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -208,7 +171,8 @@ class _Pods:
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        probe = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
+        ready = f"python -m learner.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
+        probe = {"command": ["sh", "-c", ready]}
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
@@ -218,41 +182,27 @@ class _Pods:
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),
             ],
-            "readinessProbe": {
-                "exec": {"command": ["sh", "-c", probe]},
-                "periodSeconds": 15,
-                "timeoutSeconds": 10,
-                "failureThreshold": 3,
-            },
+            "readinessProbe": {"exec": probe, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 3},
             "volumeMounts": mounts,
         }
         if group.role == "learner":
-            container["ports"] = self._ports()
+            network, bus, several = self.config.network, self.config.weight_bus, len(self.config.learner_nodes) > 1
+            named = {"replay": network.replay_port, "weight-bus": bus.port}
+            named |= {"rendezvous": self.config.placement.rendezvous_port} if several else {}
+            container["ports"] = [{"name": name, "containerPort": port} for name, port in named.items() if port]
         if self.config.placement.device != "cpu":
             container["resources"] = {"limits": {"nvidia.com/gpu": group.devices}}
         return container
 
-    def _ports(self) -> list[dict[str, Any]]:
-        several = sum(1 for share in self.config.shares if share.learner) > 1
-        named = {"replay": self.config.network.replay_port, "weight-bus": self.config.weight_bus.port}
-        named |= {"rendezvous": self.config.placement.rendezvous_port} if several else {}
-        return [{"name": name, "containerPort": port} for name, port in named.items() if port]
+    def _secret(self, role: NodeRole) -> str:
+        data = {_flat(path): text for path, text in self.keys[role].items()}
+        head = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{self.name}-keys-{role}"}}
+        return _yaml({**head, "type": "Opaque", "stringData": data})
 
 
 def _flat(path: str) -> str:
     """A path as a Secret takes it for a name."""
     return path.replace("/", ".")
-
-
-def _secret(name: str, files: Mapping[str, str]) -> dict[str, Any]:
-    data = {_flat(path): text for path, text in files.items()}
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name},
-        "type": "Opaque",
-        "stringData": data,
-    }
 
 
 def _yaml(tree: dict[str, Any]) -> str:

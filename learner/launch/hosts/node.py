@@ -5,49 +5,41 @@ ends everything here. Slurm and Kubernetes give it files instead, and end it the
 """
 
 import argparse
+import json
 import logging
 import os
 import select
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 from configs.loading import ConfigError
-from configs.placement import PlacementError
 from learner.launch import children
-from learner.launch.children import Child
-from learner.launch.hosts.host_file import HostsError
+from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
-from learner.launch.hosts.log_tail import Following
 from learner.launch.hosts.node_spec import (
     Assignment,
-    NodeSpecError,
     add_spec_arguments,
     read_spec,
     resolve,
     spec_of_arguments,
 )
-from learner.launch.hosts.requeue import decide, read_start, write_start
-from learner.launch.hosts.status_client import ask_replay
-from learner.launch.preflight import PreflightError, check_available
-from learner.launch.servers import LocalServers, RunFailed, root_cause
-from replay.channel import ChannelError, KeysError
+from learner.launch.hosts.ready import ask_replay
+from learner.launch.preflight import check_available
+from learner.launch.servers import LocalServers, RunFailed
+from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
+from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
 POLL_S = 0.1
 SPEC_S = 60.0
 """How long the order may take to come."""
-MAX_SPEC_BYTES = 16 * 1024 * 1024
 PATIENCE_S = 15.0
 """The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
-REFUSALS = (ConfigError, PlacementError, HostsError, KeysError, NodeSpecError, PreflightError, ChannelError)
-
-
-class Ended(Exception):
-    """What started this node is gone, or a signal came; the message says which."""
+STARTED = "launch/start.json"
+"""Written before replay starts, so a node that replay answers reads what this start of the job decided."""
 
 
 def main() -> int:
@@ -60,20 +52,22 @@ def main() -> int:
     )
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _raise_ended)
+    catch_signals(signal.SIGHUP)
     try:
         spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
         write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
-    except REFUSALS as error:
-        return _say(f"refused: {error}", 2)
+    except (ConfigError, ChannelError) as error:
+        show(f"refused: {error}")
+        return 2
     except RunFailed as failure:
-        return _say(str(failure), 1)
-    except (Ended, BrokenPipeError) as ended:
-        return _say(f"ended: {ended}", 130)
+        show(str(failure))
+        return 1
+    except (Interrupted, BrokenPipeError) as ended:
+        show(f"ended: {ended}")
+        return 130
 
 
 class Node:
@@ -81,11 +75,9 @@ class Node:
 
     def __init__(self, assignment: Assignment, *, lifeline: bool, resume_if_begun: bool = False) -> None:
         check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
-        self.assignment = assignment
-        self.config = assignment.config
-        self._lifeline = lifeline
-        self._resume_if_begun = resume_if_begun
-        self._following = Following()
+        self.assignment, self.config = assignment, assignment.config
+        self._lifeline, self._resume_if_begun = lifeline, resume_if_begun
+        self._tails: dict[Path, Tail] = {}
         self._parent = ("--parent", str(os.getpid()))
 
     def run_learner(self) -> int:
@@ -94,15 +86,16 @@ class Node:
         try:
             while child.exit_code() is None:
                 self._breathe()
-            self._following.show()
+            self._show_logs()
         finally:
-            _stop([child])
+            ignore_signals()
+            children.stop([child], PATIENCE_S)
         if child.exit_code() != 0:
-            raise RunFailed(root_cause(child.name, child))
+            raise RunFailed(child.root_cause())
         return 0
 
     def run_servers(self) -> int:
-        """Rollout servers, started again as the launcher does, until the run ends; 1 when one was given up."""
+        """Rollout servers, started again as the launcher does, until the run ends. Raises RunFailed if one fails."""
         by_name = {process.name: process for process in self.assignment.plan.of(self.assignment.spec.node, "rollout")}
         logs = Path(self.config.run_dir) / "logs"
 
@@ -110,52 +103,50 @@ class Node:
             process = by_name[name]
             return self._child(name, [*process.command, *self._parent], logs / f"{name}.log", process.environment)
 
-        servers = LocalServers(self.config.rollout, start, say_line)
+        servers = LocalServers(self.config.rollout, start, show)
         try:
             for name in by_name:
                 servers.add(name)
             while not servers.all_over:
                 servers.watch(run_is_over=True)
                 self._breathe()
-            self._following.show()
+            self._show_logs()
         finally:
-            _stop(servers.children)
+            ignore_signals()
+            children.stop(servers.children, PATIENCE_S)
         if servers.failures:
             raise RunFailed(f"given up: {', '.join(servers.failures)}")
         return 0
 
     def _launcher(self) -> Child:
-        spec, folder = self.assignment.spec, Path(self.config.run_dir) / "launch"
+        spec, run_dir = self.assignment.spec, Path(self.config.run_dir)
         resume = spec.resume
-        if resume is None and self._resume_if_begun and decide(folder.parent, say_line):
-            resume = str(folder.parent)
-        write_start(folder.parent, resumes=resume is not None)
-        settings = [
-            f"network.host={self.config.network.host}",
-            f"network.replay_port={self.config.network.replay_port}",
-        ]
-        source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
+        if resume is None and self._resume_if_begun and decide(run_dir, show):
+            resume = str(run_dir)
+        write_start(run_dir, resumes=resume is not None)
+        network = self.config.network
+        settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
         overrides = [*(spec.overrides if resume else []), *settings, "placement.local_rollouts=false"]
+        source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
-        for override in overrides:
-            command += ["--set", override]
-        return self._child("launcher", command, folder / f"{spec.node}-launcher.log", {})
+        command += [word for override in overrides for word in ("--set", override)]
+        return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {})
 
     def _ranks(self) -> Child:
         node = self.assignment.spec.node
         (process,) = self.assignment.plan.of(node, "learner")
         run_name = self._wait_for_run_name()
-        if not (Path(self.config.run.dir) / run_name / "config.yaml").is_file():
-            raise NodeSpecError(
+        run_dir = Path(self.config.run.dir) / run_name
+        if not (run_dir / "config.yaml").is_file():
+            raise ConfigError(
                 f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
                 " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
             )
-        log = Path(self.config.run.dir) / run_name / "logs" / f"learner-{node}.log"
         command = [*process.command, "--set", f"run.name={run_name}"]
         if self.assignment.spec.resume is None and read_start(Path(self.config.run_dir)):
             command += ["--resume"]
         environment = {**process.environment, PARENT: str(os.getpid())}
-        return self._child(f"learner-{node}", command, log, environment)
+        return self._child(f"learner-{node}", command, run_dir / "logs" / f"learner-{node}.log", environment)
 
     def _wait_for_run_name(self) -> str:
         """The first learner node chooses the name of the run (a taken one is passed over); replay knows it.
@@ -163,70 +154,87 @@ class Node:
         Raises:
             ChannelError: replay does not answer within rollout.wait_for_servers_s.
         """
-        limit, started = self.config.rollout.wait_for_servers_s, time.monotonic()
-        while time.monotonic() - started < limit:
-            answer = ask_replay(self.config, self.assignment.replay, 1.0)
+        limit, address = self.config.rollout.wait_for_servers_s, self.assignment.plan.replay
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            answer = ask_replay(self.config, address, 1.0)
             if answer is not None:
                 return answer.run_name
             self._breathe()
         raise ChannelError(
-            f"{self.assignment.spec.node} waited {limit:g} s for replay at {self.assignment.replay}: nothing came",
-            "silent",
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address}: nothing came", "silent"
         )
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        self._following.add(log)
+        self._tails.setdefault(log, Tail.from_end(log))
         return children.start(name, command, log, environment)
 
     def _breathe(self) -> None:
         """Show what the children wrote, and end with what started this node."""
-        self._following.show()
-        if self._lifeline and _stdin_is_over():
-            raise Ended("the session that started this node is over")
+        self._show_logs()
+        if self._lifeline and select.select([0], [], [], 0)[0] and not os.read(0, 1 << 16):
+            raise Interrupted("the session that started this node is over")
         time.sleep(POLL_S)
+
+    def _show_logs(self) -> None:
+        for tail in self._tails.values():
+            for line in tail.new_lines():
+                sys.stdout.write(line + "\n")
+        sys.stdout.flush()
 
 
 def first_line() -> str:
-    """The first line of stdin. Raises NodeSpecError when none comes."""
+    """The first line of stdin. Raises ConfigError when none comes."""
     deadline, found = time.monotonic() + SPEC_S, b""
     while not found.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([0], [], [], left)[0]:
-            raise NodeSpecError(f"no order came on stdin within {SPEC_S:g} s")
+            raise ConfigError(f"no order came on stdin within {SPEC_S:g} s")
         piece = os.read(0, 1 << 16)
-        if not piece or len(found) > MAX_SPEC_BYTES:
-            raise NodeSpecError("stdin ended before the order was whole" if not piece else "the order is too long")
+        if not piece:
+            raise ConfigError("stdin ended before the order was whole")
         found += piece
     return found.decode("utf-8", "replace")
 
 
-def _stdin_is_over() -> bool:
-    return bool(select.select([0], [], [], 0)[0]) and not os.read(0, 1 << 16)
-
-
-def _stop(started: Sequence[Child]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    children.stop(started, PATIENCE_S)
-
-
-def _raise_ended(number: int, _frame: FrameType | None) -> None:
-    raise Ended(f"{signal.Signals(number).name} received")
-
-
-def say_line(text: str) -> None:
-    """Write one line to standard output."""
-    _say(text)
-
-
-def _say(text: str, code: int = 0) -> int:
-    """Write one line to standard output, which may have no reader any more; returns the code."""
+def show(text: str) -> None:
+    """Write one line to standard output, which may have no reader any more."""
     try:
         sys.stdout.write(f"slipstream: {text}\n")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter says so again at exit
-    return code
+
+
+# ---- a job that its scheduler starts again ------------------------------------------------------------------
+
+
+def decide(run_dir: Path, say: Callable[[str], object]) -> bool:
+    """Whether this start of a job resumes the job's run folder; says which, and why.
+
+    Slurm requeues a preempted job, Kubernetes recreates its pods. The run has a name that no other job has, so its
+    folder was made by an earlier start of the same job. One that ended before replay opened its journal leaves nothing
+    but config.yaml: it is removed, and the run begins under its own name.
+    """
+    kept = ("journal/*.seg", "checkpoints/step_*/COMPLETE")
+    if (run_dir / "config.yaml").is_file() and any(any(run_dir.glob(pattern)) for pattern in kept):
+        say(f"{run_dir} was begun by an earlier start of this job: resumes it from its journal and newest checkpoint")
+        return True
+    (run_dir / "config.yaml").unlink(missing_ok=True)
+    say(f"{run_dir} has no journal and no complete checkpoint: begins the run")
+    return False
+
+
+def write_start(run_dir: Path, *, resumes: bool) -> None:
+    """Leave the first learner node's decision for the others."""
+    path = run_dir / STARTED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"resumes": resumes}) + "\n", encoding="utf-8")
+
+
+def read_start(run_dir: Path) -> bool:
+    """Whether the first learner node resumes the run. Raises OSError when the file is not there."""
+    return bool(json.loads((run_dir / STARTED).read_text(encoding="utf-8"))["resumes"])
 
 
 if __name__ == "__main__":

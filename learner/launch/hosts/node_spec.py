@@ -10,22 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.loading import ConfigError, apply_override, dump, load, read_yaml, validate
-from configs.placement import ONLY_NODE, PlacementError
-from configs.plan import Machine, Plan, assign, bracketed
+from configs.base import ConfigError
+from configs.loading import dump, load, parse
+from configs.placement import ONLY_NODE, most_devices
+from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
 from learner.launch.hosts.host_file import Host, parse_hosts
 from learner.launch.machine import this_machine
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")
-
-
-class NodeSpecError(ValueError):
-    """A node spec that cannot be read."""
 
 
 class NodeSpec(BaseModel):
@@ -54,12 +50,12 @@ class NodeSpec(BaseModel):
 
 
 def read_spec(line: str) -> NodeSpec:
-    """The node spec of a line. Raises NodeSpecError."""
+    """The node spec of a line. Raises ConfigError."""
     try:
         return NodeSpec.model_validate_json(line)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'line'}: {each['msg']}" for each in error.errors())
-        raise NodeSpecError(
+        raise ConfigError(
             f"the order on stdin, {line[:80]!r}, is not valid ({wrong}): is this the same version on all nodes?"
         ) from error
 
@@ -80,14 +76,6 @@ class Assignment:
         """Whether replay and the launcher run here."""
         return self.spec.node == self.config.shares[0].node
 
-    @property
-    def replay(self) -> str:
-        """Address of replay."""
-        if self.spec.replay is not None:
-            return self.spec.replay
-        first = self.plan.machines[self.config.shares[0].node]
-        return f"tcp://{bracketed(first.address)}:{self.config.network.replay_port}"
-
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that make a node spec of files."""
@@ -98,60 +86,45 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", help="YAML file or preset")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
     parser.add_argument("--replay", help="address of replay (default: that of the first learner node)")
-    parser.add_argument("--resume", metavar="RUN_DIR", help="the learner goes on from this run's newest checkpoint")
     parser.add_argument("--host", help="this machine's own address (default: as in the host file)")
     parser.add_argument("--renumber", action="store_true", help="only the GPUs of this role are visible here")
 
 
 def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
-    """The node spec of those arguments.
-
-    Raises:
-        ConfigError: the configuration is not valid.
-        NodeSpecError: an argument is missing or a file not readable.
-    """
+    """The node spec of those arguments. Raises ConfigError."""
     missing = [f"--{name}" for name in ("role", "node", "hosts", "config") if getattr(args, name) is None]
     if missing:
-        raise NodeSpecError(f"{', '.join(missing)} missing; give them, or --stdin")
+        raise ConfigError(f"{', '.join(missing)} missing; give them, or --stdin")
     names = args.node.split(",")
     if not 0 <= args.index < len(names):
-        raise NodeSpecError(f"--index {args.index}: --node names {len(names)} nodes")
+        raise ConfigError(f"--index {args.index}: --node names {len(names)} nodes")
     try:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
     except OSError as error:
-        raise NodeSpecError(f"--hosts {args.hosts}: not readable ({error})") from error
-    return NodeSpec(
-        role=args.role,
-        node=names[args.index],
-        config=dump(load(args.config, args.set)),
-        hosts=hosts,
-        replay=args.replay,
-        resume=args.resume,
-        overrides=args.set,
-    )
+        raise ConfigError(f"--hosts {args.hosts}: not readable ({error})") from error
+    config, node = dump(load(args.config, args.set)), names[args.index]
+    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, overrides=args.set)
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
-    """Make the plan for this machine, and write its configuration to `<run folder>/launch/`.
+    """Make the plan for this machine, and with `write` its configuration in `<run folder>/launch/`.
 
     Args:
         spec: what to run.
         host: this machine's own address, where the host file does not have it.
         renumber: the machine shows this role's GPUs only, from 0 on (a container), whatever the placement calls them.
-        write: off, no file is written.
+        write: the configuration file.
 
     Raises:
-        ConfigError: the configuration is not valid with this node's address.
-        HostsError: the host file is not valid.
-        PlacementError: the placement does not fit this machine.
+        ConfigError: this node's configuration or the host file is not valid, or the placement does not fit here.
     """
     shared = config_of(spec.config)
     hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
     if spec.node not in hosts:
-        raise PlacementError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
-    if spec.role == "rollout" and spec.replay is None:  # its node may be another pod than the learner's
-        first = hosts[shared.shares[0].node].address
-        spec = spec.model_copy(update={"replay": f"tcp://{bracketed(first)}:{shared.network.replay_port}"})
+        raise ConfigError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
+    replay = spec.replay
+    if spec.role == "rollout" and replay is None:  # its node may be another pod than the learner's
+        replay = replay_address(shared, hosts[shared.shares[0].node].machine())
     config = config_of(spec.config, [f"network.host={host or hosts[spec.node].address}"])
     here = this_machine(config)
     if renumber:
@@ -162,7 +135,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
         {name: found.machine() for name, found in hosts.items()} | {spec.node: here},
         config_file=str(config_file),
         python=sys.executable,
-        replay=spec.replay,
+        replay=replay,
         resume=spec.resume is not None,
         only=spec.node,
     )
@@ -173,34 +146,22 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
 
 
 def config_of(text: str, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML text. Raises ConfigError."""
-    try:
-        tree = read_yaml(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"the order's configuration is not readable as YAML: {error}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError("the order's configuration is no mapping of sections")
-    for override in overrides:
-        apply_override(tree, override)
-    return validate(tree, "the order's configuration")
+    """The configuration of a node spec. Raises ConfigError."""
+    return parse(text, "the order's configuration", overrides)
 
 
 def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
-    """The hosts of the placement, in its order; `placement.split` takes the only host there is.
-
-    Raises:
-        PlacementError: a node has no host, or there are several hosts for `placement.split`.
-    """
+    """The hosts of the placement, in its order; `placement.split` takes the only one. Raises ConfigError."""
     if config.placement.rollout is None:
         if len(hosts) != 1:
-            raise PlacementError(
+            raise ConfigError(
                 f"placement.split: {config.placement.split!r} is for one host, the host file has {len(hosts)}; give"
                 " placement.rollout and placement.learner"
             )
         return {ONLY_NODE: next(iter(hosts.values()))}
     missing = [share.node for share in config.shares if share.node not in hosts]
     if missing:
-        raise PlacementError(
+        raise ConfigError(
             f"placement: {', '.join(missing)} not in the host file, which has {', '.join(hosts)}; add a line for each,"
             " or correct placement.rollout, placement.learner"
         )
@@ -210,12 +171,12 @@ def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
 def renumbered(config: Config, spec: NodeSpec, here: Machine) -> Machine:
     """This machine with names for its GPUs such that the role's devices are 0, 1, 2, ... of what it shows."""
     (share,) = [share for share in config.shares if share.node == spec.node]
-    devices = share.learner if spec.role == "learner" else share.rollout
+    devices = share.devices(spec.role)
     if here.gpus is not None and 0 < here.gpus < len(devices):
-        raise PlacementError(
+        raise ConfigError(
             f"placement: {spec.node} gives {len(devices)} GPUs to the {spec.role}, this container has {here.gpus}"
         )
     shown = here.visible or tuple(str(index) for index in range(len(devices)))
     names = dict(zip(sorted(devices), shown, strict=False))
-    every = max((*share.rollout, *share.learner)) + 1
+    every = most_devices(share)
     return Machine(here.address, gpus=here.gpus and every, visible=tuple(names.get(i, "none") for i in range(every)))

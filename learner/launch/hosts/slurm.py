@@ -1,14 +1,15 @@
 """A file for `sbatch`: one allocation, one srun step for each node and role. Meant to be read and edited."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
+from configs.loading import dump
 from configs.placement import most_devices
 from configs.plan import Machine, Plan, uses_gpus
 from configs.schema import Config
-from learner.launch.hosts.node_spec import NodeRole
+from learner.launch.hosts.job_files import JobFiles
+from learner.launch.hosts.node_spec import ROLES, NodeRole
 
 HEAD = """#!/usr/bin/env bash
 # {what} of run {name}. Written by learner/launch/hosts/slurm.py; edit it as you need.
@@ -83,42 +84,25 @@ exit "$status"
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Sbatch:
-    """The file, and what it needs beside it."""
-
-    path: Path
-    text: str
-    config_path: Path
-
-
-def nodes_of(config: Config, role: NodeRole) -> list[str]:
-    """Nodes of the allocation: all of the run, or for rollout servers alone those that have any."""
-    return [share.node for share in config.shares if role == "learner" or share.rollout]
-
-
 def machines(config: Config) -> dict[str, Machine]:
     """Nodes as far as they are known before Slurm has chosen machines."""
     return {share.node: Machine(f"address-of-{share.node}") for share in config.shares}
 
 
-def sbatch(
-    config: Config, plan: Plan, role: NodeRole, *, root: Path, python: str, path: Path | None, gpus: int | None
-) -> Sbatch:
+def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus: int | None) -> JobFiles:
     """The file of a whole run (`learner`), or of rollout servers for a run elsewhere (`rollout`).
 
     Args:
         config: of the run.
         plan: its processes.
         role: of the start script.
-        root: folder of the repository.
-        python: interpreter.
         path: where the file is to lie; none takes the run folder.
         gpus: of a node; none takes the most that the placement uses on one.
     """
     folder = Path(config.run_dir) / "launch"
+    shipped = folder / "slurm.yaml"
     target = path or folder / ("run.sbatch" if role == "learner" else "rollout.sbatch")
-    names = nodes_of(config, role)
+    names = [share.node for share in config.shares if role == "learner" or share.rollout]
     elsewhere = [share.node for share in config.shares if share.node not in names]
     on_gpus = any(uses_gpus(config, plan.machines[name]) for name in names)
     count = gpus or max(most_devices(share) for share in config.shares if share.node in names)
@@ -131,21 +115,16 @@ def sbatch(
         gpus=f"#SBATCH --gpus-per-node={count}\n" if on_gpus else "",
         step_gpus=f"--gpus-per-node={count} " if on_gpus else "",
         folder=shlex.quote(str(folder)),
-        root=shlex.quote(str(root)),
+        root=shlex.quote(str(Path.cwd())),
         names=" ".join(names),
         others="".join(f'echo "{node} elsewhere-{node}" >>"$hosts"\n' for node in elsewhere),
-        python=shlex.quote(python),
-        config=shlex.quote(str(folder / "slurm.yaml")),
+        python=shlex.quote(sys.executable),
+        config=shlex.quote(str(shipped)),
     )
-    text += _steps(plan, role, names) + (LEARNER_END if role == "learner" else ROLLOUT_END)
-    return Sbatch(target, text, folder / "slurm.yaml")
-
-
-def _steps(plan: Plan, role: NodeRole, names: Sequence[str]) -> str:
     if role == "learner":
-        lines = [f"step learner {node}" for node in plan.nodes("learner")]
-        lines += [f"step rollout {node}" for node in plan.nodes("rollout")]
+        steps = [f"step {each} {node}" for each in ROLES for node in plan.nodes(each)]
     else:
-        lines = [': "${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"']
-        lines += [f'step rollout {node} --replay "$REPLAY"' for node in names]
-    return "\n" + "\n".join(lines) + "\n"
+        steps = [': "${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"']
+        steps += [f'step rollout {node} --replay "$REPLAY"' for node in names]
+    text += "\n" + "\n".join(steps) + "\n" + (LEARNER_END if role == "learner" else ROLLOUT_END)
+    return JobFiles({shipped: dump(config), target: text}, f"sbatch {target}")

@@ -57,15 +57,9 @@ DECIDED = {
 
 
 def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> dict[str, Any]:
-    """Keyword arguments of `sglang.Engine`.
+    """Keyword arguments of `sglang.Engine`, as far as its ServerArgs has them (`known`); rollout.sglang over defaults.
 
-    Args:
-        config: rollout.sglang wins over the defaults here.
-        known: names of the fields of the installed ServerArgs; defaults that it does not know are left out.
-        cuda: whether the engine runs on GPUs.
-
-    Raises:
-        EngineError: a key of rollout.sglang is unknown, or not the user's to set.
+    Raises EngineError where a key of rollout.sglang is unknown or not the user's to set, or the context is too long.
     """
     for key in config.rollout.sglang:
         if key in DECIDED:
@@ -96,12 +90,12 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
         "skip_tokenizer_init": True,
         "weight_version": "0",
         "trust_remote_code": False,
-        **_context(config),
+        "context_length": _context_length(config),
     }
     return {name: value for name, value in {**defaults, **config.rollout.sglang, **decided}.items() if name in known}
 
 
-def _context(config: Config) -> dict[str, int]:
+def _context_length(config: Config) -> int:
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     try:
         described = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
@@ -113,7 +107,7 @@ def _context(config: Config) -> dict[str, int]:
             f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, and the model has max_position_embeddings"
             f" {limit}; lower one of them"
         )
-    return {"context_length": min(limit, longest + SPARE_CONTEXT)}
+    return min(limit, longest + SPARE_CONTEXT)
 
 
 def _on_cpu(config: Config) -> dict[str, Any]:
@@ -142,7 +136,7 @@ def _on_cuda(config: Config) -> dict[str, Any]:
 
 
 def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: bool) -> float:
-    """Share of a GPU that SGLang may take for its weights and its KV cache.
+    """Share of a GPU of `total` bytes that SGLang may take for weights and KV cache.
 
     Args:
         total: bytes of the GPU.
@@ -150,8 +144,7 @@ def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: 
         tensor_parallel: GPUs that the engine is divided over.
         staged: whether a version is received into GPU memory before it is loaded.
 
-    Raises:
-        EngineError: the engine's part of the weights does not fit beside the rest.
+    Raises EngineError where the engine's part of the weights does not fit beside the rest.
     """
     beside = RESERVED_BYTES + (model_bytes if staged else 0)
     share = SAFE_SHARE - beside / total
@@ -159,12 +152,11 @@ def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: 
     if share * total > own:
         return round(share, 3)
     parts = f"{own / 1e9:.1f} GB of weights (placement.tensor_parallel {tensor_parallel})"
+    gpu = f"do not fit in a GPU of {total / 1e9:.0f} GB"
     if not staged:
-        advice = f"{parts} do not fit in a GPU of {total / 1e9:.0f} GB; take more placement.tensor_parallel"
-    else:
-        advice = (
-            f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB do not fit in a GPU of {total / 1e9:.0f} GB."
-            " Staging is not divided over tensor parallelism: each GPU reserves room for the whole model, so more"
-            " placement.tensor_parallel does not shrink it; take weight_bus.apply: direct"
-        )
-    raise EngineError(advice)
+        raise EngineError(f"{parts} {gpu}; take more placement.tensor_parallel")
+    raise EngineError(
+        f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB {gpu}. Staging is not divided over tensor"
+        " parallelism: each GPU reserves room for the whole model, so more placement.tensor_parallel does not shrink"
+        " it; take weight_bus.apply: direct"
+    )

@@ -1,9 +1,9 @@
 """SGLang on a machine without a GPU: what must be in place before `import sglang`.
 
 SGLang imports triton, torchvision and sgl_kernel at module scope, on a CPU too, where it calls nothing of them. Where
-one of them is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place: each
-has a folder of its own under `stand_ins/`, so that a package that works is never hidden. The folders go on `sys.path`,
-which the processes that SGLang spawns inherit; PYTHONPATH stays as it is, so reward processes never see a stand-in.
+one is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place. Each has a
+folder of its own, so that a package that works is never hidden. The folders go on `sys.path`, which the processes that
+SGLang spawns inherit; PYTHONPATH stays as it is, so reward processes never see a stand-in.
 """
 
 import importlib
@@ -28,14 +28,10 @@ def stand_in_folder(package: str) -> Path:
 
 
 def prepare_cpu() -> tuple[str, ...]:
-    """Make SGLang importable here and in its child processes; idempotent.
+    """Make SGLang importable here and in its children; again and again. Returns what stand-ins are in use for.
 
-    Returns:
-        The packages that stand-ins are in use for, for example ("sgl_kernel", "torchvision", "triton").
-
-    Raises:
-        EngineError: torch is no CPU build, SGLang is not installed, or SGLang or transformers were imported before the
-            first call: at their import they look for a GPU and for torchvision.
+    Raises EngineError where torch is no CPU build, SGLang is not installed, or SGLang or transformers were imported
+    before the first call: at their import they look for a GPU and for torchvision.
     """
     accelerator = torch.version.cuda or torch.version.hip
     if accelerator is not None:
@@ -48,23 +44,16 @@ def prepare_cpu() -> tuple[str, ...]:
             "rollout.engine: sglang, and SGLang is not installed; on a machine without a GPU: "
             "bash scripts/install.sh --venv .venv sglang-cpu"
         )
-    stood_in = [package for package in STOOD_IN_FOR if _stands_in(package) or not _works(package)]
-    new = [package for package in stood_in if not _stands_in(package)]
-    _check_order("sglang", not new and os.environ.get(CPU_SWITCH) == "1")
-    _check_order("transformers", "torchvision" not in new)
+    folders = {package: str(stand_in_folder(package)) for package in STOOD_IN_FOR}
+    new = [package for package in STOOD_IN_FOR if folders[package] not in sys.path and not _works(package)]
+    prepared = {"sglang": not new and os.environ.get(CPU_SWITCH) == "1", "transformers": "torchvision" not in new}
+    for module, before in prepared.items():
+        if module in sys.modules and not before:
+            raise EngineError(f"{module} was imported before prepare_cpu() and has already looked for what is there")
     os.environ[CPU_SWITCH] = "1"
-    sys.path[:0] = [str(stand_in_folder(package)) for package in new]
+    sys.path[:0] = [folders[package] for package in new]
     importlib.invalidate_caches()
-    return tuple(stood_in)
-
-
-def _stands_in(package: str) -> bool:
-    return str(stand_in_folder(package)) in sys.path
-
-
-def _check_order(module: str, prepared: bool) -> None:
-    if module in sys.modules and not prepared:
-        raise EngineError(f"{module} was imported before prepare_cpu() and has already looked for what is installed")
+    return tuple(package for package in STOOD_IN_FOR if folders[package] in sys.path)
 
 
 def _works(package: str) -> bool:

@@ -1,14 +1,11 @@
 """Updates straight into SGLang (weight_bus.apply: direct): its schedulers are members of the publisher's group.
 
 Each bucket is one broadcast, which every scheduler receives on its own device and loads at once, so the live weights
-are a mixture of two versions until the last bucket. The loader's digests decide as ever whether the version is live.
+are a mixture of two versions until the last bucket. The loader's digests decide whether the version is live.
 """
 
-import os
 from collections.abc import Sequence
 
-from configs.schema import Config
-from replay.channel.interfaces import InterfaceError, bind_collectives
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.engine import SGLangEngine
 from weight_bus.manifest import Entry
@@ -22,9 +19,7 @@ class DirectGroup:
     """
 
     def __init__(self, engine: SGLangEngine, backend: str) -> None:
-        self._engine = engine
-        self._sglang = engine.sglang
-        self._backend = backend
+        self._engine, self._sglang, self._backend = engine, engine.sglang, backend
         self._name = ""
         """Of the present group."""
 
@@ -74,15 +69,3 @@ class DirectGroup:
         name, self._name = self._name, ""
         if name:
             await self._sglang.ask("destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", group_name=name)
-
-
-def name_interface(config: Config) -> None:
-    """Before SGLang starts: its schedulers' end of the group is on the interface of network.host.
-
-    Raises:
-        EngineError: no interface has that address.
-    """
-    try:
-        bind_collectives(os.environ, config.network.host)
-    except InterfaceError as error:
-        raise EngineError(str(error)) from error

@@ -34,44 +34,40 @@ from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
-from rollout_server.engines.sglang.waiting import Waits
 
 log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """Implements `Engine`. Make it with `start` on the event loop that will use it.
+    """Implements `Engine`, whose docstrings hold here. Make it on the event loop that will use it.
 
-    Raises:
-        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
-        EngineStartFailed: SGLang did not start.
+    Raises as `SGLangProcess`.
     """
 
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        self._max_running = config.rollout.max_running
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder()
         os.environ[FOLDER] = str(self._staging.path)
         self._staging.name_tensors(folder_tensors(Path(config.model.path)))
         try:
-            self._sglang = process(config)
+            self.sglang = process(config)
         except BaseException:
             self._staging.close()
             raise
-        self._version, self._paused, self._half_updated = 0, False, ""
+        self.version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
         self._answers: dict[Answer, None] = {}
         """In progress, the oldest first."""
-        self._slots = asyncio.Semaphore(self._max_running)
+        self._slots = asyncio.Semaphore(config.rollout.max_running)
         self._open = asyncio.Event()
         """Set while parts may start."""
         self._open.set()
-        self._waits = Waits(self._sglang.check_alive)
         self._digests: Mapping[str, int] | None = None
         """Of the last load, until somebody asks."""
-        self._pins: dict[int, int] = {}
-        """Requests that each pinned version has served."""
+        self._pinned: int | None = None
+        self._evaluates = False
+        """The pinned version has served requests."""
         self._seconds: dict[str, float] = {}
         self._tokens = 0
         self._counts = {"aborted_tokens": 0.0, "interrupted_parts": 0.0}
@@ -79,19 +75,9 @@ class SGLangEngine:
         self._busy_s, self._busy_since = 0.0, 0.0
         self._progress_at = time.monotonic()
 
-    @property
-    def version(self) -> int:
-        """Policy version of the live weights."""
-        return self._version
-
-    @property
-    def sglang(self) -> SGLangProcess:
-        """SGLang itself."""
-        return self._sglang
-
-    def pids(self) -> list[int]:
-        """Process ids of SGLang's children."""
-        return self._sglang.pids()
+    def _parts(self) -> list[Part]:
+        """Those that run."""
+        return [answer.part for answer in self._answers if answer.part is not None]
 
     # ---- requests --------------------------------------------------------------------------------------
 
@@ -105,25 +91,20 @@ class SGLangEngine:
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`. A caller that is cancelled aborts its request.
-
-        Raises:
-            EngineError: the request or a prefix does not fit, `pinned` is not held, or SGLang refuses it or is dead.
-        """
-        given = settled(prefixes, n, sampling, self._sglang.vocab_size)
-        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._sglang.vocab_size)
+        given = settled(prefixes, n, sampling, self.sglang.vocab_size)
+        check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self.sglang.vocab_size)
         if pinned is not None:
-            if pinned not in self._pins or pinned != self._version:
-                raise EngineError(f"version {pinned} is not held here; version {self._version} is live")
-            self._pins[pinned] += 1
-        self._sglang.check_alive()
+            if pinned != self._pinned:
+                raise EngineError(f"version {pinned} is not held here; version {self.version} is live")
+            self._evaluates = True
+        self.sglang.check_alive()
         answers = [Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix) for prefix in given]
         if not self._answers:
             self._busy_since = self._progress_at = time.monotonic()
         self._answers.update(dict.fromkeys(answers))
         try:
             async with asyncio.TaskGroup() as group:
-                death = group.create_task(self._sglang.death())
+                death = group.create_task(self.sglang.death())
                 tasks = [group.create_task(self._answer(answer)) for answer in answers]
                 await asyncio.wait(tasks)
                 death.cancel()
@@ -134,7 +115,6 @@ class SGLangEngine:
                 del self._answers[answer]
             if not self._answers:
                 self._busy_s += time.monotonic() - self._busy_since
-            await self._waits.changed()
         return [task.result() for task in tasks]
 
     async def _answer(self, answer: Answer) -> Completion:
@@ -143,19 +123,18 @@ class SGLangEngine:
         return answer.completion(answer.ended)
 
     async def _to_its_end(self, answer: Answer) -> FinishReason:
-        """Part after part until the answer is whole or aborted; how it ended."""
+        """Run part after part until the answer is whole or aborted; how it ended."""
         async with self._slots:
             while True:
                 if answer.pinned is None:  # an evaluation finishes what an update would otherwise wait for
                     await self._open.wait()
                 if answer.aborted:
                     return "abort"
-                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self._version)
+                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
                 reason = await self._run(answer, part)
                 answer.part = None
-                await self._waits.changed()
                 if not (reason == "abort" and part.interrupted):
-                    self._counts["aborted_tokens"] += len(answer.token_ids) if reason == "abort" else 0
+                    self._counts["aborted_tokens"] += answer.num_tokens if reason == "abort" else 0
                     return reason
                 self._counts["interrupted_parts"] += 1
                 if (ended := answer.at_its_end()) is not None:
@@ -163,25 +142,21 @@ class SGLangEngine:
 
     async def _run(self, answer: Answer, part: Part) -> FinishReason:
         """One part; its tokens are added to the answer."""
+        tokens = answer.prompt + answer.taken.token_ids.tolist()
+        left = answer.sampling.max_new_tokens - answer.num_tokens
         try:
-            async for output in self._sglang.generate(
-                part,
-                answer.prompt + answer.token_ids,
-                answer.sampling,
-                answer.sampling.max_new_tokens - len(answer.token_ids),
-            ):
+            async for output in self.sglang.generate(part, tokens, answer.sampling, left):
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
         except asyncio.CancelledError:
-            self._sglang.abort(part.rid)
+            self.sglang.abort(part.rid)
             raise
-        count, reason = answer.take(part, part.output, self._sglang.late_tokens)
+        count, reason = answer.take(part, part.output, self.sglang.late_tokens)
         self._tokens += count
         return reason
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`; unknown requests are ignored."""
         self._end([answer for answer in self._answers if answer.request_id == request_id])
 
     def _end(self, answers: Iterable[Answer]) -> None:
@@ -189,46 +164,40 @@ class SGLangEngine:
             answer.aborted = True
             if answer.part is not None:
                 answer.part.interrupted = False
-                self._sglang.abort(answer.part.rid)
+                self.sglang.abort(answer.part.rid)
 
     def running_tokens(self) -> Mapping[str, int]:
-        """See `Engine.running_tokens`; exact to the stream interval."""
         tokens: dict[str, int] = {}
         for answer in self._answers:
             tokens[answer.request_id] = tokens.get(answer.request_id, 0) + answer.num_tokens
         return tokens
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
-        """See `Engine.progress`; a stream interval behind at most."""
+        """As `Engine.progress`, a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]
         return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
 
     # ---- updates ---------------------------------------------------------------------------------------
 
     def holds(self) -> int | None:
-        """See `Engine.holds`: SGLang has one set of weights, so an evaluation keeps updates out."""
-        held = [version for version, served in self._pins.items() if served and version == self._version]
-        return held[0] if held else None
+        """As `Engine.holds`: SGLang has one set of weights, so an evaluation keeps updates out."""
+        return self._pinned if self._evaluates else None
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`. Waits for a running evaluation first, for at most evaluation.deadline_s.
-
-        Raises:
-            EngineError: SGLang is dead, or requests did not end for an update.
-        """
+        """As `Engine.pause`. Waits for a running evaluation first, for at most evaluation.deadline_s."""
         if self._paused:
             return
         try:
-            await self._waits.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
+            await self.sglang.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
         except EngineError as late:
-            self._sglang.check_alive()
+            self.sglang.check_alive()
             log.error("%s; the evaluation is given up here", late)
-        for version in list(self._pins):  # nobody has begun to evaluate them, or nobody has ended it
-            await self.unpin(version)
+        if self._pinned is not None:  # nobody has begun to evaluate it, or nobody has ended it
+            await self.unpin(self._pinned)
         self._open.clear()
         try:
             await self._stop_parts(mode)
-            await self._sglang.pause()
+            await self.sglang.pause()
         except BaseException:
             self._open.set()  # nothing was touched: requests go on with the version that they have
             raise
@@ -238,42 +207,30 @@ class SGLangEngine:
         """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
             left = "running requests (replay.lease_s)"
-            await self._waits.until(lambda: not self._running(), self._drain_limit_s, left)
+            await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left)
             return
-        parts = [answer.part for answer in self._running() if answer.part is not None]
-        chosen = [part for part in parts if mode == "recompute_kv" or part.seen == 0]
+        chosen = [part for part in self._parts() if mode == "recompute_kv" or part.seen == 0]
         for part in chosen:
             part.interrupted = True
-            self._sglang.abort(part.rid)
-        waiting = {part.rid for part in chosen}
 
         def ended() -> bool:
-            left = [a.part for a in self._answers if a.part is not None and a.part.rid in waiting]
-            for part in left:  # again, for those that had not reached SGLang yet
-                self._sglang.abort(part.rid)
+            left = [part for part in self._parts() if part in chosen]
+            for part in left:  # again each time, for those that had not reached SGLang yet
+                self.sglang.abort(part.rid)
             return not left
 
-        await self._waits.until(ended, self._sglang.deadline_s, "requests to end", look_s=0.05)
+        await self.sglang.until(ended, self.sglang.deadline_s, "requests to end")
 
     async def load(self, update: Update, version: int) -> None:
-        """See `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
-
-        Raises:
-            EngineError: not paused; or a scheduler could not load, after which the engine is half updated: `resume`
-                and `pin` refuse until a load has succeeded.
-        """
+        """As `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent."""
         if not self._paused:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
-        await asyncio.to_thread(self._staging.write_update, update, version)
+        await asyncio.to_thread(self._staging.write_update, update)
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """Mark the engine as half updated: `resume` and `pin` refuse until a proof.
-
-        Raises:
-            EngineError: not paused.
-        """
+        """Mark the engine as half updated until a proof, as `load`. Raises EngineError where it is not paused."""
         if not self._paused:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
@@ -287,25 +244,24 @@ class SGLangEngine:
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
         self._half_updated = ""
-        self._version = version
-        doubt = self._sglang.stream_interval + self._sglang.late_tokens
-        for answer in self._answers:
-            if answer.part is not None:
-                answer.part.boundaries.append((answer.part.seen + doubt, version))
+        self.version = version
+        doubt = self.sglang.stream_interval + self.sglang.late_tokens
+        for part in self._parts():
+            part.boundaries.append((part.seen + doubt, version))
 
     async def _loaded(self, version: int | None) -> Mapping[str, int]:
-        await self._sglang.run_loader(version)
-        replies = await asyncio.to_thread(self._staging.replies, self._sglang.num_ranks)
-        for reply in replies:
-            if reply.error:
-                raise EngineError(f"scheduler {reply.rank} could not load: {reply.error}")
+        await self.sglang.run_loader(version)
+        replies = await asyncio.to_thread(self._staging.replies, self.sglang.num_ranks)
+        for rank, reply in enumerate(replies):
+            if reply["error"]:
+                raise EngineError(f"scheduler {rank} could not load: {reply['error']}")
         self._staging.mapped_by_all()
-        names = {name for reply in replies for name in reply.seconds}
-        self._seconds = {f"apply_{name}_s": max(reply.seconds.get(name, 0.0) for reply in replies) for name in names}
+        names = replies[0]["seconds"]
+        self._seconds = {f"apply_{name}_s": max(reply["seconds"][name] for reply in replies) for name in names}
         return combine(replies, self._staging.shapes())
 
     async def digest(self) -> Mapping[str, int]:
-        """See `Engine.digest`; taken by the last load, computed anew when asked again."""
+        """As `Engine.digest`: taken by the last load, computed anew when asked again."""
         taken, self._digests = self._digests, None
         return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
 
@@ -313,78 +269,63 @@ class SGLangEngine:
         """Run an order in all schedulers between two forwards; their digests, if any."""
         was_paused = self._paused
         if not was_paused:
-            await self._sglang.pause()
+            await self.sglang.pause()
         try:
             await asyncio.to_thread(write, self._staging)
             return await self._loaded(None)
         finally:
             if not was_paused:
-                await self._sglang.resume()
+                await self.sglang.resume()
 
     async def resume(self) -> None:
-        """See `Engine.resume`.
-
-        Raises:
-            EngineError: the engine is half updated.
-        """
         if self._half_updated:
             raise EngineError(f"the engine is half updated ({self._half_updated}); load a version whole first")
         if self._paused:
-            await self._sglang.resume()
+            await self.sglang.resume()
             self._paused = False
         self._open.set()
 
     async def pin(self, version: int) -> None:
-        """See `Engine.pin`. The first pinned request makes it hold; before, an update may drop it."""
-        if self._half_updated or version != self._version:
-            raise EngineError(f"version {version} cannot be pinned; version {self._version} is live")
-        self._pins.setdefault(version, 0)
+        """As `Engine.pin`. The first pinned request makes it hold; before, an update may drop it."""
+        if self._half_updated or version != self.version:
+            raise EngineError(f"version {version} cannot be pinned; version {self.version} is live")
+        self._pinned = version
 
     async def unpin(self, version: int) -> None:
-        """See `Engine.unpin`. Requests that still run on the pin come back as `abort`."""
-        self._pins.pop(version, None)
-        self._end([answer for answer in self._answers if answer.pinned == version])
-        await self._waits.changed()
+        if version == self._pinned:
+            self._pinned, self._evaluates = None, False
+            self._end([answer for answer in self._answers if answer.pinned == version])
 
     # ---- life ------------------------------------------------------------------------------------------
 
     async def health(self) -> Health:
-        """See `Engine.health`.
-
-        Raises:
-            EngineError: a process of SGLang has died, or running requests show no token for
-                rollout.engine_deadline_s.
-        """
-        self._sglang.check_alive()
-        running = len(self._running())
+        """As `Engine.health`: it stands still where requests show no token for rollout.engine_deadline_s."""
+        self.sglang.check_alive()
+        parts = self._parts()
+        running = len(parts)
         now = time.monotonic()
         if running == 0 or self._paused:
             self._progress_at = now
-        elif now - self._progress_at > self._sglang.deadline_s:
-            raise self._sglang.fail(
+        elif now - self._progress_at > self.sglang.deadline_s:
+            raise self.sglang.fail(
                 f"{running} requests run and no token came for {now - self._progress_at:.0f} s [silent]"
             )
-        in_flight = sum(answer.part.seen for answer in self._answers if answer.part is not None)
         memory = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return Health(
-            version=self._version,
+            version=self.version,
             running=running,
             waiting=len(self._answers) - running,
-            generated_tokens=self._tokens + in_flight,
+            generated_tokens=self._tokens + sum(part.seen for part in parts),
             busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
             memory_bytes=memory[1] - memory[0],
             detail={**self._counts, **self._seconds},
         )
 
     async def close(self) -> None:
-        """See `Engine.close`."""
         for answer in self._answers:
             answer.aborted = True
         self._open.set()
         try:
-            await self._sglang.close()
+            await self.sglang.close()
         finally:
             self._staging.close()
-
-    def _running(self) -> list[Answer]:
-        return [answer for answer in self._answers if answer.part is not None]

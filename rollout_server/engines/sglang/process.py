@@ -1,7 +1,7 @@
 """SGLang's process tree: start, calls to its tokenizer manager, watching the children.
 
-The methods that SGLang's `Engine` offers for pauses and updates are blocking or absent, so its tokenizer manager,
-which is asyncio and lives on our loop, is called directly; every call has a deadline.
+What SGLang's `Engine` offers for pauses and updates is blocking or absent, so its tokenizer manager, which is asyncio
+and lives on our loop, is called directly; every call has a deadline.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import stat
-from collections.abc import AsyncIterator, Awaitable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import torch
@@ -21,14 +22,14 @@ from configs.schema import Config
 from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
-from rollout_server.engines.sglang.requests import Part, request_extra_key
-from rollout_server.engines.sglang.scheduler import engine_class
+from rollout_server.engines.sglang.requests import Part
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 CLOSE_DEADLINE_S = 75.0
 """More than SGLang's own 60 s."""
+LOOK_S = 0.02
 DEATH_LOOK_S = 1.0
 LOG_TAIL_BYTES = 1 << 20
 ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
@@ -39,16 +40,8 @@ def _ignore_sigquit(_number: int, _frame: object) -> None:
     """Replaces SGLang's handler, which kills this process silently when a child fails."""
 
 
-def on_cuda(config: Config) -> bool:
-    """Whether the engine of this configuration runs on GPUs."""
-    return config.placement.device == "cuda" or (config.placement.device == "auto" and torch.cuda.is_available())
-
-
 class ChildrenLog:
-    """This process's stderr from now on, which SGLang's children share.
-
-    Readable where it is a file, as under the launcher.
-    """
+    """This process's stderr from now on, which SGLang's children share."""
 
     def __init__(self, descriptor: int = 2) -> None:
         self._path = f"/proc/self/fd/{descriptor}"
@@ -56,7 +49,7 @@ class ChildrenLog:
         self._begin = status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def last_error(self) -> str:
-        """The last line of a traceback; empty without one, or where stderr is unreadable."""
+        """The last line of a traceback; empty without one, or where it is unreadable."""
         if self._begin is None:
             return ""
         with open(self._path, "rb") as file:
@@ -66,29 +59,45 @@ class ChildrenLog:
 
 
 def start_failure(said: str, last_error: str) -> str:
-    """Why SGLang did not start: its children's last error first.
-
-    Args:
-        said: by SGLang; its guess at the OOM killer is kept for a child that SIGKILL ended.
-        last_error: of its children's log, empty where that is not known.
-    """
+    """Why SGLang did not start: its children's last error, if known, and what it `said`."""
+    # Its guess at the OOM killer is kept for a child that SIGKILL ended.
     if "exit code: -9" not in said:
         said = said.partition(" If exit code is -9")[0]
     return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
 
 
+def run_scheduler(*arguments: Any, **options: Any) -> Any:
+    """Run a scheduler that loads its CUDA kernels when it starts, not at their first launch.
+
+    Loading a kernel waits for all that runs on the device. While a broadcast hung in the same process, the next
+    prefill waited for it until the collective timeout, and the first update of a process took 6 to 7 s instead of
+    0.04 s (one H200, SGLang 0.5.15, which sets the variable to lazy loading in its parent process).
+    """
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    return run_scheduler_process(*arguments, **options)
+
+
+def _engine_class() -> Any:
+    """SGLang's engine, whose schedulers start by `run_scheduler`."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    return type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
+
+
 class SGLangProcess:
     """One SGLang with its schedulers. The constructor blocks the event loop until it serves.
 
-    Raises:
-        EngineError: SGLang is not installed, or the configuration asks for what it cannot do.
-        EngineStartFailed: it did not start.
+    Raises EngineError where SGLang is not installed or cannot do what is configured, EngineStartFailed where it did not
+    start.
     """
 
     def __init__(self, config: Config) -> None:
         self.deadline_s = config.rollout.engine_deadline_s
         self.num_ranks = config.placement.tensor_parallel
-        cuda = on_cuda(config)
+        device = config.placement.device
+        cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if not cuda:
             prepare_cpu()
             # the schedulers': without it torch takes all cores there, and spins on those that others use
@@ -117,7 +126,7 @@ class SGLangProcess:
         root, children_log = logging.getLogger(), ChildrenLog()
         handlers, level = root.handlers[:], root.level
         try:
-            self._engine = engine_class()(**arguments)
+            self._engine = _engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
             reason = start_failure(str(error), children_log.last_error())
             raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
@@ -156,6 +165,16 @@ class SGLangProcess:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
 
+    async def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
+        """Wait until `done()`. Raises EngineError: SGLang is dead, or an update waited `limit_s` for `what`."""
+        started = time.monotonic()
+        while not done():
+            waited = time.monotonic() - started
+            if waited > limit_s:
+                raise EngineError(f"an update waited {waited:.0f} s for {what} [slow]")
+            self.check_alive()
+            await asyncio.sleep(LOOK_S)
+
     def fail(self, reason: str) -> EngineError:
         """Take the engine for dead; the error to raise."""
         self._failure = self._failure or reason
@@ -164,11 +183,7 @@ class SGLangProcess:
     async def generate(
         self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        """Outputs of one request, cumulative; the last one has a finish reason.
-
-        Raises:
-            EngineError: SGLang refuses the request.
-        """
+        """Outputs of one request, cumulative. Raises EngineError if SGLang refuses it."""
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
             sampling_params=self.sampling_parameters(part, sampling, new_tokens),
@@ -176,7 +191,9 @@ class SGLangProcess:
             return_logprob=True,
             logprob_start_len=-1,
             stream=True,
-            extra_key=request_extra_key(part.version, self._loads),
+            # Namespace of the prefix cache, one for each load of weights: a version alone does not name them, for after
+            # a learner's restart the versions past its checkpoint are made again.
+            extra_key=f"w{part.version}.{self._loads}",
         )
         try:
             async for output in self._manager.generate_request(request, None):
@@ -209,30 +226,25 @@ class SGLangProcess:
         await self._within(self._manager.continue_generation(request), "resume")
 
     async def run_loader(self, version: int | None) -> None:
-        """Run our loader in every scheduler; `version` labels tokens from now on.
+        """Run our loader in every scheduler, as `ask`; `version` labels tokens from now on.
 
         The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
         scheduler. Namespaces of the prefix cache make it unnecessary.
-
-        Raises:
-            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
         """
         self._loads += version is not None
-        request = self._requests.UpdateWeightsFromTensorReqInput(
+        await self.ask(
+            "update_weights_from_tensor",
+            "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=self._no_tensors,
             load_format=LOADER,
             flush_cache=False,
             weight_version=None if version is None else str(version),
         )
-        success, message = await self._within(self._manager.update_weights_from_tensor(request, None), "load weights")
-        if not success:
-            raise EngineError(f"SGLang refuses an update: {message}")
 
     async def ask(self, method: str, request: str, **fields: Any) -> None:
         """Call a method of the tokenizer manager that answers (success, message).
 
-        Raises:
-            EngineError: SGLang refuses, or does not answer; then it is taken for dead.
+        Raises EngineError where SGLang refuses, or does not answer; then it is taken for dead.
         """
         message = getattr(self._requests, request)(**fields)
         success, reason = await self._within(getattr(self._manager, method)(message, None), method)
@@ -251,20 +263,16 @@ class SGLangProcess:
     async def _within(self, call: Awaitable[T], what: str) -> T:
         """Await a call for at most the deadline, and no longer than SGLang lives."""
         task = asyncio.ensure_future(call)
-        waited = 0.0
-        while waited < self.deadline_s:
-            done, _ = await asyncio.wait({task}, timeout=min(1.0, self.deadline_s - waited))
-            if done:
-                return task.result()
-            waited += 1.0
-            try:
+        until = time.monotonic() + self.deadline_s
+        try:
+            while (left := until - time.monotonic()) > 0:
+                done, _ = await asyncio.wait({task}, timeout=min(DEATH_LOOK_S, left))
+                if done:
+                    return task.result()
                 self.check_alive()
-            except EngineError:
-                task.cancel()
-                raise
-        task.cancel()
-        reason = f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]"
-        raise self.fail(reason)
+        finally:
+            task.cancel()
+        raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]")
 
     def _on_sigquit(self) -> None:
         self._failure = self._failure or f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"

@@ -1,4 +1,4 @@
-"""The server's side of a receiver in SGLang (weight_bus.stage_in: engine): starts it, and loads what it has staged."""
+"""The server's side of the receiver in SGLang (weight_bus.stage_in: engine)."""
 
 import asyncio
 import secrets
@@ -14,15 +14,17 @@ from weight_bus.remote import Line, RemoteUpdate
 
 
 class SGLangStaging:
-    """Implements `StagesItself` for a running SGLang."""
+    """Starts the receiver of a running SGLang, and has it load what is staged there."""
 
     def __init__(self, config: Config, engine: SGLangEngine) -> None:
-        self._config = config
-        self._engine = engine
+        self._config, self._engine = config, engine
         self._link: Line | None = None
 
     async def link(self) -> Line:
-        """See `StagesItself.link`."""
+        """The connection to the receiver, which is started first where there is none.
+
+        Raises EngineError where it cannot be reached, NotAvailable where it lacks what it would receive with.
+        """
         if self._link is None:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 await self._engine.in_schedulers(partial(self._invite, listener))
@@ -34,11 +36,11 @@ class SGLangStaging:
         return self._link
 
     async def load(self, update: RemoteUpdate, version: int) -> None:
-        """See `StagesItself.load`."""
+        """As `Engine.load`, of what is staged there."""
         await self._engine.load(update, version)
 
     def close(self) -> None:
-        """See `StagesItself.close`."""
+        """End the receiver; from any thread."""
         if self._link is not None:
             self._link.close()
 
@@ -50,6 +52,5 @@ class SGLangStaging:
             listener.listen(1)
         except OSError as error:
             raise EngineError(f"{path} cannot be listened at: {error}; set TMPDIR to a shorter path") from error
-        config = self._config
-        export = config.placement.tensor_parallel > 1
-        staging.write_receiver(path, config.weight_bus.model_dump(), config.network.host, export=export)
+        bus, host = self._config.weight_bus.model_dump(), self._config.network.host
+        staging.write_receiver(path, bus, host, export=self._config.placement.tensor_parallel > 1)

@@ -1,6 +1,6 @@
 """Answers in progress: their parts between updates, and token versions. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Sampling
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Part:
     """One request to SGLang: an answer, or its rest after an interruption."""
 
@@ -28,7 +28,7 @@ class Part:
 
 
 class Answer:
-    """One answer in progress: finished tokens, and the part that runs."""
+    """One answer in progress: prefix and finished parts (`taken`), and the part that runs."""
 
     def __init__(
         self,
@@ -39,28 +39,25 @@ class Answer:
         pinned: int | None,
         prefix: Partial | None = None,
     ) -> None:
-        prefix = prefix or Partial()
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.pinned = pinned
         self.part: Part | None = None
         self.aborted = False
-        self.token_ids: list[int] = prefix.token_ids.tolist()
-        self.logprobs: list[float] = prefix.logprobs.tolist()
-        self.versions: list[np.ndarray[Any, Any]] = [prefix.versions]
+        prefix = prefix or Partial()
         self.ended: FinishReason | None = prefix.finish_reason
+        self.taken = replace(prefix, finish_reason=None)
 
     @property
     def num_tokens(self) -> int:
         """Tokens so far, as far as they are known here."""
-        return len(self.token_ids) + (self.part.seen if self.part is not None else 0)
+        return self.taken.token_ids.size + (self.part.seen if self.part is not None else 0)
 
     def take(self, part: Part, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
         """Add the tokens of a finished part; their number and its finish reason.
 
-        Raises:
-            EngineError: SGLang has refused the part, or what it returned is not consistent.
+        Raises EngineError where SGLang has refused the part, or what it returned is not consistent.
         """
         finished = output["meta_info"]["finish_reason"] or {}
         if finished.get("type") == "abort" and finished.get("status_code") and not part.interrupted:
@@ -68,47 +65,38 @@ class Answer:
             raise EngineError(f"SGLang ended a request of {len(self.prompt)} prompt tokens: {text}")
         ids, logprobs = tokens_of(output)
         spans = output["meta_info"].get("weight_versions")
-        self.versions.append(
+        versions = (
             versions_from_spans(spans, len(ids), late_tokens)
             if spans and ids
             else versions_from_boundaries(part, len(ids))
         )
-        self.token_ids += ids
-        self.logprobs += logprobs
+        self.taken = self.taken.then(_tokens(ids, logprobs, versions))
         return len(ids), finish_reason(finished)
 
     def at_its_end(self) -> FinishReason | None:
         """Finish reason by its tokens: SGLang checks aborts before stop tokens."""
-        if self.token_ids and self.token_ids[-1] in self.sampling.stop_token_ids:
+        tokens = self.taken.token_ids
+        if tokens.size and tokens[-1] in self.sampling.stop_token_ids:
             return "stop"
-        return "length" if len(self.token_ids) >= self.sampling.max_new_tokens else None
+        return "length" if tokens.size >= self.sampling.max_new_tokens else None
 
     def completion(self, reason: FinishReason) -> Completion:
         """What came out."""
-        return self._taken(0).as_completion(reason)
+        return self.taken.as_completion(reason)
 
     def progress(self, since: int) -> Partial:
         """Tokens from number `since` on, and the finish reason if it has ended."""
-        taken = self._taken(since)
-        part = self.part
+        taken, part = self.taken.since(since), self.part
         if part is None:
             return replace(taken, finish_reason=None if self.ended == "abort" else self.ended)
         pairs = (part.output.get("meta_info") or {}).get("output_token_logprobs") or []
-        first = max(0, since - len(self.token_ids))
-        new = pairs[first:]
-        return Partial(
-            token_ids=np.append(taken.token_ids, np.array([pair[1] for pair in new], np.int32)),
-            logprobs=np.append(taken.logprobs, np.array([pair[0] for pair in new], np.float32)),
-            versions=np.append(taken.versions, versions_from_boundaries(part, len(pairs))[first:]),
-        )
+        first = max(0, since - self.taken.token_ids.size)
+        ids, logprobs = [pair[1] for pair in pairs[first:]], [pair[0] for pair in pairs[first:]]
+        return taken.then(_tokens(ids, logprobs, versions_from_boundaries(part, len(pairs))[first:]))
 
-    def _taken(self, since: int) -> Partial:
-        """Prefix and finished parts from token number `since` on."""
-        return Partial(
-            token_ids=np.array(self.token_ids[since:], dtype=np.int32),
-            logprobs=np.array(self.logprobs[since:], dtype=np.float32),
-            versions=np.concatenate(self.versions).astype(np.int32)[since:],
-        )
+
+def _tokens(ids: list[int], logprobs: list[float], versions: NDArray[np.int32]) -> Partial:
+    return Partial(token_ids=np.array(ids, np.int32), logprobs=np.array(logprobs, np.float32), versions=versions)
 
 
 def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
@@ -123,16 +111,10 @@ def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
 
 
 def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tokens: int) -> NDArray[np.int32]:
-    """[count] version of each token from SGLang's spans ({version, start, end}, ascending).
+    """[count] version of each token from meta_info["weight_versions"]: {version, start, end}, ascending.
 
-    Args:
-        spans: as in meta_info["weight_versions"].
-        count: tokens of the part.
-        late_tokens: tokens that may have been sampled before an update and booked after it (1 with overlapped
-            scheduling): they get the older version.
-
-    Raises:
-        EngineError: the spans do not cover the tokens, or name a version that is none of ours.
+    `late_tokens` may have been sampled before an update and booked after it (1 with overlapped scheduling): they get
+    the older version. Raises EngineError: spans do not cover the tokens, or name a version that is none of ours.
     """
     versions = np.full(count, -1, np.int32)
     for position, span in enumerate(spans):
@@ -147,20 +129,8 @@ def versions_from_spans(spans: Sequence[Mapping[str, Any]], count: int, late_tok
     return versions
 
 
-def request_extra_key(version: int, loads: int) -> str:
-    """Namespace of the prefix cache: one for each load of weights.
-
-    A version alone does not name them: after a learner's restart, the versions past its checkpoint are made again.
-    """
-    return f"w{version}.{loads}"
-
-
 def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """Token ids and logprobs of a part's output; a part that never ran has none.
-
-    Raises:
-        EngineError: ids and logprobs disagree.
-    """
+    """Ids and logprobs of a part's output, if it ran. Raises EngineError if they disagree."""
     meta = output["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     ids = [int(pair[1]) for pair in pairs]
@@ -173,12 +143,4 @@ def tokens_of(output: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 def finish_reason(reason: Mapping[str, Any] | None) -> FinishReason:
     """Ours for SGLang's {"type": "stop" | "length" | "abort", ...}."""
     kind = (reason or {}).get("type")
-    if kind == "length":
-        return "length"
-    return "stop" if kind == "stop" else "abort"
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """The value at `share` of the sorted values, 0 without any."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return "length" if kind == "length" else "stop" if kind == "stop" else "abort"

@@ -1,8 +1,7 @@
 """The embedded `torch` engine: continuous batching on a CPU, for small models.
 
-engine    the asyncio side: what the rollout server calls
-loop      the decode thread
-mailbox   commands from the one to the other
+engine    what the rollout server calls, and the decode thread
+mailbox   actions from the one to the other
 lane      one set of weights with its answers and KV cache
 rows      book-keeping of the answers in a lane
 model     the forward on fused weights

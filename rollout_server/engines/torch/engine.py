@@ -1,9 +1,18 @@
-"""The embedded `torch` engine: continuous batching on a CPU, for small models. The asyncio side of `DecodeLoop`."""
+"""The embedded `torch` engine: continuous batching on a CPU, for small models.
+
+Requests, pauses, pins and version changes happen in its decode thread, between two steps; when that dies, every waiter
+fails with the cause. Only the copying of a load runs elsewhere: it may block on a network, the live lane stands still
+meanwhile, and pinned evaluations go on.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +22,12 @@ import torch
 from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.torch.family import read_spec
-from rollout_server.engines.torch.loop import DecodeLoop
+from rollout_server.engines.torch.lane import Lane
+from rollout_server.engines.torch.mailbox import Mailbox
+from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
-from rollout_server.engines.torch.weights import LiveWeights, RowRange, read_folder
+from rollout_server.engines.torch.weights import LiveWeights, read_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,67 +36,76 @@ CLOSE_DEADLINE_S = 30.0
 
 
 class TorchEngine:
-    """Implements `Engine`. One daemon thread decodes; make it with `from_folder`."""
+    """Implements `Engine`, whose docstrings hold here; a daemon thread decodes.
+
+    There is one live lane, and one for each pinned version.
+
+    Args:
+        folder: a Hugging Face folder of the Qwen2, Qwen3 or Llama family, with config.json and safetensors; version 0.
+        max_context: most tokens of prompt plus answer.
+        max_running: answers decoded at once (per set of weights: live, and each pin).
+        dtype: "float32" or "bfloat16"; the weights of the folder are cast to it.
+        num_threads: intra-op threads; torch keeps one number per process.
+        seed: mixed into every request's seed.
+
+    Raises:
+        EngineError: the folder cannot be served exactly.
+    """
 
     def __init__(
-        self, weights: LiveWeights, *, max_context: int, max_running: int, num_threads: int, seed: int
-    ) -> None:
-        self._spec = weights.spec
-        self._weights = weights
-        self._max_context = max_context
-        self._seed = seed
-        self._loop = DecodeLoop(weights, max_context=max_context, max_running=max_running, num_threads=num_threads)
-
-    @classmethod
-    def from_folder(
-        cls,
-        path: str | Path,
+        self,
+        folder: str | Path,
         *,
         max_context: int,
         max_running: int,
         dtype: str = "float32",
         num_threads: int = 1,
         seed: int = 0,
-    ) -> "TorchEngine":
-        """Serve a Hugging Face folder of the Qwen2, Qwen3 or Llama family as version 0.
-
-        Args:
-            path: folder with config.json and safetensors.
-            max_context: most tokens of prompt plus answer.
-            max_running: answers decoded at once (per set of weights: live, and each pin).
-            dtype: "float32" or "bfloat16"; the weights of the folder are cast to it.
-            num_threads: intra-op threads; torch keeps one number per process.
-            seed: mixed into every request's seed.
-
-        Raises:
-            EngineError: the folder cannot be served exactly.
-        """
+    ) -> None:
         if dtype not in DTYPES:
             raise EngineError(
                 f"rollout.dtype {dtype!r} is not served by the torch engine; take one of {sorted(DTYPES)}"
             )
         torch.set_num_threads(num_threads)
-        folder = Path(path)
-        spec = read_spec(folder, max_context)
-        weights = LiveWeights(spec, DTYPES[dtype])
+        folder = Path(folder)
+        self._spec = read_spec(folder, max_context)
+        weights = LiveWeights(self._spec, DTYPES[dtype])
         try:
-            weights.load(read_folder(folder, tied=spec.tied, dtype=DTYPES[dtype]))
+            weights.load(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype]))
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error
-        return cls(weights, max_context=max_context, max_running=max_running, num_threads=num_threads, seed=seed)
+        self._max_context, self._num_threads, self._seed = max_context, num_threads, seed
+        self._lock = threading.Lock()
+        """Held while rows or the tables below change, and while another thread reads them."""
+        self._mailbox = Mailbox(self._lock)
+        self._complete: list[Request] = []
+        """Requests whose last answer has ended; delivered after the step."""
+        self._lane = partial(
+            Lane,
+            TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
+            max_running=max_running,
+            max_context=max_context,
+            lock=self._lock,
+            complete=self._complete,
+        )
+        self.live = self._lane(weights, 0)
+        self._pins: dict[int, Lane] = {}
+        self._requests: dict[str, tuple[Request, Lane]] = {}
+        self._mode: PauseMode | None = None
+        self._half_updated: str | None = None
+        self._loading = False
+        self._kv_is_old = False
+        self._drains: list[Future[Any]] = []
+        self._busy_s = 0.0
+        self._unpinned_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    # ---- any thread ------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Policy version of the live weights."""
-        return self._loop.live.version
-
-    def live_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The fused tensors that live requests are decoded with, by live name; the tensors, not copies."""
-        return self._weights.tensors()
-
-    def layout(self) -> Mapping[str, RowRange]:
-        """The inverse map: HF name -> rows of a live tensor."""
-        return self._weights.layout()
+        return self.live.version
 
     async def generate(
         self,
@@ -97,136 +117,244 @@ class TorchEngine:
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """See `Engine.generate`. A caller that is cancelled aborts its request.
-
-        A token's random number depends on its position in the answer: what follows a prefix is drawn with the numbers
-        of an answer that was never interrupted.
-
-        Raises:
-            EngineError: the request does not fit or is malformed, `request_id` is in use, `pinned` is not held, or
-                the engine died or is closed.
-        """
+        """As `Engine.generate`. What follows a prefix is drawn with the numbers of an answer that had none."""
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._spec.vocab_size)
-        keys = [stream_key(self._seed, sampling.seed, index) for index in range(n)]
-        prompt = np.array(token_ids, dtype=np.int32)
-        given = settled(prefixes, n, sampling, self._spec.vocab_size)
         request = Request(
-            request_id=request_id, prompt=prompt, sampling=sampling, keys=keys, future=Future(), prefixes=given
+            request_id=request_id,
+            prompt=np.array(token_ids, dtype=np.int32),
+            sampling=sampling,
+            keys=[stream_key(self._seed, sampling.seed, index) for index in range(n)],
+            prefixes=settled(prefixes, n, sampling, self._spec.vocab_size),
         )
         try:
-            completions: list[Completion] = await self._loop.mailbox.ask(
-                lambda _: self._loop.enqueue(request, pinned), request.future
-            )
+            answers: list[Completion] = await self._mailbox.ask(partial(self._enqueue, request, pinned), request.future)
         except asyncio.CancelledError:
-            self._post_unwatched(lambda: self._loop.abort(request_id, request))
+            self._post_unwatched(partial(self._abort, request_id, request))
             raise
-        return completions
+        return answers
 
     async def pause(self, mode: PauseMode) -> None:
-        """See `Engine.pause`. Only live requests stop or drain; pinned ones go on.
-
-        Raises:
-            EngineError: a drain was ended by `resume`, another pause or `close` before the last answer ended.
-        """
-        await self._loop.mailbox.ask(lambda future: self._loop.pause(mode, future))
+        """As `Engine.pause`. Only live requests stop; a drain is ended by `resume`, `close` or another pause."""
+        stands: Future[None] = Future()
+        await self._mailbox.ask(partial(self._pause, mode, stands), stands)
 
     async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """See `Engine.load`. The iterable is consumed in a worker thread; what it raises is raised here.
-
-        Raises:
-            EngineError: not paused, or a tensor is unknown, repeated, missing, or of another shape or dtype. After
-                the latter the engine is half updated: `resume` and `pin` refuse until a load has succeeded.
-        """
-        await self._do(lambda: self._loop.begin_load(version))
-        copying = asyncio.ensure_future(asyncio.to_thread(self._weights.load, named_tensors))
+        """As `Engine.load`. A worker thread consumes the iterable; what it raises is raised here."""
+        await self._mailbox.ask(partial(self._begin_load, version))
+        copying = asyncio.ensure_future(asyncio.to_thread(self.live.weights.load, named_tensors))
         try:
             # A cancelled caller must not free the tensors for a second load while the first still writes them.
             await asyncio.shield(copying)
         except asyncio.CancelledError:
-            copying.add_done_callback(lambda done: self._abandon_load(done, version))
+            copying.add_done_callback(partial(self._abandon_load, version))
             raise
         except BaseException:
-            await self._do(lambda: self._loop.end_load(version, complete=False))
+            await self._mailbox.ask(partial(self._end_load, None))
             raise
-        await self._do(lambda: self._loop.end_load(version, complete=True))
+        await self._mailbox.ask(partial(self._end_load, version))
 
-    def _abandon_load(self, copying: "asyncio.Future[None]", version: int) -> None:
+    def _abandon_load(self, version: int, copying: "asyncio.Future[None]") -> None:
         if not copying.cancelled() and copying.exception() is not None:
             logger.warning("cancelled load of version %d ended with: %s", version, copying.exception())
-        self._post_unwatched(lambda: self._loop.end_load(version, complete=False))
+        self._post_unwatched(partial(self._end_load, None))
 
     async def digest(self) -> Mapping[str, int]:
-        """See `Engine.digest`. Keys are HF names; a tied lm_head.weight has none (rule of ties)."""
-        self._loop.mailbox.raise_if_dead()
-        return await asyncio.to_thread(self._weights.digests)
+        self._mailbox.raise_if_dead()
+        return await asyncio.to_thread(self.live.weights.digests)
 
     async def resume(self) -> None:
-        """See `Engine.resume`. After `pause("recompute_kv")` and a load, the KV of running requests is recomputed.
-
-        Raises:
-            EngineError: the engine is half updated.
-        """
-        await self._do(self._loop.resume)
+        await self._mailbox.ask(self._resume)
 
     def holds(self) -> int | None:
-        """See `Engine.holds`: pinned weights are a copy, so no update ever waits."""
-        return None
+        return None  # pinned weights are a copy, so no update ever waits
 
     async def pin(self, version: int) -> None:
-        """See `Engine.pin`: copies the live weights.
-
-        Raises:
-            EngineError: the live weights are another version, or half updated.
-        """
-        await self._do(lambda: self._loop.pin(version))
+        await self._mailbox.ask(partial(self._pin, version))
 
     async def unpin(self, version: int) -> None:
-        """See `Engine.unpin`. Requests that still run on the pin come back as `abort`."""
-        await self._do(lambda: self._loop.unpin(version))
+        await self._mailbox.ask(partial(self._unpin, version))
 
     def abort(self, request_id: str) -> None:
-        """See `Engine.abort`; unknown requests are ignored."""
-        self._post_unwatched(lambda: self._loop.abort(request_id))
+        self._post_unwatched(partial(self._abort, request_id))
+
+    def _post_unwatched(self, action: "partial[None]") -> None:
+        with suppress(EngineError):  # to an engine that has ended it means nothing
+            self._mailbox.post(action)
 
     def running_tokens(self) -> Mapping[str, int]:
-        """See `Engine.running_tokens`; waiting answers count as 0."""
-        return self._loop.running_tokens()
+        with self._lock:
+            counts = {
+                name: sum(answer.token_ids.size for answer in request.done.values())
+                for name, (request, _) in self._requests.items()
+            }
+            for lane in (self.live, *self._pins.values()):
+                for request, produced in lane.rows.produced():
+                    # After the thread's death its requests are forgotten while their rows are still there.
+                    if request.request_id in counts:
+                        counts[request.request_id] += produced
+        return counts
 
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
-        """See `Engine.progress`."""
-        return self._loop.progress(request_id, since)
+        with self._lock:
+            if request_id not in self._requests:
+                return []
+            request, lane = self._requests[request_id]
+            return lane.rows.progress(request, since or [0] * len(request.keys))
 
     async def health(self) -> Health:
-        """See `Engine.health`."""
-        return self._loop.health()
+        with self._lock:
+            self._mailbox.raise_if_dead()
+            lanes = (self.live, *self._pins.values())
+            return Health(
+                version=self.live.version,
+                running=sum(lane.rows.running for lane in lanes),
+                waiting=sum(len(lane.rows.waiting) for lane in lanes),
+                generated_tokens=self._unpinned_tokens + sum(lane.generated_tokens for lane in lanes),
+                busy_s=self._busy_s,
+                memory_bytes=sum(lane.num_bytes for lane in lanes),
+                detail={
+                    "pins": float(len(self._pins)),
+                    "half_updated": float(self._half_updated is not None),
+                    "live_prefilled_prompts": float(self.live.prefilled_prompts),
+                },
+            )
 
     async def close(self) -> None:
-        """See `Engine.close`.
-
-        Raises:
-            EngineError: the thread is still in a forward after 30 s.
-        """
-        self._loop.mailbox.close()
-        if not await asyncio.to_thread(self._loop.join, CLOSE_DEADLINE_S):
+        self._mailbox.close()
+        await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+        if self._thread.is_alive():
             raise EngineError(f"the decode thread did not end within {CLOSE_DEADLINE_S:.0f} s of close()")
 
-    async def _do(self, action: Callable[[], None]) -> None:
-        """Run `action` in the decode thread between two steps and wait until it is done."""
+    # ---- the decode thread, between two steps ----------------------------------------------------------
 
-        def handler(future: "Future[Any]") -> None:
-            action()
-            future.set_result(None)
+    def _enqueue(self, request: Request, pinned: int | None) -> None:
+        lane = self.live if pinned is None else self._pins.get(pinned)
+        if lane is None:
+            raise EngineError(f"version {pinned} is not pinned here (pinned: {sorted(self._pins)})")
+        with self._lock:
+            if request.request_id in self._requests:
+                raise EngineError(f"request id {request.request_id!r} is already running")
+            self._requests[request.request_id] = (request, lane)
+            lane.rows.enqueue(request)
+        if request.complete:
+            self._complete.append(request)
 
-        await self._loop.mailbox.ask(handler)
+    def _abort(self, request_id: str, only: Request | None = None) -> None:
+        """End a request; where `only` is given, that one and no later one of its name."""
+        held, lane = self._requests.get(request_id, (None, None))
+        if held is not None and lane is not None and only in (None, held):
+            lane.abort(held)
 
-    def _post_unwatched(self, action: Callable[[], None]) -> None:
-        """Post an action that nobody waits for; to an engine that has ended it means nothing."""
+    def _draining(self) -> bool:
+        return self._mode == "drain" and self.live.rows.running > 0
 
-        def handler(future: "Future[Any]") -> None:
-            action()
-            future.set_result(None)
+    def _pause(self, mode: PauseMode, stands: "Future[None]") -> None:
+        if mode != "drain":
+            self._fail_drains(f"pause('drain') was overtaken by pause({mode!r})")
+        self._mode = mode
+        if self._draining():
+            self._drains.append(stands)
+        else:
+            stands.set_result(None)
 
+    def _fail_drains(self, reason: str) -> None:
+        for future in self._drains:
+            future.set_exception(EngineError(reason))
+        self._drains.clear()
+
+    def _begin_load(self, version: int) -> None:
+        """From here to `_end_load` the live tensors belong to the loading thread."""
+        if self._loading:
+            raise EngineError(f"load of version {version} while another load runs")
+        if self._mode is None or self._draining():
+            raise EngineError(f"load of version {version} while live requests run; pause first")
+        self._loading = True
+        self._half_updated = f"the load of version {version} over version {self.live.version} did not complete"
+
+    def _end_load(self, version: int | None) -> None:
+        """Take the live tensors back; they serve where they are a `version`, whole."""
+        self._loading = False
+        self._kv_is_old = True
+        if version is not None:
+            self._half_updated = None
+            self.live.version = version
+
+    def _resume(self) -> None:
+        if self._half_updated is not None:
+            raise EngineError(f"resume refused: {self._half_updated}; load a whole version first")
+        self._fail_drains("pause('drain') was ended by resume()")
+        if self._mode == "recompute_kv" and self._kv_is_old:
+            started = time.perf_counter()
+            self.live.recompute()
+            self._busy_s += time.perf_counter() - started
+        self._kv_is_old = False
+        self._mode = None
+
+    def _pin(self, version: int) -> None:
+        if version in self._pins:
+            return
+        if self._half_updated is not None:
+            raise EngineError(f"pin of version {version} refused: {self._half_updated}")
+        if version != self.live.version:
+            raise EngineError(f"pin of version {version} refused: the live version is {self.live.version}")
+        lane = self._lane(self.live.weights.copy(), version)
+        with self._lock:
+            self._pins[version] = lane
+
+    def _unpin(self, version: int) -> None:
+        lane = self._pins.get(version)
+        if lane is None:
+            return
+        lane.abort()
+        with self._lock:
+            del self._pins[version]
+            self._unpinned_tokens += lane.generated_tokens
+
+    # ---- the decode thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._num_threads)
         try:
-            self._loop.mailbox.post(handler, Future())
-        except EngineError as error:
-            logger.debug("command dropped: %s", error)
+            with torch.inference_mode():
+                while not self._mailbox.closed:
+                    self._mailbox.serve(self._has_work)
+                    self._step()
+                    self._deliver()
+                # What was posted before the close still gets its answer; nothing can be posted after it.
+                self._mailbox.serve(self._has_work)
+                for lane in (self.live, *self._pins.values()):
+                    lane.abort()
+                self._fail_drains("pause('drain') was ended by close()")
+                self._deliver()
+        except BaseException as error:
+            logger.exception("the decode thread of the torch engine died")
+            with self._lock:
+                self._requests.clear()
+            self._mailbox.die(error)
+
+    def _live_may_step(self) -> bool:
+        return self._mode is None or self._draining()
+
+    def _has_work(self) -> bool:
+        live = [self.live] if self._live_may_step() else []
+        return any(lane.rows.running or lane.rows.waiting for lane in (*live, *self._pins.values()))
+
+    def _step(self) -> None:
+        """One decode step of every lane that may: all advance at the same pace."""
+        started = time.perf_counter()
+        if self._live_may_step():
+            self.live.step(may_admit=self._mode is None)
+        for lane in self._pins.values():
+            lane.step(may_admit=True)
+        self._busy_s += time.perf_counter() - started
+        if self._drains and not self.live.rows.running:
+            for future in self._drains:
+                future.set_result(None)
+            self._drains.clear()
+
+    def _deliver(self) -> None:
+        for request in self._complete:
+            with self._lock:
+                del self._requests[request.request_id]
+            request.future.set_result(request.completions())
+        self._complete.clear()

@@ -1,4 +1,4 @@
-"""Which model folders the torch engine can serve: config.json -> `ModelSpec`, or a refusal that names the key.
+"""Which models the torch engine serves: config.json -> `ModelSpec`, or a refusal by key.
 
 The engine implements three families exactly (Qwen2, Qwen3, Llama); everything a config can ask for beyond them
 is refused here, because a decoder that is nearly the model gives behaviour logprobs that are nearly right.
@@ -45,14 +45,9 @@ class ModelSpec:
 
 
 def read_spec(folder: Path, max_context: int) -> ModelSpec:
-    """Read `config.json` of a Hugging Face folder.
+    """Read a folder's `config.json`; `max_context` is most tokens of prompt and answer.
 
-    Args:
-        folder: the model folder.
-        max_context: most tokens of prompt and answer that will be asked for.
-
-    Raises:
-        EngineError: the model is of another family, or asks for something the engine does not do exactly.
+    Raises EngineError where the model is of another family, or asks for something the engine does not do exactly.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -69,7 +64,7 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
     config = CONFIG_CLASSES[model_type].from_dict(raw)
     _refuse_what_differs(path, config, max_context)
     inv_freq, rope_scaling = _rope(path, config)
-    qwen2, qwen3 = model_type == "qwen2", model_type == "qwen3"
+    qwen2 = model_type == "qwen2"
     attention_bias = bool(getattr(config, "attention_bias", False)) and not qwen2
     return ModelSpec(
         family=model_type,
@@ -85,7 +80,7 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         qkv_bias=qwen2 or attention_bias,
         o_bias=attention_bias,
         mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        qk_norm=qwen3,
+        qk_norm=model_type == "qwen3",
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
     )
@@ -109,13 +104,6 @@ def _refuse_what_differs(path: Path, config: Any, max_context: int) -> None:
             f"{path}: max_position_embeddings {config.max_position_embeddings} is below the context of {max_context} "
             "tokens (data.max_prompt_tokens + rollout.max_new_tokens); lower one of the two"
         )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise EngineError(
-            f"{path}: num_attention_heads {config.num_attention_heads} is no multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
-        )
-    if _head_dim(config) % 2:
-        raise EngineError(f"{path}: head_dim {_head_dim(config)} is odd, rotary embeddings need pairs")
 
 
 def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
@@ -132,6 +120,5 @@ def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
     if rope_type != "default":
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
         return inv_freq.float(), float(scaling)
-    dim = _head_dim(config)
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.int64).float() / _head_dim(config)
     return 1.0 / (parameters["rope_theta"] ** exponents), 1.0

@@ -1,17 +1,15 @@
-"""A lane: one set of weights with the answers that it decodes and their KV cache.
+"""A lane: one set of weights, the answers that it decodes, and their KV cache.
 
-The engine has one live lane and one lane per pinned version; lanes share the model and nothing else, so an
-evaluation on pinned weights neither sees an update nor takes rows from live requests.
+Lanes share the model and nothing else, so an evaluation on pinned weights neither sees an update nor takes rows from
+live requests.
 """
 
 import threading
-from concurrent.futures import Future
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion
 from rollout_server.engines.torch.model import KVCache, TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, uniforms
@@ -22,7 +20,11 @@ MAX_PREFILL_TOKENS = 16384
 
 
 class Lane:
-    """Continuous batching on one set of weights. Called by the engine thread only, except `rows` under `lock`."""
+    """Continuous batching on one set of weights.
+
+    Called by the decode thread only, but `rows` by others too, under `lock`. Requests whose last answer has ended are
+    appended to `complete`.
+    """
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Lane:
         max_running: int,
         max_context: int,
         lock: threading.Lock,
+        complete: list[Request],
     ) -> None:
         self.model = model
         self.weights = weights
@@ -40,45 +43,38 @@ class Lane:
         self.rows = RowTable(max_running=max_running, max_context=max_context)
         self.cache = KVCache(model.spec, weights.dtype, max_rows=max_running, max_length=max_context)
         self.generated_tokens = 0
-        self.decode_steps = 0
         self.prefilled_prompts = 0
         self._lock = lock
+        self._complete = complete
 
     @property
     def num_bytes(self) -> int:
         """Memory of weights and KV."""
-        return self.weights.num_bytes + self.cache.num_bytes
+        return self.weights.num_bytes + self.cache.data.nbytes
 
     def step(self, *, may_admit: bool) -> None:
-        """Start what waits if it is worth a prefill, then decode one token for every running answer."""
+        """Start what waits if it is worth a prefill, then decode a token of every running answer."""
         if may_admit and self.rows.ready_to_admit():
             self._admit()
         if self.rows.running:
             self._decode()
 
     def _admit(self) -> None:
+        first = self.rows.running
         with self._lock:
-            admission = self.rows.admit(MAX_PREFILL_TOKENS)
-        first, last = admission.first_row, self.rows.running
-        longest = max(len(prompt) for prompt in admission.prompts)
+            prompts, prompt_of_row = self.rows.admit(MAX_PREFILL_TOKENS)
+        last, longest = self.rows.running, max(len(prompt) for prompt in prompts)
         self.cache.reserve(last, longest + 1)
         self.cache.clear(first, last)
-        logits = self.model.prefill(
-            self.weights,
-            self.cache,
-            admission.prompts,
-            first_row=first,
-            prompt_of_row=admission.prompt_of_row,
-        )
-        self.prefilled_prompts += len(admission.prompts)
-        self._sample(first, logits[torch.tensor(admission.prompt_of_row)])
+        logits = self.model.prefill(self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row)
+        self.prefilled_prompts += len(prompts)
+        self._sample(first, logits[torch.tensor(prompt_of_row)])
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.running
         positions = rows.length[:n] - 1
         self.cache.reserve(n, int(positions.max()) + 1)
         logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions)
-        self.decode_steps += 1
         self._sample(0, logits)
 
     def _sample(self, start: int, logits: torch.Tensor) -> None:
@@ -101,40 +97,27 @@ class Lane:
         with self._lock:
             longest = int(self.rows.length[: self.rows.running].max())
             complete, source, target = self.rows.remove(ended, aborted=aborted)
+        self._complete += complete
         if len(source):
             self.cache.move(source, target, min(longest, self.cache.length))
-        _deliver(complete)
 
     def recompute(self) -> None:
-        """Compute the KV of all running answers anew from their tokens, under the weights as they are now."""
+        """Compute the KV of all running answers anew, under the weights as they are now."""
         rows = self.rows
-        first = 0
-        while first < rows.running:
-            last, longest = first, 0
-            while last < rows.running:
-                longest = max(longest, int(rows.length[last]) - 1)
-                if last > first and longest * (last + 1 - first) > MAX_PREFILL_TOKENS:
-                    break
-                last += 1
+        at_once = max(1, MAX_PREFILL_TOKENS // int(rows.length[: rows.running].max(initial=1)))
+        for first in range(0, rows.running, at_once):
+            last = min(first + at_once, rows.running)
             # The last token of a row is fed by its next decode step.
             known = [rows.ids[row, : rows.length[row] - 1] for row in range(first, last)]
             self.cache.clear(first, last)
             self.model.prefill(
                 self.weights, self.cache, known, first_row=first, prompt_of_row=list(range(last - first))
             )
-            first = last
 
     def abort(self, request: Request | None = None) -> None:
         """End one request, or all of them, now; answers come back with what they have."""
         with self._lock:
-            complete = self.rows.drop_waiting(request)
-        _deliver(complete)
+            self._complete += self.rows.drop_waiting(request)
         running = self.rows.rows_of(request)
         if len(running):
             self._remove(running, aborted=True)
-
-
-def _deliver(complete: list[Request]) -> None:
-    for request in complete:
-        future: Future[list[Completion]] = request.future
-        future.set_result(request.completions())

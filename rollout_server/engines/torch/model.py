@@ -16,19 +16,17 @@ from rollout_server.engines.torch.weights import LayerTensors, LiveWeights
 LENGTH_BUCKET = 16
 
 
+def _bucketed(length: int) -> int:
+    return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
+
+
 class KVCache:
-    """Keys and values [layer, 2, row, K, T, D]; grows by doubling up to max_rows and max_length."""
+    """Keys and values `data` [layer, 2, row, K, T, D]; grows by doubling up to its limits."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, max_rows: int, max_length: int) -> None:
         self._max_rows = max_rows
-        self._max_length = -(-max_length // LENGTH_BUCKET) * LENGTH_BUCKET
-        self._shape = (spec.num_layers, 2, 0, spec.num_kv_heads, 0, spec.head_dim)
-        self.data = torch.zeros(self._shape, dtype=dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory held."""
-        return self.data.nbytes
+        self._max_length = _bucketed(max_length)
+        self.data = torch.zeros((spec.num_layers, 2, 0, spec.num_kv_heads, 0, spec.head_dim), dtype=dtype)
 
     @property
     def length(self) -> int:
@@ -37,19 +35,18 @@ class KVCache:
 
     def reserve(self, rows: int, length: int) -> None:
         """Make room for `rows` rows of `length` positions; what is cached stays."""
-        held_rows, held_length = self.data.shape[2], self.data.shape[4]
+        layers, two, held_rows, heads, held_length, dim = self.data.shape
         if rows <= held_rows and length <= held_length:
             return
-        layers, two, _, heads, _, dim = self._shape
         new_rows = held_rows if rows <= held_rows else min(self._max_rows, max(rows, 2 * held_rows))
-        bucketed = -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
-        new_length = held_length if length <= held_length else min(self._max_length, max(bucketed, 2 * held_length))
+        wanted = max(_bucketed(length), 2 * held_length)
+        new_length = held_length if length <= held_length else min(self._max_length, wanted)
         data = torch.zeros((layers, two, new_rows, heads, new_length, dim), dtype=self.data.dtype)
         data[:, :, :held_rows, :, :held_length] = self.data
         self.data = data
 
     def clear(self, start: int, stop: int) -> None:
-        """Zero rows [start, stop): masked positions get weight 0, and 0 times a left-over NaN would be NaN."""
+        """Zero rows [start, stop): a masked position's weight 0 times a left-over NaN would be NaN."""
         self.data[:, :, start:stop].zero_()
 
     def move(self, source: NDArray[np.int64], target: NDArray[np.int64], length: int) -> None:
@@ -59,7 +56,7 @@ class KVCache:
 
 
 class TorchModel:
-    """Stateless forward; weights and cache are arguments, so that one model serves live and pinned weights."""
+    """Stateless forward; one model serves live and pinned weights, which are arguments."""
 
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, max_context: int) -> None:
         self.spec = spec
@@ -83,7 +80,7 @@ class TorchModel:
             float32 logits [n, V].
         """
         n, heads, kv_heads, dim = len(tokens), self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim
-        length = min(cache.length, (int(positions.max()) // LENGTH_BUCKET + 1) * LENGTH_BUCKET)
+        length = min(cache.length, _bucketed(int(positions.max()) + 1))
         position = torch.from_numpy(positions)
         x = F.embedding(torch.from_numpy(tokens), weights.embed)
         cos, sin = self._cos[position].unsqueeze(1), self._sin[position].unsqueeze(1)
@@ -112,10 +109,10 @@ class TorchModel:
         first_row: int,
         prompt_of_row: list[int],
     ) -> torch.Tensor:
-        """Compute the KV of whole prompts and write it to rows first_row, first_row + 1, ...
+        """Compute the KV of P whole prompts and write it to the rows from `first_row` on.
 
         Args:
-            prompts: P token sequences, padded here on the right (causal attention never looks there).
+            prompts: padded here on the right (causal attention never looks there).
             first_row: row of the first answer.
             prompt_of_row: which prompt each row gets; answers to one prompt share its forward.
 
@@ -148,7 +145,7 @@ class TorchModel:
     def _qkv(
         self, layer: LayerTensors, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q [N, H, D] and k [N, K, D], and v [N, K, D], of N tokens x [N, hidden]."""
+        """Of tokens x [N, hidden]: q [N, H, D] and k [N, K, D], rotated, and v [N, K, D]."""
         spec = self.spec
         fused = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
         num_qk = spec.num_heads + spec.num_kv_heads

@@ -1,4 +1,4 @@
-"""Book-keeping of the answers that one set of weights decodes: waiting queue, dense rows, finishing. No torch.
+"""Book-keeping of the answers that one set of weights decodes. No torch.
 
 Running answers are always rows 0..n-1; when one finishes, the last row moves into its place. All per-token work
 is a few numpy operations over all rows; Python touches a single answer only when it starts and when it ends.
@@ -20,29 +20,23 @@ NO_TOKEN = -1
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Request:
-    """`len(keys)` answers to one prompt; `future` gets the completions in order.
-
-    Prefixes that have ended are done from the start.
-    """
+    """`len(keys)` answers to one prompt; prefixes may have ended already."""
 
     request_id: str
     prompt: NDArray[np.int32]
     sampling: Sampling
     keys: list[int]
     """Random stream of each answer."""
-    future: "Future[list[Completion]]"
-    prefixes: Sequence[Partial] = ()
-    """What each answer has at its start; none where empty."""
+    future: "Future[list[Completion]]" = field(default_factory=Future)
+    """Gets the completions, in order."""
+    prefixes: Sequence[Partial]
+    """What each answer has at its start."""
     done: dict[int, Completion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, prefix in enumerate(self.prefixes):
             if prefix.finish_reason is not None:
                 self.done[index] = prefix.as_completion(prefix.finish_reason)
-
-    def prefix(self, index: int) -> Partial:
-        """What this answer has at its start."""
-        return self.prefixes[index] if self.prefixes else Partial()
 
     @property
     def complete(self) -> bool:
@@ -63,15 +57,10 @@ class Answer:
     known: NDArray[np.int32]
     """Prompt and prefix; the prompt itself, not a copy, where there is no prefix."""
 
-
-@dataclass(slots=True, frozen=True)
-class Admission:
-    """Answers that start now, in the rows from `first_row`; the i-th one's prompt, and prefix if it has one, is
-    `prompts[prompt_of_row[i]]`."""
-
-    first_row: int
-    prompts: list[NDArray[np.int32]]
-    prompt_of_row: list[int]
+    def end(self, completion: Completion) -> list[Request]:
+        """Note how it ended; its request where that is complete with this."""
+        self.request.done[self.index] = completion
+        return [self.request] if self.request.complete else []
 
 
 class RowTable:
@@ -99,46 +88,48 @@ class RowTable:
 
     @property
     def running(self) -> int:
-        """Number of rows in use."""
+        """Rows in use."""
         return len(self.answers)
 
     def enqueue(self, request: Request) -> None:
-        """Put the answers of a request that are not done yet at the end of the queue."""
+        """Queue the answers of a request that are not done yet."""
         for index in range(len(request.keys)):
             if index not in request.done:
-                prefix = request.prefix(index).token_ids
+                prefix = request.prefixes[index].token_ids
                 known = np.concatenate([request.prompt, prefix]) if prefix.size else request.prompt
                 self.waiting.append(Answer(request, index, known))
 
     def ready_to_admit(self) -> bool:
-        """Whether a prefill is worth it: something waits, and an eighth of the rows is free or nothing runs."""
+        """Whether something waits, and an eighth of the rows is free or nothing runs."""
         if not self.waiting:
             return False
         free = self.max_running - self.running
         return not self.answers or free >= max(1, self.max_running // ADMIT_FRACTION)
 
-    def admit(self, max_prefill_tokens: int) -> Admission:
+    def admit(self, max_prefill_tokens: int) -> tuple[list[NDArray[np.int32]], list[int]]:
         """Move waiting answers, first come first served, into free rows.
 
         Stops at the last free row, or before the padded prompts exceed `max_prefill_tokens` (one always goes in).
+        Returns the prompts, each once, and the number of its prompt for each row that is new.
         """
-        admission = Admission(self.running, [], [])
+        prompts: list[NDArray[np.int32]] = []
+        prompt_of_row: list[int] = []
         longest = 0
         while self.waiting and self.running < self.max_running:
             known = self.waiting[0].known
-            if not admission.prompts or known is not admission.prompts[-1]:
+            if not prompts or known is not prompts[-1]:
                 longest = max(longest, len(known))
-                if admission.prompts and longest * (len(admission.prompts) + 1) > max_prefill_tokens:
+                if prompts and longest * (len(prompts) + 1) > max_prefill_tokens:
                     break
-                admission.prompts.append(known)
+                prompts.append(known)
             self._start(self.waiting.popleft())
-            admission.prompt_of_row.append(len(admission.prompts) - 1)
-        return admission
+            prompt_of_row.append(len(prompts) - 1)
+        return prompts, prompt_of_row
 
     def _start(self, answer: Answer) -> None:
         row, request, sampling = self.running, answer.request, answer.request.sampling
         start, stop = len(request.prompt), len(answer.known)
-        prefix = request.prefix(answer.index)
+        prefix = request.prefixes[answer.index]
         self.answers.append(answer)
         self.ids[row, :stop] = answer.known
         self.logprobs[row, start:stop] = prefix.logprobs
@@ -155,7 +146,7 @@ class RowTable:
         self.stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
 
     def record(self, start: int, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int) -> None:
-        """Append one sampled token to the rows [start, start + len(tokens))."""
+        """Append a token to each of the rows from `start` on."""
         stop = start + len(tokens)
         row, at = self._index[start:stop], self.length[start:stop]
         self.ids[row, at] = tokens
@@ -178,23 +169,14 @@ class RowTable:
     ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int64]]:
         """Take answers out of their rows and close the gaps.
 
-        Returns:
-            requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
+        Returns requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
         """
-        complete = []
+        complete: list[Request] = []
         starts, stops = self.prompt_length[rows].tolist(), self.length[rows].tolist()
         stopped = self._stopped(rows).tolist()
         for row, start, stop, at_stop in zip(rows.tolist(), starts, stops, stopped, strict=True):
-            answer = self.answers[row]
             reason: FinishReason = "abort" if aborted else "stop" if at_stop else "length"
-            answer.request.done[answer.index] = Completion(
-                token_ids=self.ids[row, start:stop].copy(),
-                logprobs=self.logprobs[row, start:stop].copy(),
-                versions=self.versions[row, start:stop].copy(),
-                finish_reason=reason,
-            )
-            if answer.request.complete:
-                complete.append(answer.request)
+            complete += self.answers[row].end(self._tokens(row, start, stop).as_completion(reason))
         n, left = self.running, self.running - len(rows)
         stays = np.ones(n, dtype=np.bool_)
         stays[rows] = False
@@ -216,14 +198,12 @@ class RowTable:
             self.answers[new] = self.answers[old]
 
     def drop_waiting(self, request: Request | None = None) -> list[Request]:
-        """End waiting answers (of one request, or all) as `abort`, with their prefixes; requests complete with this."""
+        """End waiting answers (of one request, or all) as `abort`; requests complete with this."""
         dropped = [answer for answer in self.waiting if request is None or answer.request is request]
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
-        complete = []
+        complete: list[Request] = []
         for answer in dropped:
-            answer.request.done[answer.index] = answer.request.prefix(answer.index).as_completion("abort")
-            if answer.request.complete:
-                complete.append(answer.request)
+            complete += answer.end(answer.request.prefixes[answer.index].as_completion("abort"))
         return complete
 
     def rows_of(self, request: Request | None = None) -> NDArray[np.int64]:
@@ -237,18 +217,18 @@ class RowTable:
         found = []
         for index, first in enumerate(since):
             if index in rows:
-                found.append(self._partial(rows[index], first))
+                row = rows[index]
+                found.append(self._tokens(row, int(self.prompt_length[row]) + first, int(self.length[row])))
             else:
                 answer = request.done.get(index)
-                found.append((Partial.of(answer) if answer is not None else request.prefix(index)).since(first))
+                found.append((Partial.of(answer) if answer is not None else request.prefixes[index]).since(first))
         return found
 
-    def _partial(self, row: int, since: int) -> Partial:
-        span = slice(int(self.prompt_length[row]) + since, int(self.length[row]))
+    def _tokens(self, row: int, start: int, stop: int) -> Partial:
         return Partial(
-            token_ids=self.ids[row, span].copy(),
-            logprobs=self.logprobs[row, span].copy(),
-            versions=self.versions[row, span].copy(),
+            token_ids=self.ids[row, start:stop].copy(),
+            logprobs=self.logprobs[row, start:stop].copy(),
+            versions=self.versions[row, start:stop].copy(),
         )
 
     def produced(self) -> Iterator[tuple[Request, int]]:

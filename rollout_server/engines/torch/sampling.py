@@ -4,42 +4,36 @@ The uniform of a token is a hash of its counters, not the next number of a share
 random stream does not depend on what else is in the batch, on the slot, or on pauses.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
-def _mix(value: int) -> int:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
+def _mix(value: Any) -> Any:
+    """Finaliser of SplitMix64 (Steele, Lea, Flood 2014), of a number or an array of uint64."""
+    value = value & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
 def stream_key(engine_seed: int, seed: int, answer: int) -> int:
     """Key below 2^64 of the random stream of one answer of one request."""
-    key = _mix(engine_seed + _GOLDEN)
+    key: int = _mix(engine_seed + _GOLDEN)
     for part in (seed, answer):
         key = _mix(key + _GOLDEN + _mix(part + _GOLDEN))
     return key
 
 
 def uniforms(keys: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) of 53 bits: element i is number `counters[i]` of the stream `keys[i]`."""
-    h = (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
-    h += keys
-    h ^= h >> np.uint64(30)
-    h *= np.uint64(_MIX_1)
-    h ^= h >> np.uint64(27)
-    h *= np.uint64(_MIX_2)
-    h ^= h >> np.uint64(31)
-    return (h >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """Numbers in [0, 1) of 53 bits: element i is number `counters[i]` of the stream `keys[i]`."""
+    mixed: NDArray[np.uint64] = _mix((counters.astype(np.uint64) + 1) * _GOLDEN + keys)
+    return (mixed >> 11).astype(np.float64) * 2.0**-53
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Live weights of the torch engine: Hugging Face tensors in, fused tensors that the decode step reads, digests out.
+"""Live weights of the torch engine: Hugging Face tensors in, fused tensors to decode with, digests out.
 
 The inverse map is one table: each HF name is a range of rows of one live tensor (q, k and v are rows of `qkv`,
 gate and up are rows of `gate_up`, everything else is a live tensor of its own). Loading copies into those rows and
@@ -8,7 +8,7 @@ Rule of ties: a tied lm_head.weight has no entry; it is sent, held and digested 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -51,7 +51,7 @@ class LayerTensors(NamedTuple):
 
 
 def layout(spec: ModelSpec) -> dict[str, RowRange]:
-    """The inverse map of a model: HF name -> rows of a live tensor, in the order of the model."""
+    """The inverse map, in the order of the model: HF name -> rows of a live tensor."""
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
@@ -88,48 +88,39 @@ def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
 
 
 class LiveWeights:
-    """One set of fused weights. `layers`, `embed`, `norm` and `lm_head` are what the forward reads."""
+    """One set of fused weights. `layers`, `embed`, `norm` and `lm_head` are what the forward reads.
+
+    `tensors` has them by live name ("embed", "layers.0.qkv", ...), `layout` the rows of them by HF name.
+    """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         self.spec = spec
         self.dtype = dtype
-        self._layout = layout(spec)
-        heights: dict[str, int] = {}
-        for rows in self._layout.values():
-            heights[rows.live] = max(heights.get(rows.live, 0), rows.start + rows.shape[0])
-        self._live = {
-            rows.live: torch.zeros(heights[rows.live], *rows.shape[1:], dtype=dtype) for rows in self._layout.values()
-        }
+        self.layout = layout(spec)
+        # The last HF tensor of a live one reaches to its end.
+        ends = {rows.live: (rows.start + rows.shape[0], *rows.shape[1:]) for rows in self.layout.values()}
+        self.tensors = {live: torch.zeros(shape, dtype=dtype) for live, shape in ends.items()}
         self._views = {
-            name: self._live[rows.live].narrow(0, rows.start, rows.shape[0]) for name, rows in self._layout.items()
+            name: self.tensors[rows.live].narrow(0, rows.start, rows.shape[0]) for name, rows in self.layout.items()
         }
-        self.embed = self._live["embed"]
-        self.norm = self._live["norm"]
-        self.lm_head = self._live.get("lm_head", self.embed)
+        self.embed = self.tensors["embed"]
+        self.norm = self.tensors["norm"]
+        self.lm_head = self.tensors.get("lm_head", self.embed)
         self.layers = [self._layer(index) for index in range(spec.num_layers)]
 
     def _layer(self, index: int) -> LayerTensors:
-        return LayerTensors(*(self._live.get(f"layers.{index}.{field}") for field in LayerTensors._fields))  # type: ignore[arg-type]
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The live tensors themselves, by live name ("embed", "layers.0.qkv", ...); not copies."""
-        return self._live
-
-    def layout(self) -> Mapping[str, RowRange]:
-        """HF name -> rows of a live tensor."""
-        return self._layout
+        return LayerTensors(*(self.tensors.get(f"layers.{index}.{field}") for field in LayerTensors._fields))  # type: ignore[arg-type]
 
     @property
     def num_bytes(self) -> int:
         """Memory of this set."""
-        return sum(tensor.nbytes for tensor in self._live.values())
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy HF tensors into the live tensors; any order, each name exactly once.
 
-        Raises:
-            EngineError: a tensor is unknown, repeated, missing, or of another shape or dtype. Tensors that came
-                before it are already copied: the set is then half updated.
+        Raises EngineError where a tensor is unknown, repeated, missing, or of another shape or dtype. Those before it
+        are already copied: the set is then half updated.
         """
         loaded: set[str] = set()
         for name, tensor in named_tensors:
@@ -137,12 +128,12 @@ class LiveWeights:
             with torch.no_grad():
                 self._views[name].copy_(tensor)
             loaded.add(name)
-        missing = [name for name in self._layout if name not in loaded]
+        missing = [name for name in self.layout if name not in loaded]
         if missing:
-            raise EngineError(f"{len(missing)} of {len(self._layout)} tensors are missing, the first is {missing[0]!r}")
+            raise EngineError(f"{len(missing)} of {len(self.layout)} tensors are missing, the first is {missing[0]!r}")
 
     def _check(self, name: str, tensor: torch.Tensor, *, repeated: bool) -> None:
-        rows = self._layout.get(name)
+        rows = self.layout.get(name)
         if rows is None:
             tie = f" (tied: it is part of {EMBEDDING})" if name == LM_HEAD else ""
             raise EngineError(f"tensor {name!r} is not part of this {self.spec.family} model{tie}")
@@ -161,30 +152,24 @@ class LiveWeights:
     def copy(self) -> "LiveWeights":
         """A second set with the same contents and no shared memory."""
         twin = LiveWeights(self.spec, self.dtype)
-        with torch.no_grad():
-            for name, tensor in self._live.items():
-                twin._live[name].copy_(tensor)
+        twin.load(self._views.items())
         return twin
 
 
 def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a Hugging Face folder (one safetensors file, or several with an index), cast to `dtype`.
+    """Tensors of a folder (one safetensors file, or several with an index), cast to `dtype`.
 
-    Raises:
-        EngineError: there are no safetensors files, one that the index names is absent, or the folder holds an
-            lm_head that differs from the embedding although config.json says that they are tied.
+    Raises EngineError where there are no such files, one that the index names is absent, or the lm_head differs from
+    the embedding although config.json says that they are tied.
     """
-    files: dict[str, list[str]] = {}
-    for name, file in _weight_map(folder).items():
-        files.setdefault(file, []).append(name)
     aside: dict[str, torch.Tensor] = {}
-    for file, names in files.items():
-        with safe_open(str(folder / file), framework="pt") as tensors:
-            for name in names:
+    for file in _files(folder):
+        with safe_open(str(file), framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  # no mapping
                 # Buffers that old Llama exports carry; the frequencies follow from the config.
                 if name.endswith("rotary_emb.inv_freq"):
                     continue
-                tensor = tensors.get_tensor(name)
+                tensor = opened.get_tensor(name)
                 if tied and name in (EMBEDDING, LM_HEAD):
                     aside[name] = tensor
                 if not (tied and name == LM_HEAD):
@@ -196,19 +181,14 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype) -> Iterator[tup
         )
 
 
-def _weight_map(folder: Path) -> dict[str, str]:
-    """HF name -> file name within the folder."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for file in sorted(set(weight_map.values())):
-            if Path(file).name != file or not (folder / file).is_file():
-                raise EngineError(f"{index}: weight_map names {file!r}, which is not a file in this folder")
-        return weight_map
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise EngineError(
-            f"{folder}: neither model.safetensors nor model.safetensors.index.json; only safetensors load"
-        )
-    with safe_open(str(single), framework="pt") as tensors:
-        return dict.fromkeys(tensors.keys(), single.name)
+def _files(folder: Path) -> list[Path]:
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if not index.is_file():
+        if single.is_file():
+            return [single]
+        raise EngineError(f"{folder}: neither {single.name} nor {index.name}; only safetensors load")
+    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise EngineError(f"{index}: weight_map names {name!r}, which is not a file in this folder")
+    return [folder / name for name in names]

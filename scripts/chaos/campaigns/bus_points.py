@@ -1,13 +1,14 @@
-"""The points of a weight update at which a fault meets it, the faults, and what one case came to."""
+"""The points of a weight update at which a fault meets it, the faults, and the course of every case."""
 
-import random
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from scripts.chaos import processes
-from scripts.chaos.points import HOLD_S as HOLD_S
+from scripts.chaos.injection import HOLD_S as HOLD_S
+from scripts.chaos.polling import Ended, Hung
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +16,7 @@ class Point:
     """Where an update stands. Example: Point("Staged", "Staged", "all has come and is proven, the publisher knows")"""
 
     name: str
-    moment: str
-    """Of scripts/chaos/probe.py, at which a receiver is held; empty where it need not be."""
+    moment: str  # of scripts/chaos/probe.py, at which a receiver is held; empty where it need not be
     what: str
 
 
@@ -43,12 +43,9 @@ POINTS = (
     Point("refill", "middle bucket", "bytes were corrupt, the version is being sent again"),
 )
 NAMED = {point.name: point for point in POINTS}
-JOINING = ("before Join", "joining", "late join")
-"""Points that a receiver passes once in its life."""
+JOINING = ("before Join", "joining", "late join")  # points that a receiver passes once in its life
 
-
-Begin = Callable[[int], AbstractContextManager[None]]
-FAULTS: dict[str, tuple[str, Begin]] = {
+FAULTS: dict[str, tuple[str, Callable[[int], AbstractContextManager[None]]]] = {
     "kill": ("SIGKILL", processes.killed),
     "stop": ("SIGSTOP for longer than every deadline of the others, then SIGCONT", processes.stopped),
     "cut": ("its TCP connections are closed, new ones at once, for longer than the bus's silence", processes.cut_off),
@@ -59,11 +56,6 @@ FAULTS: dict[str, tuple[str, Begin]] = {
 a failure. After `kill` the process is gone. `stuck` is done by a gate."""
 
 
-def chosen(number: int, among: Sequence[Point], rng: random.Random) -> list[Point]:
-    """So many of the points, drawn, in their order."""
-    return [among[i] for i in sorted(rng.sample(range(len(among)), min(number, len(among))))]
-
-
 @dataclass(slots=True, kw_only=True)
 class Outcome:
     """One case."""
@@ -71,51 +63,76 @@ class Outcome:
     role: str
     fault: str
     point: str
-    seconds: float = 0.0
-    """From the fault until the next version was live wherever the fault did not hit."""
-    culprit: str = ""
-    """The line of a log that names the hit process; "changes nothing" where none may."""
-    digests_equal: bool = False
-    """Afterwards, everywhere."""
-    hung: str = ""
-    """Which wait was not over at its deadline."""
-    wrong: list[str] = field(default_factory=list)
-    """No line names the hit process, or another one was named or removed."""
+    seconds: float = 0.0  # from the fault until the next version was live wherever the fault did not hit
+    culprit: str = ""  # the line of a log that names the hit process; "changes nothing" where none may
+    digests_equal: bool = False  # afterwards, everywhere
+    hung: str = ""  # which wait was not over at its deadline
+    wrong: list[str] = field(default_factory=list)  # no line names the hit process, or another one was named or removed
     deadline_s: float = 0.0
 
     def row(self) -> str:
-        """A line of the table."""
         state = "HUNG: " + self.hung if self.hung else "equal" if self.digests_equal else "DIFFERENT"
         words = "; ".join(f"WRONG: {wrong}" for wrong in self.wrong) or self.culprit
         return f"{self.role:8}  {self.fault:5}  {self.point:15}  {self.seconds:6.2f}  {state:9}  {words}"
 
 
-HEADER = f"{'role':8}  {'fault':5}  {'point':15}  {'s':>6}  {'digests':9}  which log says what"
+class Bench:
+    """Processes that meet one case after the other; a context manager. A subclass has
+
+    deadline_s          from a fault to the next version
+    duration_s(fault)   how long a fault lasts: beyond each deadline that could notice it
+    gate(point)         what holds the processes at a point
+    approach(point, hold_s, strike)  see that all is well, hold the processes at the point, and strike there
+    pid                 the process that is hit, asked then
+    outlast(outcome, until)  what happens while the fault lasts, which is until then
+    recover(outcome)    wait until all have come back, with one more version
+    judge(outcome)      whether all hold the same, and the hit process is named and no other
+    """
+
+    role: str
+    began = 0.0  # monotonic time at which the fault met the process; 0 before
+
+    def case(self, fault: str, point: Point) -> Outcome:
+        """A fault at a point, until everything is as it was before."""
+        outcome = Outcome(role=self.role, fault=fault, point=point.name, deadline_s=self.deadline_s)
+        gate, self.began = self.gate(point), 0.0
+        lasts = self.duration_s(fault)
+        try:
+            with ExitStack() as during:
+
+                def strike() -> None:
+                    during.enter_context(FAULTS[fault][1](self.pid))
+                    self.began = time.monotonic()
+
+                # what is stuck is held by its gate for as long as the fault lasts
+                self.approach(point, lasts if fault == "stuck" else HOLD_S, strike)
+                if fault != "stuck":
+                    gate.release()
+                self.outlast(outcome, self.began + lasts)
+            gate.release()
+            self.recover(outcome)
+            self.judge(outcome)
+        except (Hung, Ended) as hung:
+            outcome.hung, outcome.seconds = str(hung), time.monotonic() - self.began if self.began else 0.0
+        finally:
+            gate.release()
+        return outcome
 
 
 def totals(outcomes: Sequence[Outcome], skipped: int, violations: int) -> dict[str, Any]:
-    """The last line of the output."""
-    roles = list(dict.fromkeys(outcome.role for outcome in outcomes))
-    by_role = {role: [outcome for outcome in outcomes if outcome.role == role] for role in roles}
+    def longest(of: Sequence[Outcome]) -> dict[str, Any]:
+        seconds = round(max((o.seconds for o in of), default=0.0), 2)
+        return {"cases": len(of), "longest_s": seconds, "deadline_s": max((o.deadline_s for o in of), default=0.0)}
+
+    roles = dict.fromkeys(outcome.role for outcome in outcomes)
+    everything = longest(outcomes)
     return {
-        "cases": len(outcomes),
+        "cases": everything.pop("cases"),
         "hung": sum(bool(o.hung) for o in outcomes),
         "digests_equal": all(o.digests_equal for o in outcomes),
         "unnamed": sum(bool(o.wrong) for o in outcomes),
-        "longest_s": _longest(outcomes),
-        "deadline_s": _deadline(outcomes),
-        "roles": {
-            role: {"cases": len(mine), "longest_s": _longest(mine), "deadline_s": _deadline(mine)}
-            for role, mine in by_role.items()
-        },
+        **everything,
+        "roles": {role: longest([o for o in outcomes if o.role == role]) for role in roles},
         "skipped": skipped,
         "violations": violations,
     }
-
-
-def _longest(outcomes: Sequence[Outcome]) -> float:
-    return round(max((o.seconds for o in outcomes), default=0.0), 2)
-
-
-def _deadline(outcomes: Sequence[Outcome]) -> float:
-    return max((o.deadline_s for o in outcomes), default=0.0)

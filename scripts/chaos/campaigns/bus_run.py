@@ -6,15 +6,15 @@ rollout-a, or before the gather of rank 0. A fault takes the publisher, the leas
 
 import re
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config
-from scripts.chaos import checker
-from scripts.chaos.campaigns.bus_points import FAULTS, HOLD_S, JOINING, POINTS, Outcome, Point
+from scripts.chaos.campaigns.bus_points import JOINING, POINTS, Bench, Outcome, Point
 from scripts.chaos.cluster import Cluster
 from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
-from scripts.chaos.polling import Ended, Hung, JsonLines
+from scripts.chaos.polling import Ended, JsonLines
 from scripts.chaos.settings import SERVERS, Variant, recovery_s
 from scripts.chaos.watch import Gate
 
@@ -24,14 +24,11 @@ VARIANT = Variant(
     "lag 1, two ranks",
     ("replay.async_lag=1", "placement.split=2:2", "weight_bus.bucket_bytes=65536", "learner.batch_deadline_s=20"),
 )
-TOTAL_STEPS = 120_000
-"""More than any campaign takes: the run is ended from outside."""
-PACE_S = 0.005
+TOTAL_STEPS = 120_000  # more than any campaign takes: the run is ended from outside
+PACE_S, CUT_S = 0.005, 4.0
 CONCERNED = tuple(point for point in POINTS if point.name != "overtaken")
 """The learner waits for each version before it publishes the next, so a healthy run has no such point."""
-NEW_EPOCH = ("Epoch", "EpochReady", "forming")
-"""Points that an update has only where the members have changed."""
-CUT_S = 4.0
+NEW_EPOCH = ("Epoch", "EpochReady", "forming")  # points that an update has only where the members have changed
 GO_ON = 2
 """Versions above the last committed one; the first of them may be under way already, with a batch that was formed."""
 LOST_RANK = r"lost 'learner-1'.*\[(closed|silent)\]"
@@ -47,93 +44,52 @@ SAYS: dict[tuple[str, str], tuple[str, ...]] = {
 SOMETHING_CHANGED = re.compile(r"replay: lost '|breaks off|the learner stopped|replay .* died|; removed")
 
 
-def duration_s(role: str, fault: str, config: Config) -> float:
-    """How long a fault lasts: longer than those that notice it wait."""
-    patience = config.network.silent_after_s if role == "replay" else config.learner.batch_deadline_s
-    return {"kill": 0.0, "stop": patience + 2.0, "cut": CUT_S, "slow": CUT_S}[fault]
+class TrainingRun(Bench):
+    """One run, of which one role is hit."""
 
-
-class TrainingRun:
-    """One run and one case after the other; a context manager."""
-
-    def __init__(self, work: Path, data: Path) -> None:
-        self._work, self._data = work, data
-        self._cluster = Cluster(work, pace=lambda: PACE_S)
+    def __init__(self, work: Path, data: Path, role: str) -> None:
+        self.role, self._data = role, data
+        self.run = Cluster(work, pace=lambda: PACE_S)
         self._learner = Gate(work / "probes" / "learner")
+        self._mark: dict[Path, int] = {}
+        self._goal = 0
 
     def __enter__(self) -> "TrainingRun":
-        run = self._cluster.__enter__()
-        try:
-            run.start_small(VARIANT, self._data, TOTAL_STEPS)
-        except BaseException:
-            run.__exit__()
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(self.run).start_small(VARIANT, self._data, TOTAL_STEPS)
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._cluster.__exit__()
+        self.run.__exit__()
 
-    def deadline_s(self, role: str) -> float:
-        """From any fault of a role to the next version: its own length, and what processes take to come back."""
-        config = self._cluster.config
-        return max(duration_s(role, name, config) for name in ("kill", "stop", "cut", "slow")) + recovery_s(config)
+    @property
+    def deadline_s(self) -> float:
+        """From any fault of the role to the next version: its own length, and what processes take to come back."""
+        return max(map(self.duration_s, ("kill", "stop", "cut", "slow"))) + recovery_s(self.run.config)
 
-    def case(self, role: str, fault: str, point: Point) -> Outcome:
-        """A fault of a role at a point, until the run has gone on."""
-        run, limit = self._cluster, self.deadline_s(role)
-        outcome = Outcome(role=role, fault=fault, point=point.name, deadline_s=limit)
-        gate = self._learner if point.name == "gathering" else run.watch.probes[HELD].gate
-        began = 0.0
-        try:
-            for server in SERVERS:
-                run.wait_for_peers(server)
-            self._approach(point, gate)
-            mark, goal = run.logs.mark(), run.watch.account.high + GO_ON
-            with FAULTS[fault][1](self._pid(role)):
-                began = time.monotonic()
-                gate.release()
-                self._last(began + duration_s(role, fault, run.config), goal, outcome, began)
-            left = began + limit - time.monotonic()
-            run.wait(lambda: run.watch.served >= goal, f"v{goal} at both rollout servers", left)
-            outcome.seconds = outcome.seconds or time.monotonic() - began
-            run.go_on()
-            run.wait(lambda: self._newest_sync()["weight_sync/version"] >= goal, f"the row of v{goal}", left)
-            outcome.digests_equal = self._newest_sync()["weight_sync/digests_equal"] is True
-            self._judge(outcome, mark)
-        except (Hung, Ended) as hung:
-            outcome.hung = str(hung)
-            outcome.seconds = time.monotonic() - began if began else 0.0
-        finally:
-            gate.release()
-        return outcome
+    @property
+    def pid(self) -> int:
+        pids = self.run.pids(self.role)
+        if not pids:
+            raise Ended(f"{self.role} is not there")
+        return pids[0]
 
-    def check(self) -> checker.Report:
-        """The checker's report, when all have ended."""
-        self._cluster.watch.poll()
-        records = sorted(self._work.glob("probes/*/events.jsonl"))
-        return checker.check(self._work / "run", journal=self._work / "journal", acks=records)
+    def gate(self, point: Point) -> Gate:
+        return self._learner if point.name == "gathering" else self.run.watch.probes[HELD].gate
 
-    def _pid(self, role: str) -> int:
-        pid = self._cluster.pids("replay")[0] if role == "replay" else self._cluster.rank_pid(1)
-        if pid is None:
-            raise Ended(f"{role} is not there")
-        return pid
+    def duration_s(self, fault: str) -> float:
+        config = self.run.config
+        patience = config.network.silent_after_s if self.role == "replay" else config.learner.batch_deadline_s
+        return {"kill": 0.0, "stop": patience + 2.0}.get(fault, CUT_S)
 
-    def _newest_sync(self) -> dict[str, Any]:
-        """The last row of metrics that tells of a broadcast; steps that are repeated make none."""
-        metrics = JsonLines.read(self._work / "run" / "metrics.jsonl")  # whole: a resumed learner cuts it
-        rows = (row for row in reversed(metrics) if row.get("weight_sync/version") is not None)
-        return next(rows, {"weight_sync/version": -1})
-
-    def _approach(self, point: Point, gate: Gate) -> None:
-        """Hold the run at the point."""
-        run, held = self._cluster, self._cluster.watch.probes[HELD]
-        limit = recovery_s(run.config)
-        if point.name == "between updates":
-            run.wait(lambda: run.watch.served >= run.watch.account.version, "a version at both", limit)
-            return
+    def approach(self, point: Point, hold_s: float, strike: Callable[[], None]) -> None:
+        run, watch, gate = self.run, self.run.watch, self.gate(point)
+        limit, held = recovery_s(run.config), watch.probes[HELD]
+        for server in SERVERS:
+            run.wait_for_peers(server)
         if point.name in JOINING:
-            gate.aim(point.moment, HOLD_S)
+            gate.aim(point.moment, hold_s)
         if point.name in (*JOINING, *NEW_EPOCH):
             before = run.kill(HELD)
             run.wait(lambda: run.pids(HELD) not in ([], [before]), f"another {HELD}", limit)
@@ -143,25 +99,45 @@ class TrainingRun:
         if point.name == "refill":
             gate.spoil()
             run.wait(lambda: gate.spoiled, "a spoiled update", limit)
-        if point.name not in JOINING:
-            gate.aim(point.moment or point.name, HOLD_S)
-        run.wait(lambda: gate.arrived, f"the point {point.name!r}", limit)
+        if point.name == "between updates":
+            run.wait(lambda: watch.served >= watch.history.version, "a version at both", limit)
+        else:
+            if point.name not in JOINING:
+                gate.aim(point.moment or point.name, hold_s)
+            run.wait(lambda: gate.arrived, f"the point {point.name!r}", limit)
+        self._mark, self._goal = run.logs.mark(), watch.history.high + GO_ON
+        strike()
 
-    def _last(self, until: float, goal: int, outcome: Outcome, began: float) -> None:
-        """Let a fault last, and note when the next version is served, should that be meanwhile."""
+    def outlast(self, outcome: Outcome, until: float) -> None:
+        """Note when the next version is served, should that be meanwhile."""
         while time.monotonic() < until:
-            self._cluster.tick()
-            if not outcome.seconds and self._cluster.watch.served >= goal:
-                outcome.seconds = time.monotonic() - began
+            self.run.tick()
+            if not outcome.seconds and self.run.watch.served >= self._goal:
+                outcome.seconds = time.monotonic() - self.began
 
-    def _judge(self, outcome: Outcome, mark: dict[Path, int]) -> None:
+    def recover(self, outcome: Outcome) -> None:
+        run, goal = self.run, self._goal
+        left = self.began + self.deadline_s - time.monotonic()
+        run.wait(lambda: run.watch.served >= goal, f"v{goal} at both rollout servers", left)
+        outcome.seconds = outcome.seconds or time.monotonic() - self.began
+        run.go_on()
+        run.wait(lambda: self._newest_sync()["weight_sync/version"] >= goal, f"the row of v{goal}", left)
+
+    def judge(self, outcome: Outcome) -> None:
         """The hit process must be named in some log; nothing may have changed where the fault changes nothing."""
-        logs, says = self._cluster.logs, SAYS.get((outcome.role, outcome.fault), ())
-        if says:
-            line = logs.first(says, mark)
+        outcome.digests_equal = self._newest_sync()["weight_sync/digests_equal"] is True
+        logs, says = self.run.logs, SAYS.get((outcome.role, outcome.fault))
+        if says is not None:
+            line = logs.first(says, self._mark)
             outcome.culprit = f"{line.log}: {line.text}" if line is not None else ""
             outcome.wrong += [] if line is not None else ["no line names it"]
             return
         outcome.culprit = "changes nothing"
-        changed = (line for line in logs.since(mark) if SOMETHING_CHANGED.search(line.text))
+        changed = (line for line in logs.since(self._mark) if SOMETHING_CHANGED.search(line.text))
         outcome.wrong += [f"{line.log}: {line.text}" for line in changed]
+
+    def _newest_sync(self) -> dict[str, Any]:
+        """The last row of metrics that tells of a broadcast; steps that are repeated make none."""
+        metrics = JsonLines.read(self.run.folder / "metrics.jsonl")  # whole: a resumed learner cuts it
+        rows = (row for row in reversed(metrics) if row.get("weight_sync/version") is not None)
+        return next(rows, {"weight_sync/version": -1})

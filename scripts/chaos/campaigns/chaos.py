@@ -9,86 +9,105 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
 from scripts.chaos.cluster import Cluster
-from scripts.chaos.faults import BY_NAME, FAULTS, INSTANT, POINTS, Fault, as_markdown
-from scripts.chaos.injection import Injector
-from scripts.chaos.plan import Planned, PlannedRun, make_plan
-from scripts.chaos.points import Aim
+from scripts.chaos.faults import (
+    BY_NAME,
+    FAULTS,
+    INSTANT,
+    POINTS,
+    Planned,
+    PlannedRun,
+    as_markdown,
+    make_plan,
+)
+from scripts.chaos.injection import Aim, Injector
 from scripts.chaos.polling import Ended, Hung
-from scripts.chaos.report import State, conclude, end_on_sigterm, say
-from scripts.chaos.settings import make_data, naming_s
-from scripts.chaos.watch import Line
+from scripts.chaos.report import State, say
+from scripts.chaos.settings import Variant, make_data, naming_s
 
-GAP_S = (0.2, 1.5)
-"""Between a run that goes on and the next fault."""
-STEPS_PER_FAULT = 12
-SPARE_STEPS = 30
+OPTIONS = {
+    "faults": (20, "faults in all"),
+    "per_run": (20, "faults in one run"),
+    "only": ("", "faults with one of these words in their name: kill,cut"),
+    "data": (Path("data/sort6"), "of make_sort6"),
+    "table": (tuple(as_markdown()), "print the table of docs/faults.md and end"),
+}
+GAP_S = (0.2, 1.5)  # between a run that goes on and the next fault
+STEPS_PER_FAULT, SPARE_STEPS = 12, 30
 PACES_S = (0.01, 0.05, 0.5)
 """Seconds that the reward of one trajectory takes (four make a group) while the run is where its faults are, ahead of
 them, and so far ahead that it would end before they do."""
 
-
+KEYS = (
+    *("faults", "acked", "trained", "dropped", "lost", "trained_twice", "hung", "unnamed", "ended_early"),
+    *("violations", "buffered", "repeated_steps"),
+)
 Part = dict[str, Any]
-"""What came of one run, or the sums over all; JSON."""
+"""What came of one run, or the sums over all; JSON. `coverage` counts by `fault at point`, where the fault has really
+met the run; `recovery_s` is the time from each fault's end until the run had gone on."""
+
+
+def plan(args: argparse.Namespace) -> list[PlannedRun]:
+    return make_plan(args.seed, args.faults, args.per_run, args.only)
+
+
+def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> None:
+    for number, (variant, faults) in list(enumerate(planned, start=1))[len(state.done) :]:
+        work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
+        say(f"run {number}: {variant.name}, {len(faults)} faults, in {work}")
+        state.add(Trial(variant, faults, work, make_data(args.data), rng).run())
+
+
+def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[Part, list[str]]:
+    found = total(state.done)
+    width = max(len(fault.name) for fault in FAULTS)
+    print(f"{'':{width}}  " + "  ".join(POINTS))
+    for fault in FAULTS:
+        cells = (f"{found['coverage'][f'{fault.name} at {point}'] or '-':>{len(point)}}" for point in POINTS)
+        print(f"{fault.name:{width}}  " + "  ".join(cells))
+    groups = [*found["lost"], *found["trained_twice"], *found["violations"]]
+    return as_json(found), [*found["hung"], *found["ended_early"], *found["unnamed"], *groups[:20]]
 
 
 def new_part() -> Part:
-    """Of a run that begins. `coverage` counts by `fault at point`, where the fault has really met the run;
-    `recovery_s` is the time from each fault's end until the run had gone on."""
-    lists: Part = {name: [] for name in ("hung", "unnamed", "ended", "recovery_s")}
+    lists: Part = {name: [] for name in ("hung", "unnamed", "ended_early", "recovery_s")}
     return {"faults": 0, "coverage": Counter(), **lists, **vars(checker.Report())}
 
 
 def total(parts: Iterable[Part]) -> Part:
-    """The sums."""
     sums = new_part()
     for part in parts:
         for name, value in part.items():
-            sums[name] = sums[name] + (Counter(value) if isinstance(value, dict) else value)
+            sums[name] += Counter(value) if isinstance(value, dict) else value
     return sums
 
 
-def wrong_in(part: Part) -> list[str]:
-    """Everything that must not be."""
-    groups = [*part["lost"], *part["trained_twice"], *part["violations"]]
-    return [*part["hung"], *part["ended"], *part["unnamed"], *groups[:20]]
-
-
-def as_json(part: Part) -> dict[str, Any]:
-    """The last line of the output."""
-    return {
-        **{name: part[name] for name in ("faults", "acked", "trained", "dropped")},
-        **{name: len(part[name]) for name in ("lost", "trained_twice", "hung", "unnamed")},
-        "ended_early": len(part["ended"]),
-        "violations": len(part["violations"]),
-        "buffered": part["buffered"],
-        "repeated_steps": part["repeated_steps"],
-        "pairs_hit": len(part["coverage"]),
-        "max_recovery_s": round(max(part["recovery_s"], default=0.0), 1),
-    }
+def as_json(part: Part) -> Part:
+    shown = {key: len(part[key]) if isinstance(part[key], list) else part[key] for key in KEYS}
+    longest = round(max(part["recovery_s"], default=0.0), 1)
+    return {**shown, "pairs_hit": len(part["coverage"]), "max_recovery_s": longest}
 
 
 class Trial:
     """One run and its faults."""
 
-    def __init__(self, planned: PlannedRun, work: Path, data: Path, rng: random.Random) -> None:
-        self.planned, self.work, self.data, self.rng = planned, work, data, rng
+    def __init__(self, variant: Variant, faults: list[Planned], work: Path, data: Path, rng: random.Random) -> None:
+        self.variant, self.faults, self.work, self.data, self.rng = variant, faults, work, data, rng
         self.result = new_part()
         self.cluster = Cluster(work, pace=self._pace)
 
     def run(self) -> Part:
-        """The run, its faults, its end, its check."""
         try:
             with self.cluster as cluster:
-                steps = STEPS_PER_FAULT * len(self.planned.faults) + SPARE_STEPS
-                cluster.start_small(self.planned.variant, self.data, steps)
+                steps = STEPS_PER_FAULT * len(self.faults) + SPARE_STEPS
+                cluster.start_small(self.variant, self.data, steps)
                 before: frozenset[str] = frozenset()
-                for fault in self.planned.faults:
+                for fault in self.faults:
                     cluster.wait_for_peers(fault.server)
                     cluster.rest(self.rng.uniform(*GAP_S))
                     self._fault(fault, before)
@@ -97,33 +116,31 @@ class Trial:
                 if code != 0:
                     raise Ended(f"exit code {code}: {cluster.last_words()}")
         except (Hung, Ended) as error:
-            kind = "hung" if isinstance(error, Hung) else "ended"
+            kind = "hung" if isinstance(error, Hung) else "ended_early"
             self.result[kind].append(f"{self.work}: {error}")
             say(f"{kind.upper()}: {error}")
-        run = self.cluster.folder
-        if (run / "config.yaml").exists():
-            records = sorted(self.work.glob("probes/*/events.jsonl"))
-            report = checker.check(run, journal=self.work / "journal", acks=records)
+        if (self.cluster.folder / "config.yaml").exists():
+            report = self.cluster.check()
             self.result |= vars(report)
             say(f"check: {report.as_json()}")
         return self.result
 
     def _pace(self) -> float:
         """Steps must last as long as faults do: slow when the run is ahead of them."""
-        if self.result["faults"] >= len(self.planned.faults):
+        if self.result["faults"] >= len(self.faults):
             return 0.0
-        ahead = self.cluster.watch.account.high // STEPS_PER_FAULT - self.result["faults"]
+        ahead = self.cluster.history.high // STEPS_PER_FAULT - self.result["faults"]
         return PACES_S[max(0, min(ahead, len(PACES_S) - 1))]
 
     def _fault(self, planned: Planned, before: frozenset[str]) -> None:
         """Aim, inject, look for the line that names it, and wait until the run has gone on."""
         fault, cluster, result = BY_NAME[planned.fault], self.cluster, self.result
-        injector, mark = Injector(cluster, self.rng), cluster.logs.mark()
+        injector, mark = Injector(cluster, planned.server, self.rng), cluster.logs.mark()
         aim = Aim(cluster, planned.point, planned.server, self.rng)
         try:
             aim.reach()
             point = aim.was_hit()
-            injector.do(fault.name, planned.server)
+            injector.do(fault.name)
             if fault.name.startswith(INSTANT):
                 point = aim.was_hit()
         finally:
@@ -131,68 +148,21 @@ class Trial:
         result["faults"] += 1
         result["coverage"][f"{fault.name} at {point}"] += 1
         over = time.monotonic()
-        line = self._named(fault, planned.server, mark)
+        said = self._named([pattern.replace("{server}", planned.server) for pattern in fault.says], mark)
         cluster.go_on()
         took = time.monotonic() - over
         result["recovery_s"].append(took)
         wrong = next((line for line in cluster.logs.since(mark) if line.classes - fault.classes - before), None)
-        said = line.text[:160] if line is not None else ("" if fault.changes_nothing else "UNNAMED")
         words = f"{fault.name} at {point!r} ({planned.server}, {injector.detail}): on after {took:.1f} s; {said}"
         say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
             result["unnamed"].append(f"{self.work}: {words}; {wrong}")
 
-    def _named(self, fault: Fault, server: str, mark: dict[Path, int]) -> Line | None:
-        if fault.changes_nothing:
-            return None
-        patterns, logs = [pattern.replace("{server}", server) for pattern in fault.says], self.cluster.logs
+    def _named(self, patterns: list[str], mark: dict[Path, int]) -> str:
+        """The line of some log that names a fault; empty where none has to."""
+        cluster = self.cluster
         try:
-            what = f"a line of {patterns}"
-            return self.cluster.wait(lambda: logs.first(patterns, mark), what, naming_s(self.cluster.config))
+            what, limit = f"a line of {patterns}", naming_s(cluster.config)
+            return cluster.wait(lambda: cluster.logs.first(patterns, mark), what, limit).text[:160] if patterns else ""
         except Hung:
-            return None
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line; exit code 1 when anything was lost, doubled, hung or unnamed."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.chaos", description=__doc__.splitlines()[0])
-    parser.add_argument("--faults", type=int, default=20, help="faults in all (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--per-run", type=int, default=20, help="faults in one run (default: %(default)s)")
-    parser.add_argument("--only", default="", help="faults with one of these words in their name: kill,cut")
-    parser.add_argument("--work", type=Path, default=None, help="folder for runs, also to go on in; default: a new one")
-    parser.add_argument("--data", type=Path, default=Path("data/sort6"), help="of make_sort6 (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="leave the runs there also when all is in order")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/faults.md and end")
-    args = parser.parse_args(argv)
-    if args.table:
-        print("\n".join(as_markdown()))
-        return 0
-    if args.faults < 1 or args.per_run < 1:
-        parser.error("--faults and --per-run must be at least 1")
-    try:
-        plan = make_plan(args.seed, args.faults, args.per_run, args.only)
-        what = {"faults": args.faults, "seed": args.seed, "per_run": args.per_run, "only": args.only}
-        state = State(args.work, "chaos", what)
-    except ValueError as error:
-        parser.error(str(error))
-    end_on_sigterm()
-    for number, planned in list(enumerate(plan, start=1))[len(state.done) :]:
-        work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
-        say(f"run {number}: {planned.variant.name}, {len(planned.faults)} faults, in {work}")
-        state.add(Trial(planned, work, make_data(args.data), rng).run())
-    found = total(state.done)
-    print_coverage(found["coverage"])
-    code = conclude(as_json(found), wrong_in(found), in_order=not wrong_in(found))
-    if code == 0 and not args.keep:
-        state.remove()
-    return code
-
-
-def print_coverage(coverage: Counter[str]) -> None:
-    """How often each fault has met a run at each point."""
-    width = max(len(fault.name) for fault in FAULTS)
-    print(f"{'':{width}}  " + "  ".join(POINTS))
-    for fault in FAULTS:
-        cells = (f"{coverage[f'{fault.name} at {point}'] or '-':>{len(point)}}" for point in POINTS)
-        print(f"{fault.name:{width}}  " + "  ".join(cells))
+            return "UNNAMED"

@@ -2,39 +2,38 @@
 
 The quick start, started by the documented commands. Three rollout servers join while it trains: one as it comes, one in
 the middle of a weight update, one while the next update is far. Later one leaves by SIGTERM and one by SIGKILL, both
-while they hold leases. Afterwards a judge reads what they left behind; the last line is JSON.
+while they hold leases. Afterwards a judge reads what they left behind.
 """
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGTERM, Signals
+from typing import Any
 
-from scripts.chaos.campaigns.elastic_judge import FIRST, Facts, Judge
+from scripts.chaos.campaigns.elastic_judge import FAR, FIRST, MID_UPDATE, Facts, Judge
 from scripts.chaos.cluster import LAUNCHER, Cluster
-from scripts.chaos.polling import Ended, Hung
-from scripts.chaos.report import State, conclude, end_on_sigterm, say
+from scripts.chaos.report import State, say
 from scripts.chaos.settings import make_data, run_settings
 from scripts.chaos.watch import Gate
 
-MID_UPDATE_HOLD_S = 2.0
-"""Longest that a broadcast is held while a server joins; below weight_bus.collective_timeout_s."""
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "short": (False, "1, then 2, then 1 rollout server, without evaluations"),
+    "data": (None, "of make_sort6 (default: data/sort6-seed<seed>)"),
+    "judge": (None, "only judge an earlier run's folder"),
+}
+MID_UPDATE_HOLD_S = 2.0  # longest that a broadcast is held for a join; below weight_bus.collective_timeout_s
 START_S, STEP_S, END_S = 90.0, 60.0, 180.0
 """For the start of a process on a busy machine; for anything that the next few steps bring; for the end of the run."""
 JOINING_S, LEAVING_S, TOO_SOON_S = 1.5, 1.2, 10.0
 """How long one server is busy with the rewards of a step: while others start; while servers that hold leases leave; and
 when the steps are used up faster than the plan allows."""
-STANDSTILL_S = 1.0
-"""How long the reward of one answer takes while a server joins far from the next update, or leaves."""
-CAUGHT_S = 0.2
-"""Leases that have lasted so long since will last; a quick reward may have been on its way."""
-QUIET_S = 2.0
-"""Without a new version before a server joins far from one, and after it is served."""
-MID_UPDATE, FAR = "in the middle of an update", "far from the next one"
+STANDSTILL_S = 1.0  # reward of one answer while a server joins far from the next update, or leaves
+CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
+QUIET_S = 2.0  # without a new version before a server joins far from one, and after it is served
+LATEST = 0.75  # share of all steps at which the last departure is over; the run is slowed down where it would be later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +41,13 @@ class Plan:
     """One run. Example: FULL goes from 1 to 4 to 2 rollout servers."""
 
     steps: int
-    joins: dict[str, str]
-    """How each late rollout server joins."""
-    leaves: dict[str, Signals]
-    """How a rollout server leaves, while it holds leases."""
-    alone: int
-    """Steps with the first server only."""
-    between: int
-    """Steps with all of them, after each has had a group trained; and steps after each departure."""
+    joins: dict[str, str]  # how each late rollout server joins
+    leaves: dict[str, Signals]  # how a rollout server leaves, while it holds leases
+    alone: int  # steps with the first server only
+    between: int  # steps with all of them, after each has had a group trained; and after each departure
     samples_per_step: int
-    settings: tuple[str, ...] = ()
-    """What differs from the quick start."""
-    target: float | None = None
-    """Sampled accuracy, mean of the last three evaluations; None where nothing is evaluated."""
-    latest: float = 0.75
-    """Share of all steps at which the last departure is over; the run is slowed down where it would be later."""
+    settings: tuple[str, ...] = ()  # what differs from the quick start
+    target: float | None = None  # sampled accuracy, mean of the last three evaluations, where there are any
 
 
 FULL = Plan(
@@ -68,6 +59,7 @@ FULL = Plan(
     samples_per_step=512,
     target=0.9,
 )
+LITTLE = "rollout.groups_per_step=16 evaluation.every_steps=0 checkpoint.every_steps=0 placement.split=1:1"
 SHORT = Plan(
     steps=30,
     joins={"late-1": MID_UPDATE},
@@ -75,62 +67,77 @@ SHORT = Plan(
     alone=2,
     between=2,
     samples_per_step=128,
-    settings=(
-        "rollout.groups_per_step=16",
-        "evaluation.every_steps=0",
-        "checkpoint.every_steps=0",
-        "placement.split=1:1",
-    ),
+    settings=tuple(LITTLE.split()),
 )
+
+
+def plan(args: argparse.Namespace) -> Plan:
+    """The full run, or the short one; of an earlier run what it was."""
+    if args.judge is not None:
+        head = json.loads((args.judge / "state.json").read_text(encoding="utf-8"))["arguments"]
+        args.work, args.seed, args.short = args.judge, head["seed"], head["short"]
+    return SHORT if args.short else FULL
+
+
+def run(planned: Plan, state: State, args: argparse.Namespace) -> None:
+    if not state.done:
+        data = make_data(args.data or Path(f"data/sort6-seed{args.seed}"), seed=args.seed)
+        state.add(asdict(ElasticRun(planned, state.fresh("cluster")).play(data, args.seed)))
+
+
+def verdict(state: State, hung: str, _args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    if not state.done:
+        return {"ended_early": hung}, []
+    return Judge(state.work / "cluster", Facts(**state.done[0])).verdict()
 
 
 class ElasticRun:
     """The run of a plan."""
 
-    def __init__(self, plan: Plan, work: Path) -> None:
-        self.plan, self.work = plan, work
-        self.facts = Facts(steps=plan.steps, target=plan.target)
+    def __init__(self, planned: Plan, work: Path) -> None:
+        self.plan, self.work = planned, work
+        self.facts = Facts(steps=planned.steps, target=planned.target)
         self.cluster = Cluster(work, pace=self._pace)
-        self.watch, self.account = self.cluster.watch, self.cluster.watch.account
-        self.wait = self.cluster.wait
-        self._step_s = 0.0
-        """How long one server shall be busy with the rewards of a step; 0 is as quick as it gets."""
+        self.history, self.wait, self.probes = self.cluster.history, self.cluster.wait, self.cluster.watch.probes
+        self._step_s = 0.0  # how long one server shall be busy with the rewards of a step; 0 is as quick as it gets
 
     def play(self, data: Path, seed: int) -> Facts:
         """The whole run. Raises Hung or Ended."""
-        began, plan, facts = time.monotonic(), self.plan, self.facts
-        with self.cluster:
-            settings = [*run_settings(self.work, data), *plan.settings, f"learner.total_steps={plan.steps}"]
+        began, planned, facts = time.monotonic(), self.plan, self.facts
+        with self.cluster as cluster:
             # the checker tells the life of every group from the first record on
-            settings += ["replay.journal_keep=all"]
+            more = (f"learner.total_steps={planned.steps}", "replay.journal_keep=all")
             command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
-            self.cluster.launch(settings, command=command, PORT="0")
+            cluster.launch([*run_settings(self.work, data), *planned.settings, *more], *command, PORT="0")
             self._serve(FIRST, "bash", "scripts/start_rollout_nodes.sh")
-            self.wait(lambda: self.account.version >= plan.alone, f"step {plan.alone} with one rollout server", START_S)
-            facts.ranks.append(self.cluster.pids("learner"))
+            self._reach_step(planned.alone, START_S)
+            facts.ranks.append(cluster.pids("learner"))
             self._set_step_s(JOINING_S)
-            for name, how in plan.joins.items():
+            for name, how in planned.joins.items():
                 if how in (MID_UPDATE, FAR):
                     Gate(self.work / "probes" / name).aim("before Join", 2 * START_S)
                 self._serve(name)
-            for name, how in plan.joins.items():
+            for name, how in planned.joins.items():
                 self._join(name, how)
             self._set_step_s(0.0)
-            self._all_train()
-            for name, sig in plan.leaves.items():
+            names, trained = list(facts.started), self.history.trained
+            self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
+            self._reach_step(self.history.version + planned.between)
+            self._say(f"{len(names)} rollout servers, groups trained so far: {dict(trained)}")
+            for name, sig in planned.leaves.items():
                 self._leave(name, sig)
-            facts.ranks.append(self.cluster.pids("learner"))
+            facts.ranks.append(cluster.pids("learner"))
             self._finish()
         facts.seconds = round(time.monotonic() - began, 1)
         return facts
 
     def _serve(self, name: str, *command: str) -> None:
-        self.cluster.serve(name, command=command, proxied=False, restarts=False)
+        self.cluster.serve(name, self.cluster.address, *command)
         self.facts.started[name] = time.monotonic()
         self._say(f"{name} started: {' '.join(command) or 'python -m rollout_server.main'}")
 
     def _join(self, name: str, how: str) -> None:
-        probe, first = self.watch.probes[name], self.watch.probes[FIRST]
+        probe, first = self.probes[name], self.probes[FIRST]
         self.facts.joins[name] = how
         if how in (MID_UPDATE, FAR):
             self.wait(lambda: probe.gate.arrived, f"{name!r} at the gate before its Join", START_S)
@@ -142,127 +149,77 @@ class ElasticRun:
             first.gate.release()
         elif how == FAR:
             self._set_step_s(STANDSTILL_S * self.plan.samples_per_step)
-            self._quiet()
-            last = self.account.version
-            self.wait(lambda: self._all_serve(last), f"v{last} at all rollout servers", STEP_S)
+            self._stand_still()
+            last, others = self.history.version, [p for p in self.probes.values() if p.live >= 0]
+            self.wait(lambda: min(p.live for p in others) >= last, f"v{last} at all rollout servers", STEP_S)
             probe.gate.release()
-        self.wait(lambda: probe.first("live"), f"the first version that {name!r} serves", START_S)
-        asked, live = probe.first("join"), probe.first("live")
+        live = self.wait(lambda: probe.first("live"), f"the first version that {name!r} serves", START_S)
+        asked = probe.first("join")
         assert asked is not None and live is not None
         took = live["at"] - asked["at"]
         self._say(f"{name} joined {how}: {took:.2f} s from its Join to serving v{live['version']}")
         if how == FAR:
-            self._quiet()
+            self._stand_still()
         self._set_step_s(JOINING_S)
-
-    def _all_train(self) -> None:
-        names, trained = list(self.facts.started), self.account.trained
-        self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
-        self._steps(self.plan.between)
-        self._say(f"{len(names)} rollout servers, trained so far: " + ", ".join(f"{n} {trained[n]}" for n in names))
 
     def _leave(self, name: str, sig: Signals) -> None:
         """End a server while it holds leases, and go on without it."""
-        started, facts = self.cluster.started[name], self.facts
+        started, facts, history = self.cluster.started[name], self.facts, self.history
         self._catch_at_work(name)
         started.may_end = True
         started.process.send_signal(sig)
         left_at = time.monotonic()
-        facts.leaves[name], facts.leases_left[name] = sig.name, self.account.held_by(name)
+        facts.leaves[name], facts.leases_left[name] = sig.name, history.held_by(name)
         self.wait(lambda: started.process.poll() is not None, f"the end of {name!r} after {sig.name}", STEP_S)
-        self.wait(lambda: not self.account.held_by(name), f"that no lease is left with {name!r}", STEP_S)
+        self.wait(lambda: not history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
         moved = f"its {facts.leases_left[name]} leases moved in {time.monotonic() - left_at:.2f} s"
         self._say(f"{name} left by {sig.name} (exit code {started.process.returncode}); {moved}")
         self._set_step_s(0.0)
-        self._steps(self.plan.between)
+        self._reach_step(history.version + self.plan.between)
 
     def _catch_at_work(self, name: str) -> None:
         """Wait until a server holds leases that it cannot finish at once."""
-        until = time.monotonic() + STEP_S
-        self._set_step_s(LEAVING_S)
-        while True:
+        until, caught = time.monotonic() + STEP_S, False
+        while not caught:
+            self._set_step_s(LEAVING_S)
             what = f"a lease of {name!r} that it works on"
-            self.wait(lambda: self.account.held_by(name) > 0, what, until - time.monotonic())
+            self.wait(lambda: self.history.held_by(name) > 0, what, until - time.monotonic())
             self._set_step_s(STANDSTILL_S * self.plan.samples_per_step)
             self.cluster.rest(CAUGHT_S)
-            if self.account.held_by(name) > 0:
-                return
-            self._set_step_s(LEAVING_S)
+            caught = self.history.held_by(name) > 0
 
     def _finish(self) -> None:
         self._say(f"training goes on to step {self.plan.steps} with what is left")
-        learner = self.cluster.started[LAUNCHER].process
-        self.wait(lambda: learner.poll() is not None, "the end of the run", END_S)
-        for name, started in self.cluster.started.items():
-            process = started.process
-            self.wait(lambda: process.poll() is not None, f"the end of {name!r}", STEP_S)  # noqa: B023
+        for name, started in self.cluster.started.items():  # the launcher first
+            process, limit = started.process, END_S if name == LAUNCHER else STEP_S
+            self.wait(lambda: process.poll() is not None, f"the end of {name!r}", limit)  # noqa: B023
             self.facts.exits["learner" if name == LAUNCHER else name] = process.returncode
-        self.watch.poll()
-        self._say(f"the run ended with exit code {learner.returncode}")
+        self.cluster.watch.poll()
+        self._say(f"the run ended with exit code {self.facts.exits['learner']}")
 
     # ---- waiting and pace --------------------------------------------------------------------------------
 
-    def _steps(self, number: int) -> None:
-        goal = self.account.version + number
-        self.wait(lambda: self.account.version >= goal, f"step {goal}", STEP_S + TOO_SOON_S * number)
+    def _reach_step(self, goal: int, deadline_s: float = 0.0) -> None:
+        limit = deadline_s or STEP_S + TOO_SOON_S * (goal - self.history.version)
+        self.wait(lambda: self.history.version >= goal, f"step {goal}", limit)
 
-    def _quiet(self) -> None:
+    def _stand_still(self) -> None:
         """Wait until no step has come for a while."""
-        seen = [self.account.version, time.monotonic()]
+        seen = {self.history.version: time.monotonic()}
 
         def is_quiet() -> bool:
-            if self.account.version != seen[0]:
-                seen[:] = [self.account.version, time.monotonic()]
-            return time.monotonic() - seen[1] > QUIET_S
+            return time.monotonic() - seen.setdefault(self.history.version, time.monotonic()) > QUIET_S
 
         self.wait(is_quiet, f"{QUIET_S:g} s without a step", STEP_S)
 
-    def _all_serve(self, version: int) -> bool:
-        return all(probe.live >= version for probe in self.watch.probes.values() if probe.live >= 0)
-
     def _set_step_s(self, seconds: float) -> None:
         self._step_s = seconds
-        self.cluster.pace.set(self._pace())
+        self.cluster.set_pace()
 
     def _pace(self) -> float:
         """The reward of each answer takes its share of a step."""
-        late = self.account.version > self.plan.latest * self.plan.steps and len(self.facts.ranks) < 2
+        late = self.history.version > LATEST * self.plan.steps and len(self.facts.ranks) < 2
         return (TOO_SOON_S if late else self._step_s) / self.plan.samples_per_step
 
     def _say(self, text: str) -> None:
-        say(f"step {self.account.version:3d}  {text}")
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line; exit code 1 when anything is not in order."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.chaos elastic", description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=1, help="of the data, the model and the run (default: %(default)s)")
-    parser.add_argument("--short", action="store_true", help="1, then 2, then 1 rollout server, without evaluations")
-    parser.add_argument("--work", type=Path, default=None, help="folder for the run; default: a temporary one")
-    parser.add_argument("--data", type=Path, default=None, help="of make_sort6 (default: data/sort6-seed<seed>)")
-    parser.add_argument("--keep", action="store_true", help="leave the run there also when all is in order")
-    parser.add_argument("--judge", type=Path, default=None, metavar="WORK", help="only judge an earlier run's folder")
-    args = parser.parse_args(argv)
-    try:
-        if args.judge is not None:
-            args.work = args.judge
-            head = json.loads((args.judge / "state.json").read_text(encoding="utf-8"))["arguments"]
-            args.seed, args.short = head["seed"], head["short"]
-        state = State(args.work, "elastic", {"seed": args.seed, "short": args.short})
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if not state.done:
-        data = make_data(args.data or Path(f"data/sort6-seed{args.seed}"), seed=args.seed)
-        end_on_sigterm()
-        try:
-            run = ElasticRun(SHORT if args.short else FULL, state.fresh("cluster"))
-            state.add(asdict(run.play(data, args.seed)))
-        except (Hung, Ended) as error:
-            return conclude({"ended_early": str(error)}, [f"{error}; see {state.work}"], in_order=False)
-    result, wrong = Judge(state.work / "cluster", Facts(**state.done[0])).verdict()
-    code = conclude(result, wrong, in_order=not wrong)
-    if code == 0 and not args.keep:
-        state.remove()
-    else:
-        sys.stderr.write(f"elastic: the run is in {state.work}\n")
-    return code
+        say(f"step {self.history.version:3d}  {text}")

@@ -1,10 +1,22 @@
-"""A publisher and its subscribers in one process, flipped bits between them, and what became of each."""
+"""`python -m scripts.chaos weights flips --updates 1000 --seed 1 [--delta]`: flipped bits in weight updates.
 
+In one update of --every, a bit of a random byte of a random tensor changes:
+wire    as the buckets arrive at one subscriber, or as they leave the publisher for all of them
+staged  in the staging buffer, after its digests were found right and before the engine copies from it
+live    in the engine's tensors, after they were loaded and before they are digested
+base    in the staging buffer, after the engine has copied from it; only with --delta, which builds on these bytes: it
+        shows in the next version, in the staged bytes where its element changes, else in live weights
+`found` counts flips that the bus's log names with version and subscriber, `healed` those after which each subscriber
+serves that version, bit for bit. What the bus cannot see is counted apart: `at_rest`, bits of live weights that change
+after these were proven; they are served until the next version overwrites them.
+"""
+
+import argparse
 import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,16 +25,42 @@ import torch
 
 from configs.infrastructure import WeightBus
 from scripts.chaos.bus_cluster import BusCluster, Receiver
+from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
 from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.probe import Wrapped, wrapping
-from weight_bus.manifest import Manifest, plan
-from weight_bus.transports import Transport
+from scripts.chaos.report import State, ends_within
+from weight_bus.manifest import plan as make_manifest
+from weight_bus.transports import Transport, TransportFactory
 
+__all__ = ["OPTIONS", "plan", "run", "verdict"]
+
+OPTIONS = {
+    "updates": (1000, "versions to publish"),
+    "every": (50, "one flip in so many updates"),
+    "receivers": (2, "subscribers"),
+    "delta": (False, "send changes only (weight_bus.delta)"),
+}
 ALL = "all"
 BUCKET_BYTES = 16 * 1024
-JOIN_S = 60.0
-AT_REST_EVERY = 5.0
-"""One bit at rest for so many of those that must be found."""
+AT_REST_EVERY = 5.0  # one bit at rest for so many of those that must be found
+
+
+def plan(args: argparse.Namespace) -> "Flips":
+    torch.set_num_threads(1)
+    return Flips(args.seed, receivers=args.receivers, delta=args.delta)
+
+
+def run(campaign: "Flips", state: State, args: argparse.Namespace) -> None:
+    if state.done:
+        return
+    with ends_within(STARTING_S + PER_VERSION_S * args.updates), campaign:
+        result = campaign.run(args.updates, args.every)
+    counts = campaign.counts
+    print(f"{'place':8} {'planted':>8} {'found':>6} {'healed':>7} {'harmless':>9}")
+    for place in counts["planted"]:
+        row = (counts[what][place] for what in ("planted", "found", "healed", "harmless"))
+        print("{:8} {:>8} {:>6} {:>7} {:>9}".format(place, *row))
+    state.add([result, campaign.wrong + campaign.bus.oracle.wrong])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +68,9 @@ class Flip:
     """A bit to change. Example: Flip("wire", "receiver-1", "layers.0.q", byte=17, bit=6)"""
 
     place: str
-    victim: str
-    """Name of a subscriber, or `all`: the publisher sends it to each of them."""
+    victim: str  # name of a subscriber, or `all`: the publisher sends it to each of them
     tensor: str
-    byte: int
-    """Within the tensor."""
+    byte: int  # within the tensor
     bit: int
 
     def apply(self, tensor: torch.Tensor, offset: int = 0) -> None:
@@ -43,54 +79,20 @@ class Flip:
         data[(offset + self.byte) % data.numel()] ^= 1 << self.bit
 
 
-class Saboteur:
-    """Holds the flip that is due, until the place where it belongs takes it, once."""
-
-    def __init__(self, layout: Manifest, *, delta: bool) -> None:
-        self._places = {entry.name: (entry.bucket, entry.offset) for entry in layout.entries}
-        self._delta = delta
-        self._lock = threading.Lock()
-        self.due: Flip | None = None
-
-    def take(self, place: str, victim: str) -> Flip | None:
-        """The flip, if it is meant for here."""
-        with self._lock:
-            found = self.due
-            if found is None or (found.place, found.victim) != (place, victim):
-                return None
-            self.due = None
-            return found
-
-    def spoil(self, victim: str, place: str, name: str, tensor: torch.Tensor) -> None:
-        """Change a tensor beside or in the engine of a subscriber, if that is due."""
-        due = self.due
-        if due is not None and due.tensor == name and self.take(place, victim) is not None:
-            due.apply(tensor)
-
-    def spoil_wire(self, victim: str, bucket: torch.Tensor, index: int) -> None:
-        """Change what is on the wire, if that is due. A coded change is one piece, in which tensors have no places."""
-        due = self.due
-        if due is None:
-            return
-        at, offset = self._places[due.tensor]
-        if index == (0 if self._delta else at) and self.take("wire", victim) is not None:
-            due.apply(bucket, offset)
-
-
 class SpoiledTransport(Wrapped):
     """A transport on which bits may flip: at a subscriber after they have come, at the publisher in a copy."""
 
-    def __init__(self, inner: Transport, saboteur: Saboteur, victim: str) -> None:
+    def __init__(self, inner: Transport, spoil: Callable[[torch.Tensor, int], None], *, copies: bool) -> None:
         super().__init__(inner)
-        self._saboteur, self._victim = saboteur, victim
+        self._spoil, self._copies = spoil, copies
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        if self._victim == ALL:
+        if self._copies:
             bucket = bucket.clone()  # what the publisher keeps for resends stays right
-            self._saboteur.spoil_wire(ALL, bucket, index)
-        super().broadcast(bucket, index)
-        if self._victim != ALL:
-            self._saboteur.spoil_wire(self._victim, bucket, index)
+            self._spoil(bucket, index)
+        self.inner.broadcast(bucket, index)
+        if not self._copies:
+            self._spoil(bucket, index)
 
 
 class Flips:
@@ -98,20 +100,22 @@ class Flips:
 
     def __init__(self, seed: int, *, receivers: int = 2, delta: bool = False, at_rest_every: float = AT_REST_EVERY):
         self._rng = random.Random(seed)
-        options: dict[str, Any] = {"delta": True} if delta else {}
         # generous, because a busy machine is no fault here
-        config = WeightBus(bucket_bytes=BUCKET_BYTES, deadline_s=60, collective_timeout_s=20, heartbeat_s=5, **options)
+        generous = {"deadline_s": 60, "collective_timeout_s": 20, "heartbeat_s": 5}
+        config = WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous)
         self._delta, self._at_rest_every = delta, at_rest_every
         self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
         described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
-        self.saboteur = Saboteur(plan(described, BUCKET_BYTES), delta=delta)
-        self.bus = BusCluster(config, transport_factory=wrapping(SpoiledTransport, self.saboteur, ALL))
+        self._places = {e.name: (e.bucket, e.offset) for e in make_manifest(described, BUCKET_BYTES).entries}
+        self.bus = BusCluster(config, transport_factory=self._transport(ALL))
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
         self.wrong: list[str] = []
         self._digests_equal = True
         self._names = [f"receiver-{number}" for number in range(receivers)]
+        self._lock = threading.Lock()
+        self._due: Flip | None = None  # until the place where it belongs takes it, once
         self._late: Flip | None = None
         """A flip of the last version that shows in the next one, mostly among its live weights."""
         self._resting: list[Receiver] = []
@@ -119,11 +123,9 @@ class Flips:
     def __enter__(self) -> "Flips":
         self.bus.__enter__()
         for name in self._names:
-            spoil = partial(self.saboteur.spoil, name)
-            factory = wrapping(SpoiledTransport, self.saboteur, name)
-            self.bus.add(name, transport_factory=factory, spoil=spoil)
-        members = self.bus.publisher.members
-        self.bus.wait(lambda: len(members()) == len(self._names), f"all of {self._names} have joined", JOIN_S)
+            spoil = partial(lambda name, place, part, tensor: self._meet(tensor, (place, name, part)), name)
+            self.bus.add(name, transport_factory=self._transport(name), spoil=spoil)
+        self.bus.wait_for_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,14 +155,7 @@ class Flips:
             "seconds": round(time.monotonic() - started, 1),
         }
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether all was found, all healed and none served."""
-        planted, found, healed, harmless, _ = (counts.total() for counts in self.counts.values())
-        return found == healed == planted - harmless and self._digests_equal and not self.bus.oracle.wrong
-
     def draw(self, *, last: bool) -> Flip:
-        """Place, subscriber, tensor, byte and bit at random."""
         places = ["wire", "staged", "live", *(["base"] if self._delta and not last else [])]
         place = self._rng.choice(places)
         victim = self._rng.choice([*self._names, ALL] if place == "wire" else self._names)
@@ -173,30 +168,48 @@ class Flips:
         for receiver in self._resting:
             at_rest["served"] += not oracle.holds(version - 1, receiver.live)
             at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])
-        self.bus.log.lines.clear()
-        self.saboteur.due = planted
+        self.bus.lines.clear()
+        self._due = planted
         self.bus.start_publish(self._policy.next()[1])
         report = self.bus.publisher.wait()
         if report.failed:
             self.wrong.append(f"v{version} did not reach all: {report.failed}")
         due = [self._late, planted]
         self._late = due.pop() if planted is not None and planted.place == "base" else None
-        for found in due:
-            if found is not None:
-                self._judge(version, found)
+        for found in filter(None, due):
+            self._judge(version, found)
         for receiver in self._resting:
             at_rest["overwritten"] += self.bus.serves(version, receiver.name)
         self._resting.clear()
-        self._digests_equal &= all(self.bus.serves(version, name) for name in self._names)
+        behind = [name for name in self._names if not self.bus.serves(version, name)]
+        self.wrong += [f"{name!r} does not hold v{version}" for name in behind]
+        self._digests_equal &= not behind
+
+    def _transport(self, victim: str) -> TransportFactory:
+        spoil = lambda bucket, index: self._meet(bucket, ("wire", victim, index))  # noqa: E731
+        return wrapping(SpoiledTransport, spoil, copies=victim == ALL)
+
+    def _meet(self, tensor: torch.Tensor, at: tuple[str, str, str | int]) -> None:
+        """A tensor or bucket passes a place of a victim: change it, if that is where the flip is due."""
+        with self._lock:
+            due = self._due
+            if due is None:
+                return
+            # a coded change is one piece, in which tensors have no places
+            bucket, offset = self._places[due.tensor]
+            piece = due.tensor if due.place != "wire" else 0 if self._delta else bucket
+            if (due.place, due.victim, piece) != at:
+                return
+            self._due = None
+        due.apply(tensor, offset if due.place == "wire" else 0)
 
     def _judge(self, version: int, planted: Flip) -> None:
-        """Whether a flip was found, and healed."""
         victims = self._names if planted.victim == ALL else [planted.victim]
         found = self._names_corrupt(version, victims)
         healed = all(self.bus.serves(version, name) for name in victims)
         counts, place = self.counts, planted.place
         counts["planted"][place] += 1
-        if self._delta and healed and not found and self.saboteur.due is None:
+        if self._delta and healed and not found and self._due is None:
             counts["harmless"][place] += 1
             return
         counts["found"][place] += found
@@ -206,7 +219,7 @@ class Flips:
 
     def _names_corrupt(self, version: int, subscribers: Iterable[str]) -> bool:
         """Whether lines of something corrupt name this version and each of these subscribers."""
-        corrupt = [line for line in self.bus.log.lines if "corrupt" in line or "change" in line]
+        corrupt = [line for line in self.bus.lines if "corrupt" in line or "change" in line]
         lines = [line for line in corrupt if f"v{version}" in line]
         return all(any(f"'{name}'" in line for line in lines) for name in subscribers)
 

@@ -17,19 +17,18 @@ Changes are taken from the wire whole, so that the group stays in step, and alte
 """
 
 import dataclasses
+import itertools
 import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from replay.channel import decode, encode
+from replay.channel import Envelope, decode, encode
 from scripts.chaos.probe import Wrapped
-from scripts.chaos.proxy import Direction, Intercept, Link
-from scripts.chaos.zmtp import ZmtpMessage
+from scripts.chaos.proxy import Direction, Intercept, Link, ZmtpMessage
 from weight_bus.manifest import Entry
 from weight_bus.messages import TO_SUBSCRIBER, Begin
 from weight_bus.transports import Transport
@@ -40,40 +39,32 @@ MESSAGES: dict[Direction, tuple[str, ...]] = {
     "down": ("Begin", "Commit", "Epoch", "Abort", "Welcome", "Removed", "Heartbeat"),
 }
 DEEDS = ("dropped", "repeated", "late copy", "reordered")
-BEHIND = 3
-AHEAD = 3
-"""A fault waits for up to so many messages of its kind to pass first."""
+BEHIND = AHEAD = 3
+"""A late copy comes behind up to so many others; a fault waits for up to so many messages of its kind to pass first."""
 DATA_KINDS = ("again", "stale", "twice", "swapped")
 HISTORY = 40
 
 
-@dataclass(slots=True)
-class After:
+def after(left: int, kind: str = "") -> Callable[[ZmtpMessage], bool]:
     """Wants the n-th message, from 0 on, of a kind, or of all but heartbeats, which have a pace of their own."""
+    numbers = itertools.count()
 
-    left: int
-    kind: str = ""
+    def wanted(message: ZmtpMessage) -> bool:
+        counts = message.kind == kind if kind else message.kind != "Heartbeat"
+        return counts and next(numbers) >= left
 
-    def __call__(self, message: ZmtpMessage) -> bool:
-        """Whether it is this one."""
-        counts = message.kind == self.kind if self.kind else message.kind != "Heartbeat"
-        self.left -= counts
-        return counts and self.left < 0
+    return wanted
 
 
 class ControlFaults:
     """Faults on the links of all subscribers, and what came of them."""
 
     def __init__(self, seed: int, links: dict[str, Link]) -> None:
-        self._rng = random.Random(seed)
-        self._links = links
-        self._armed: dict[tuple[str, str], Intercept] = {}
-        self.done: dict[str, Counter[str]] = {deed: Counter() for deed in DEEDS}
-        """By deed and kind of message."""
-        self._bases: list[str] = []
-        """Digests that changes were made from."""
-        self.rebased: list[tuple[str, int]] = []
-        """(subscriber, version) of changes that were given another base."""
+        self._rng, self._links = random.Random(seed), links
+        self._armed: dict[tuple[str, Direction, str], Intercept] = {}
+        self.done: dict[str, Counter[str]] = {deed: Counter() for deed in DEEDS}  # by kind of message
+        self._bases: list[str] = []  # digests that changes were made from
+        self.rebased: list[tuple[str, int]] = []  # (subscriber, version) of changes that were given another base
 
     def plan(self, name: str) -> None:
         """One fault more on a link; none where one of its kind is waiting already."""
@@ -81,9 +72,17 @@ class ControlFaults:
         kind, deed = self._rng.choice(MESSAGES[direction]), self._rng.choice(DEEDS)
         if deed == "late copy" and kind == "Heartbeat":
             deed = "repeated"
-        intercept = Intercept(After(self._rng.randrange(AHEAD), kind), self._changes(name, direction, deed))
-        intercept.hold_for_next = deed == "reordered"
-        self._arm(name, direction, kind, intercept)
+
+        def change(message: ZmtpMessage) -> list[bytes]:
+            self.done[deed][message.kind] += 1
+            whole = message.wire()
+            if deed == "late copy":
+                again = Intercept(after(self._rng.randrange(BEHIND)), lambda other: [other.wire(), whole])
+                self._links[name].intercepts[direction].append(again)
+            return {"dropped": [], "repeated": [whole, whole]}.get(deed, [whole])
+
+        wanted = after(self._rng.randrange(AHEAD), kind)
+        self._arm(name, direction, kind, Intercept(wanted, change, hold_for_next=deed == "reordered"))
 
     def plan_other_base(self, name: str) -> None:
         """The next change that is begun names a base that some version before had."""
@@ -95,43 +94,31 @@ class ControlFaults:
             for intercepts in link.intercepts.values():
                 intercepts.clear()
 
+    def _arm(self, name: str, direction: Direction, kind: str, intercept: Intercept) -> None:
+        waiting = self._armed.get((name, direction, kind))
+        if waiting is None or waiting.kind:
+            self._armed[name, direction, kind] = intercept
+            self._links[name].intercepts[direction].append(intercept)
+
     def _is_change(self, message: ZmtpMessage) -> bool:
-        begin = _begin(message) if message.kind == "Begin" else None
-        if begin is None or not begin.base:
+        begin = _envelope(message).message if message.kind == "Begin" else None
+        if not isinstance(begin, Begin) or not begin.base:
             return False
         self._bases.append(begin.base)
         return len(set(self._bases)) > 1
 
     def _rebased(self, name: str, message: ZmtpMessage) -> bytes:
-        begin = _begin(message)
+        envelope = _envelope(message)
+        begin = envelope.message
+        assert isinstance(begin, Begin)
         base = self._rng.choice([other for other in self._bases if other != begin.base])
         self.rebased.append((name, begin.version))
-        envelope = decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
         header = encode(dataclasses.replace(begin, base=base), envelope.run_id, envelope.sequence)[0]
         return ZmtpMessage((dataclasses.replace(message.frames[0], body=bytes(header)),)).wire()
 
-    def _arm(self, name: str, direction: Direction, kind: str, intercept: Intercept) -> None:
-        waiting = self._armed.get((name, f"{direction}/{kind}"))
-        if waiting is None or waiting.kind:
-            self._armed[name, f"{direction}/{kind}"] = intercept
-            self._links[name].intercepts[direction].append(intercept)
 
-    def _changes(self, name: str, direction: Direction, deed: str) -> Callable[[ZmtpMessage], list[bytes]]:
-        def change(message: ZmtpMessage) -> list[bytes]:
-            self.done[deed][message.kind] += 1
-            whole = message.wire()
-            if deed == "late copy":
-                again = Intercept(After(self._rng.randrange(BEHIND)), lambda other: [other.wire(), whole])
-                self._links[name].intercepts[direction].append(again)
-            return {"dropped": [], "repeated": [whole, whole]}.get(deed, [whole])
-
-        return change
-
-
-def _begin(message: ZmtpMessage) -> Begin:
-    begin = decode([frame.body for frame in message.frames], TO_SUBSCRIBER).message
-    assert isinstance(begin, Begin)
-    return begin
+def _envelope(message: ZmtpMessage) -> Envelope:
+    return decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
 
 
 class DataFaults:
@@ -139,35 +126,17 @@ class DataFaults:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._due: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self.due: dict[str, str] = {}  # kind by subscriber
+        self.lock = threading.Lock()
         self.planted: list[tuple[str, int, str]] = []
         """(subscriber, version, kind), only where other bytes were given than had come."""
 
     def plan(self, name: str, kind: str = "") -> None:
         """One fault for this subscriber's next change that it fits; without a kind, any."""
-        self._due[name] = kind or self._rng.choice(DATA_KINDS)
+        self.due[name] = kind or self._rng.choice(DATA_KINDS)
 
-    def clear(self) -> None:
-        """Let everything pass from now on."""
-        self._due.clear()
-
-    def alter(self, name: str, version: int, pieces: Sequence[torch.Tensor], history: list[torch.Tensor]) -> None:
-        """Do what is due to a change that has come, in place."""
-        real = torch.cat(list(pieces))
-        with self._lock:
-            kind = self._due.get(name, "")
-            given = self._given(kind, real, pieces[0].numel(), history)
-            if given is not None and not torch.equal(given, real):
-                del self._due[name]
-                self.planted.append((name, version, kind))
-                for piece, part in zip(pieces, torch.split(given, [p.numel() for p in pieces]), strict=True):
-                    piece.copy_(part)
-        history.append(real)
-        del history[:-HISTORY]
-
-    def _given(self, kind: str, real: torch.Tensor, piece: int, history: list[torch.Tensor]) -> torch.Tensor | None:
-        """What to give instead; None when there is nothing to do."""
+    def given(self, kind: str, real: torch.Tensor, piece: int, history: list[torch.Tensor]) -> torch.Tensor:
+        """What to give instead; the real one where the fault does not fit."""
         if kind in ("twice", "swapped") and real.numel() > piece:
             first, rest = real[:piece], real[piece:]
             order = [first, first, rest] if kind == "twice" else [rest[:piece], first, rest[piece:]]
@@ -176,7 +145,7 @@ class DataFaults:
             fitting = [one for one in history if one.numel() == real.numel() and not torch.equal(one, real)]
             found = history[-1] if kind == "again" else self._rng.choice(fitting or history)
             return torch.cat([found, real[found.numel() :]])[: real.numel()]
-        return None
+        return real
 
 
 class AlteredTransport(Wrapped):
@@ -184,8 +153,7 @@ class AlteredTransport(Wrapped):
 
     def __init__(self, inner: Transport, faults: DataFaults, name: str) -> None:
         super().__init__(inner)
-        self._faults, self._name = faults, name
-        self._version, self._is_change = -1, False
+        self._faults, self._name, self._version, self._is_change = faults, name, -1, False
         self._pieces: list[torch.Tensor] = []
         self._history: list[torch.Tensor] = []
 
@@ -194,10 +162,21 @@ class AlteredTransport(Wrapped):
         super().label(version, entries)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        super().broadcast(bucket, index)
+        self.inner.broadcast(bucket, index)
         self._pieces.append(bucket)
 
     def finish(self, arrived: Callable[[int], Any] = ignore) -> None:
-        super().finish(arrived)
-        if self._is_change:
-            self._faults.alter(self._name, self._version, self._pieces, self._history)
+        """Do what is due to a change that has come, in place."""
+        self.inner.finish(arrived)
+        if not self._is_change:
+            return
+        faults, real = self._faults, torch.cat(self._pieces)
+        with faults.lock:
+            kind = faults.due.get(self._name, "")
+            given = faults.given(kind, real, self._pieces[0].numel(), self._history)
+            if not torch.equal(given, real):
+                faults.due.pop(self._name, None)
+                faults.planted.append((self._name, self._version, kind))
+                for piece, part in zip(self._pieces, given.split([p.numel() for p in self._pieces]), strict=True):
+                    piece.copy_(part)
+        self._history = [*self._history, real][-HISTORY:]

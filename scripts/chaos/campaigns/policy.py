@@ -8,33 +8,25 @@ import torch
 from scripts.chaos.bus_cluster import Weights
 
 LR = 1e-6
-LEAP_LR = 3e-3
-"""Moves more than half of all elements in one step."""
-STEPS_BEFORE = 40
-"""After so many, Adam's moments are those of a run that is under way."""
+LEAP_LR = 3e-3  # moves more than half of all elements in one step
+STEPS_BEFORE = 40  # after so many, Adam's moments are those of a run that is under way
 KINDS = {"step": 78, "leap": 4, "same": 4, "back": 14}
 """How often, in a hundred: an ordinary step, a leap, the last version again, the one before it again."""
 
 
-def initial(numbers: torch.Generator, *, hidden: int, layers: int) -> Weights:
-    """Master weights in float32. Vectors and `gate` are published as they are, the others in bfloat16."""
-    named = {"embed": torch.randn(8 * hidden, hidden, generator=numbers) * 0.02}
-    for layer in range(layers):
-        for matrix in ("q", "k", "v", "o"):
-            named[f"layers.{layer}.{matrix}"] = torch.randn(hidden, hidden, generator=numbers) * 0.02
-        named[f"layers.{layer}.norm"] = torch.ones(hidden)
-    named["gate"] = torch.randn(17, 19, generator=numbers) * 0.02
-    named["scale"] = torch.ones(1)
-    return named
-
-
 class Policy:
-    """Trains on noise: how many elements a step changes depends on the learning rate and on Adam's moments."""
+    """Trains on noise: how many elements a step changes depends on the learning rate and on Adam's moments.
+
+    Master weights are float32. Vectors and `gate` are published as they are, the others in bfloat16.
+    """
 
     def __init__(self, seed: int, *, hidden: int = 256, layers: int = 4, kinds: Mapping[str, int] = KINDS) -> None:
         self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
-        masters = initial(self._numbers, hidden=hidden, layers=layers)
-        self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in masters.items()}
+        shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
+        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(layers) for matrix in "qkvo"}
+        named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
+        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(layers)} | {"scale": torch.ones(1)}
+        self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         for _ in range(STEPS_BEFORE):
             self._step(LR)

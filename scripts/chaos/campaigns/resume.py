@@ -5,8 +5,6 @@ inside a checkpoint write. The launcher starts them again in place. Afterwards
 
 - every step that was made again must have the digest, and the groups in the order, that it had the first time;
 - a playback of the journal from step 0, without any engine, must reproduce the digest of every step.
-
-Standard output ends with one object of JSON; the exit code is 0 only when all is equal.
 """
 
 import argparse
@@ -23,53 +21,79 @@ from typing import Any
 from scripts.chaos import processes
 from scripts.chaos.cluster import LAUNCHER, Cluster
 from scripts.chaos.polling import Ended, Hung, JsonLines
-from scripts.chaos.report import State, conclude, end_on_sigterm, say
-from scripts.chaos.settings import ROOT
+from scripts.chaos.report import State, say
+from scripts.chaos.settings import ROOT, SHOWN
 
-STEP_S = 180.0
-"""For the first step after a kill; the run is given up as hung after it."""
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "kills": (50, "how many"),
+    "set": ([], "a key of the configuration, a.b=c"),
+}
+STEP_S = 180.0  # for the first step after a kill; the run is given up as hung after it
 END_S, PLAYBACK_S = 600.0, 1800.0
-SETTINGS = (
-    "run.name=run",
-    "learner.total_steps=1000000",
-    "learner.restarts=1000000",
-    "replay.restarts=1000000",
-    "replay.journal_keep=all",
-    "checkpoint.every_steps=4",
-    "rollout.groups_per_step=16",
-    "evaluation.every_steps=0",
-    "tracking.live=plain",
-    "tracking.plot=false",
-)
+SETTINGS = """
+    run.name=run learner.total_steps=1000000 learner.restarts=1000000 replay.restarts=1000000 replay.journal_keep=all
+    checkpoint.every_steps=4 rollout.groups_per_step=16 evaluation.every_steps=0
+"""
 ROLES = (("learner",), ("learner",), ("replay",), ("learner", "replay"))
 
 
-def inject_kills(cluster: Cluster, kills: int, seed: int, state: State) -> None:
+def plan(args: argparse.Namespace) -> list[random.Random]:
+    return [random.Random(f"{args.seed}/{number}") for number in range(args.kills)]
+
+
+def run(kills: list[random.Random], state: State, args: argparse.Namespace) -> None:
+    with Cluster(state.work, probes=False) as cluster:
+        try:
+            if (cluster.folder / "config.yaml").exists():
+                cluster.watch.poll()
+                cluster.launch([], sys.executable, "-m", "learner.main", "--resume", str(cluster.folder), local=True)
+            else:
+                cluster.launch(
+                    [*SETTINGS.split(), *SHOWN, f"run.dir={state.work}", f"run.seed={args.seed}", *args.set], local=True
+                )
+            inject_kills(cluster, kills, state)
+        except (Hung, Ended) as error:
+            raise type(error)(f"{error}; {cluster.output(LAUNCHER)} ends: {cluster.last_words()}") from error
+        finally:
+            launcher = cluster.started[LAUNCHER].process
+            launcher.send_signal(SIGTERM)
+            launcher.wait(END_S)
+
+
+def inject_kills(cluster: Cluster, kills: list[random.Random], state: State) -> None:
     """Kill at random moments, each time after the run has made a step that it had not made before."""
-    account = cluster.watch.account
-    first = account.high + 2
-    cluster.wait(lambda: account.high >= first, "the first steps", STEP_S)
-    for number in range(len(state.done), kills):
-        rng = random.Random(f"{seed}/{number}")
+    history, watch = cluster.history, cluster.watch
+    goal, what = history.high + 2, "the first steps"
+    for number, rng in list(enumerate(kills))[len(state.done) :]:
+        cluster.wait(lambda: history.high >= goal, what, STEP_S)  # noqa: B023
         roles, inside = rng.choice(ROLES), 0
         if "learner" in roles and number % 3 == 0:
-            cluster.wait(lambda: cluster.watch.writes_checkpoint, "a checkpoint write", STEP_S)
+            cluster.wait(lambda: watch.writes_checkpoint, "a checkpoint write", STEP_S)
             cluster.rest(rng.random() * 0.05)
-            inside = int(cluster.watch.writes_checkpoint)
+            inside = int(watch.writes_checkpoint)
         else:
             cluster.rest(rng.random() * 2)
-        before = account.high
-        say(f"kill {number + 1} of {kills}: {' and '.join(roles)} at step {before}")
-        counts = {role: kill(cluster, role, rng) for role in roles}
-        state.add({**counts, "inside a checkpoint write": inside})
-        wanted = f"step {before + 1} after kill {number + 1}"
-        cluster.wait(lambda: account.high > before, wanted, STEP_S)  # noqa: B023
+        goal, what = history.high + 1, f"step {history.high + 1} after kill {number + 1}"
+        say(f"kill {number + 1} of {len(kills)}: {' and '.join(roles)} at step {history.high}")
+        killed = {}
+        for role in roles:  # of the learner any rank, or torchrun
+            pids = cluster.pids(role) + (cluster.pids("torchrun") if role == "learner" else [])
+            killed[role] = int(bool(pids) and processes.send(rng.choice(pids), SIGKILL))
+        state.add({**killed, "inside a checkpoint write": inside})
+    cluster.wait(lambda: history.high >= goal, what, STEP_S)
 
 
-def kill(cluster: Cluster, role: str, rng: random.Random) -> int:
-    """SIGKILL one process of a role (of the learner: any rank, or torchrun); how many were there to kill."""
-    pids = cluster.pids(role) + (cluster.pids("torchrun") if role == "learner" else [])
-    return int(bool(pids) and processes.send(rng.choice(pids), SIGKILL))
+def verdict(state: State, hung: str, args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    counts: Counter[str] = Counter()
+    for killed in state.done:
+        counts.update(killed)
+    folder = state.work / "run"
+    found, (steps, equal) = compare(JsonLines.read(folder / "ledger.jsonl")), play(folder)
+    wrong = [f"step {step} was made again with another digest or other groups" for step in found["different"]]
+    wrong += [f"{found['trained_twice']} groups are trained twice"] if found["trained_twice"] else []
+    wrong += [] if steps == equal > 0 else [f"the playback made {steps} steps, {equal} with their digest"]
+    played = {"playback_steps": steps, "playback_equal": equal}
+    return {"kills": args.kills, **counts, **found, "hung": hung, **played}, wrong
 
 
 def compare(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -90,68 +114,11 @@ def compare(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def play(folder: Path) -> dict[str, Any]:
-    """Train the journal again from step 0; what the playback says of the digests."""
+def play(folder: Path) -> tuple[int, int]:
+    """Train the journal again from step 0; steps, and how many of them have their digest."""
     words = ("--replay", str(folder), "--set", "tracking.plot=false", "--set", "tracking.live=off")
     command = [sys.executable, "-m", "learner.main", *words]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=False, timeout=PLAYBACK_S)
     lines = done.stdout.decode().strip().splitlines()
-    return json.loads(lines[-1]) if lines else {"steps": 0, "equal": 0}
-
-
-def run(state: State, kills: int, seed: int, sets: Sequence[str]) -> str:
-    """The run and its kills; what hung, if anything."""
-    with Cluster(state.work, probes=False) as cluster:
-        try:
-            if (cluster.folder / "config.yaml").exists():
-                cluster.watch.poll()
-                cluster.launch(
-                    command=(sys.executable, "-m", "learner.main", "--resume", str(cluster.folder)), local=True
-                )
-            else:
-                cluster.launch([*SETTINGS, f"run.dir={state.work}", f"run.seed={seed}", *sets], local=True)
-            inject_kills(cluster, kills, seed, state)
-        except (Hung, Ended) as error:
-            return f"{error}; the end of {cluster.output(LAUNCHER)}: {cluster.last_words()}"
-        finally:
-            if LAUNCHER in cluster.started:
-                launcher = cluster.started[LAUNCHER].process
-                launcher.send_signal(SIGTERM)
-                launcher.wait(END_S)
-    return ""
-
-
-def main(argv: Sequence[str]) -> int:
-    """Command line; exit code 1 unless every digest is equal."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.chaos resume", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument(
-        "--work", type=Path, default=None, help="folder for the run, also to go on in; default: a new one"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
-    args = parser.parse_args(argv)
-    try:
-        state = State(args.work, "resume", {"kills": args.kills, "seed": args.seed, "set": args.set})
-    except ValueError as error:
-        parser.error(str(error))
-    end_on_sigterm()
-    hung = run(state, args.kills, args.seed, args.set)
-    counts: Counter[str] = Counter()
-    for killed in state.done:
-        counts.update(killed)
-    folder = state.work / "run"
-    found, played = compare(JsonLines.read(folder / "ledger.jsonl")), play(folder)
-    result = {
-        "kills": args.kills,
-        **counts,
-        **found,
-        "hung": hung,
-        "playback_steps": played["steps"],
-        "playback_equal": played["equal"],
-    }
-    in_order = not hung and not found["different"] and not found["trained_twice"]
-    code = conclude(result, [hung] if hung else [], in_order=in_order and played["steps"] == played["equal"] > 0)
-    if code == 0:
-        state.remove()
-    return code
+    found = json.loads(lines[-1]) if lines else {"steps": 0, "equal": 0}
+    return found["steps"], found["equal"]

@@ -4,6 +4,6 @@ Nothing of replay, the learner or the weight bus is imported: a mistake there ca
 test with a journal that breaks it.
 """
 
-from scripts.chaos.checker.rules import Report, check
-
-__all__ = ["Report", "check"]
+from scripts.chaos.checker.rules import Report as Report
+from scripts.chaos.checker.rules import check as check
+from scripts.chaos.checker.rules import examine as examine

@@ -9,7 +9,6 @@ from scripts.chaos.checker import check
 
 
 def main() -> int:
-    """Exit code 1 when something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m scripts.chaos.checker", description="Check a run folder.")
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
     parser.add_argument("--journal", type=Path, default=None, help="folder with every file of its journal")

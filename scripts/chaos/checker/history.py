@@ -1,21 +1,22 @@
-"""The surviving line of policies and the life of every group, rebuilt from the records of a journal."""
+"""A run rebuilt from the records of its journal: the surviving line of policies, every group's life, every server's."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 from scripts.chaos.checker.journal import Record, arrays
 
 GroupId = tuple[int, int]
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What the run promised."""
 
-    async_lag: int
-    on_stale: str
-    groups_per_step: int
+    async_lag: int = 0
+    on_stale: str = "wait"
+    groups_per_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,152 +32,148 @@ class Commit:
 class History:
     """State after all records that were applied; `wrong` and `lost` say what breaks a rule."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules = Rules()) -> None:
         self.rules = rules
         self.wrong: list[str] = []
         self.lost: list[str] = []
-        self.line: dict[int, Commit] = {}
-        """Committed steps of the surviving line."""
-        self.again: dict[int, Commit] = {}
-        """Steps of earlier incarnations above the version of the newest one, which has to repeat them."""
-        self.commits: dict[tuple[int, int], Commit] = {}
-        """By (step, incarnation)."""
-        self.taken: dict[int, tuple[GroupId, ...]] = {}
-        """The newest take of each step."""
+        # ---- steps
+        self.version = self.high = 0  # last committed step of the newest incarnation's line; highest one ever
+        self.incarnation = self.incarnations = self.boots = 0  # the newest; starts of the learner, and of replay
+        self.line: dict[int, Commit] = {}  # committed steps of the surviving line
+        self.again: dict[int, Commit] = {}  # steps above the newest incarnation's version, which it has to repeat
+        self.commits: dict[tuple[int, int], Commit] = {}  # by (step, incarnation)
+        self.taken: dict[int, tuple[GroupId, ...]] = {}  # the newest take of each step
+        self.newest_take = self.repeated_steps = 0
+        self.digests: dict[int, str] = {}  # by version: what an engine that serves the version must hold
+        # ---- groups
         self.accepted_attempts: set[tuple[GroupId, int]] = set()
-        self.held: dict[GroupId, int] = {}
-        """Accepted groups, by the highest version that was committed when they came."""
-        self.reopened: set[GroupId] = set()
-        """Groups that came too late for the lag bound, and whose prompts are leased once more."""
-        self.dropped: dict[GroupId, list[str]] = {}
-        self.repeated_steps = 0
-        self.high = 0
-        self.incarnation = 0
-        self._stamps: dict[GroupId, tuple[int, int]] = {}
-        self._number = 0
-        self._file, self._file_number = "", 0
-        self._handlers: dict[str, Callable[[Record, dict[str, Any]], None]] = {
-            "segment": self._segment,
-            "learner": self._learner,
-            "lease": self._lease,
-            "group": self._group,
-            "drop": self._drop,
-            "stale": self._stale,
-            "take": self._take,
-            "commit": self._commit,
-            "diverged": self._diverged,
-        }
+        self.held: dict[GroupId, int] = {}  # accepted ones, by the highest version committed when they came
+        self.reopened: set[GroupId] = set()  # too late for the lag bound: their prompts are leased once more
+        self.dropped: dict[GroupId, list[str]] = {}  # reasons
+        self._stamps: dict[GroupId, tuple[int, int]] = {}  # oldest and newest version of the trained tokens
+        # ---- rollout servers
+        self.leases: dict[GroupId, str] = {}  # server that holds a lease now
+        self.moved: Counter[str] = Counter()  # leases that ended because their server was gone
+        self.shares: dict[int, Counter[str]] = {}  # groups of each committed step by the server that sent them
+        self.trained: Counter[str] = Counter()  # the sum over all commits
+        self.sampled: defaultdict[str, set[int]] = defaultdict(set)  # versions in each server's accepted groups
+        self._senders: dict[GroupId, str] = {}
+        self._number, self._file, self._file_number = 0, "", 0
 
-    @property
-    def version(self) -> int:
-        """Last committed version of the surviving line."""
-        return max(self.line, default=0)
+    def held_by(self, server: str) -> int:
+        """Leases that a rollout server holds now."""
+        return sum(holder == server for holder in self.leases.values())
 
     def apply(self, record: Record) -> None:
-        """The next record."""
-        if record.number != self._number + 1:
-            self.wrong.append(f"{record}: follows record {self._number}")
-        self._number = record.number
-        if record.file != self._file and record.kind != "segment":
-            self.wrong.append(f"{record}: a file begins with it instead of with its segment record")
-        self._file = record.file
-        handler = self._handlers.get(record.kind)
+        """The next record; kinds without a method below change nothing."""
+        self._must(record.number == self._number + 1, record, f"follows record {self._number}")
+        begins = record.file == self._file or record.kind == "segment"
+        self._must(begins, record, "a file begins with it instead of with its segment record")
+        self._number, self._file = record.number, record.file
+        handler = getattr(self, f"_on_{record.kind}", None)
         if handler is not None:
             handler(record, record.fields)
 
-    def _segment(self, record: Record, fields: dict[str, Any]) -> None:
-        self._file_number += 1
-        if fields["number"] != self._file_number or record.file != f"{self._file_number:06d}.seg":
-            self.wrong.append(f"{record}: is file {fields['number']}, {self._file_number} was expected")
+    def _must(self, holds: bool, record: Record, otherwise: str) -> None:
+        if not holds:
+            self.wrong.append(f"{record}: {otherwise}")
 
-    def _learner(self, record: Record, fields: dict[str, Any]) -> None:
-        version = fields["version"]
-        if fields["incarnation"] <= self.incarnation:
-            self.wrong.append(f"{record}: incarnation {fields['incarnation']} after {self.incarnation}")
-        if version > self.version:
-            self.wrong.append(f"{record}: starts at version {version}, version {self.version} is the last committed")
-        self.incarnation = fields["incarnation"]
+    def _on_segment(self, record: Record, fields: Fields) -> None:
+        self._file_number += 1
+        expected = (self._file_number, f"{self._file_number:06d}.seg")
+        what = f"is file {fields['number']}, {self._file_number} was expected"
+        self._must((fields["number"], record.file) == expected, record, what)
+
+    def _on_boot(self, _record: Record, _fields: Fields) -> None:
+        self.boots += 1
+
+    def _on_learner(self, record: Record, fields: Fields) -> None:
+        version, incarnation, last = fields["version"], fields["incarnation"], self.version
+        self._must(incarnation > self.incarnation, record, f"incarnation {incarnation} after {self.incarnation}")
+        self._must(version <= last, record, f"starts at version {version}, version {last} is the last committed")
+        self.incarnation, self.incarnations = incarnation, self.incarnations + 1
+        self.version = self.newest_take = version
+        self.digests[version] = fields.get("digest", "")
         for step in [step for step in self.line if step > version]:
             self.again[step] = self.line.pop(step)
 
-    def _lease(self, record: Record, fields: dict[str, Any]) -> None:
+    def _on_lease(self, record: Record, fields: Fields) -> None:
         group = identity(fields["group"])
+        self.leases[group] = name_of(fields["server"])
         if group in self.held:
             self.lost.append(f"group {list(group)} was leased again ({record}) after it had been accepted")
-        if group in self.dropped:
-            self.wrong.append(f"{record}: group {list(group)} is leased after it was dropped")
+        self._must(group not in self.dropped, record, f"group {list(group)} is leased after it was dropped")
 
-    def _group(self, record: Record, fields: dict[str, Any]) -> None:
-        group = identity(fields["group"])
-        if group in self.held:
-            self.wrong.append(f"{record}: group {list(group)} is accepted twice")
+    def _on_release(self, _record: Record, fields: Fields) -> None:
+        server = self.leases.pop(identity(fields["group"]), "")
+        self.moved[server] += fields["reason"] == "server_lost"
+
+    def _on_group(self, record: Record, fields: Fields) -> None:
+        group, server = identity(fields["group"]), name_of(fields["server"])
+        self._must(group not in self.held, record, f"group {list(group)} is accepted twice")
         self.accepted_attempts.add((group, fields["attempt"]))
-        self.held[group] = self.high
+        self.held[group], self._senders[group] = self.high, server
+        self.leases.pop(group, None)
         self.reopened.discard(group)
         found = arrays(record)
         sampled = found["versions"][found["loss_mask"] != 0]
+        self.sampled[server].update(map(int, sampled))
         if sampled.size:
             self._stamps[group] = (int(sampled.min()), int(sampled.max()))
 
-    def _drop(self, _record: Record, fields: dict[str, Any]) -> None:
+    def _on_drop(self, _record: Record, fields: Fields) -> None:
         group = identity(fields["group"])
         self.dropped.setdefault(group, []).append(str(fields["reason"]))
         self.reopened.discard(group)
 
-    def _stale(self, record: Record, fields: dict[str, Any]) -> None:
+    def _on_stale(self, record: Record, fields: Fields) -> None:
         group = identity(fields["group"])
-        if self.rules.on_stale != "drop":
-            self.wrong.append(f"{record}: on_stale is {self.rules.on_stale}")
-        if self.held.pop(group, None) is None:
-            self.wrong.append(f"{record}: group {list(group)} is not in the buffer")
+        self._must(self.rules.on_stale == "drop", record, f"on_stale is {self.rules.on_stale}")
+        self._must(group in self.held, record, f"group {list(group)} is not in the buffer")
+        self.held.pop(group, None)
         self.reopened.add(group)
 
-    def _take(self, record: Record, fields: dict[str, Any]) -> None:
-        step, groups = fields["step"], tuple(map(identity, fields["groups"]))
-        if step != self.version + 1:
-            self.wrong.append(f"{record}: takes step {step} after version {self.version}")
+    def _on_take(self, record: Record, fields: Fields) -> None:
+        step, groups, wanted = fields["step"], tuple(map(identity, fields["groups"])), self.rules.groups_per_step
+        self._must(step == self.version + 1, record, f"takes step {step} after version {self.version}")
         before = self.again[step].groups if step in self.again else self.taken.get(step, groups)
-        if groups != before:
-            self.wrong.append(f"{record}: step {step} is taken again with other groups, or in another order")
-        if len(groups) != self.rules.groups_per_step or len(set(groups)) != len(groups):
-            self.wrong.append(f"{record}: {len(set(groups))} groups, {self.rules.groups_per_step} make a step")
-        self.wrong += [f"{record}: group {list(g)} was never accepted" for g in groups if g not in self.held]
-        self.wrong += self._over_age(record, step, groups)
-        self.taken[step] = groups
-
-    def _over_age(self, record: Record, step: int, groups: Iterable[GroupId]) -> Iterable[str]:
-        """Lag of a token: the version that is trained (step - 1) minus the version that has sampled it."""
+        self._must(groups == before, record, f"step {step} is taken again with other groups, or in another order")
+        whole = len(set(groups)) == len(groups) == wanted
+        self._must(whole, record, f"{len(set(groups))} groups, {wanted} make a step")
         for group in groups:
-            if group not in self._stamps:
-                continue
-            oldest, newest = self._stamps[group]
-            lag = step - 1 - oldest
-            if lag > self.rules.async_lag and self.rules.on_stale != "mask":
-                yield f"{record}: lag {lag} of group {list(group)} is above {self.rules.async_lag}"
-            if newest > step - 1:
-                yield f"{record}: group {list(group)} has tokens of version {newest} in step {step}"
+            self._must(group in self.held, record, f"group {list(group)} was never accepted")
+            self._judge_age(record, step, group)
+        self.taken[step], self.newest_take = groups, step
 
-    def _commit(self, record: Record, fields: dict[str, Any]) -> None:
+    def _judge_age(self, record: Record, step: int, group: GroupId) -> None:
+        """Lag of a token: the version that is trained (step - 1) minus the version that has sampled it."""
+        oldest, newest = self._stamps.get(group, (step - 1, step - 1))
+        lag, bound = step - 1 - oldest, self.rules.async_lag
+        young = lag <= bound or self.rules.on_stale == "mask"
+        self._must(young, record, f"lag {lag} of group {list(group)} is above {bound}")
+        self._must(newest < step, record, f"group {list(group)} has tokens of version {newest} in step {step}")
+
+    def _on_commit(self, record: Record, fields: Fields) -> None:
         step, incarnation, digest = fields["step"], fields["incarnation"], fields["digest"]
-        if incarnation != self.incarnation:
-            self.wrong.append(f"{record}: by incarnation {incarnation}, {self.incarnation} is the newest")
-        if step != self.version + 1 or step not in self.taken:
-            self.wrong.append(f"{record}: commits step {step}, which was not taken after version {self.version}")
-        earlier = self.again.pop(step, None)
+        newest, earlier = self.incarnation, self.again.pop(step, None)
+        self._must(incarnation == newest, record, f"by incarnation {incarnation}, {newest} is the newest")
+        follows = step == self.version + 1 and step in self.taken
+        self._must(follows, record, f"commits step {step}, which was not taken after version {self.version}")
+        self._must(fields["again"] == (earlier is not None), record, f"says again {fields['again']} of step {step}")
         if earlier is not None:
             self.repeated_steps += 1
-            if earlier.digest != digest:
-                self.wrong.append(f"{record}: step {step} has digest {digest}, {earlier.digest} when it was first done")
-        if bool(fields["again"]) != (earlier is not None):
-            self.wrong.append(f"{record}: says again {fields['again']} of step {step}")
-        commit = Commit(step, incarnation, digest, self.taken.get(step, ()))
-        self.line[step] = self.commits[step, incarnation] = commit
-        self.high = max(self.high, step)
+            what = f"step {step} has digest {digest}, {earlier.digest} when it was first done"
+            self._must(earlier.digest == digest, record, what)
+        groups = self.taken.get(step, ())
+        self.line[step] = self.commits[step, incarnation] = Commit(step, incarnation, digest, groups)
+        self.version, self.high, self.digests[step] = step, max(self.high, step), digest
+        self.shares[step] = Counter(self._senders[group] for group in groups if group in self._senders)
+        self.trained.update(self.shares[step])
 
-    def _diverged(self, record: Record, fields: dict[str, Any]) -> None:
+    def _on_diverged(self, record: Record, fields: Fields) -> None:
         """Weights that cannot be made again: allowed by replay.on_divergence, and wrong where nothing changed."""
         step = fields["step"]
-        self.wrong.append(f"{record}: step {step} diverged: {fields['expected']} became {fields['found']}")
+        self._must(False, record, f"step {step} diverged: {fields['expected']} became {fields['found']}")
         for group in map(identity, fields["superseded"]):  # these are sampled anew
             self.held.pop(group, None)
             self.reopened.add(group)
@@ -188,3 +185,8 @@ class History:
 def identity(group: list[int]) -> GroupId:
     """Group id of a record: (pass over the data, prompt index)."""
     return group[0], group[1]
+
+
+def name_of(peer: str) -> str:
+    """Replay knows a server by its name, a dot and a random part."""
+    return peer.rpartition(".")[0]

@@ -54,12 +54,11 @@ def record_at(data: bytes, offset: int, file: str) -> tuple[Record, int] | None:
     if len(data) - offset < HEAD.size:
         return None
     magic, size, crc = HEAD.unpack_from(data, offset)
-    start = offset + HEAD.size
-    meta = data[start : start + size]
+    end = offset + HEAD.size + size
+    meta = data[offset + HEAD.size : end]
     if magic != MAGIC or len(meta) != size or zlib.crc32(meta) != crc:
         return None
     kind, number, fields, sizes = msgpack.unpackb(meta)
-    end = start + size
     frames = []
     for frame_size in sizes:
         frames.append(data[end : end + frame_size])
@@ -71,13 +70,19 @@ def record_at(data: bytes, offset: int, file: str) -> tuple[Record, int] | None:
 
 def sound(frames: Sequence[bytes]) -> bool:
     """Whether a wire message has the checksum that it carries; true of no message at all."""
-    if not frames:
-        return True
-    header = frames[0]
-    crc = zlib.crc32(header[:-CHECKSUM_BYTES])
-    for frame in frames[1:]:
+    crc = 0
+    for frame in [frames[0][:-CHECKSUM_BYTES], *frames[1:]] if frames else []:
         crc = zlib.crc32(frame, crc)
-    return header[-CHECKSUM_BYTES:] == crc.to_bytes(CHECKSUM_BYTES, "little")
+    return not frames or frames[0][-CHECKSUM_BYTES:] == crc.to_bytes(CHECKSUM_BYTES, "little")
+
+
+def records_of(data: bytes, file: str) -> tuple[list[Record], int]:
+    """The records from the beginning, and where they end."""
+    records, offset = [], 0
+    while (found := record_at(data, offset, file)) is not None:
+        record, offset = found
+        records.append(record)
+    return records, offset
 
 
 def read(folder: Path) -> tuple[list[Record], int]:
@@ -93,23 +98,13 @@ def read(folder: Path) -> tuple[list[Record], int]:
     torn = 0
     for path in files:
         data = path.read_bytes()
-        offset = 0
-        while (found := record_at(data, offset, path.name)) is not None:
-            record, offset = found
-            records.append(record)
+        found, offset = records_of(data, path.name)
+        records += found
         torn = len(data) - offset
-        if torn and (path != files[-1] or valid_behind(data, offset + 1, path.name)):
+        behind = (at for at in range(offset + 1, len(data)) if data.startswith(MAGIC, at))
+        if torn and (path != files[-1] or any(record_at(data, at, path.name) for at in behind)):
             raise Damage(f"{path} at {offset}: {torn} bytes are no record, and records follow")
     return records, torn
-
-
-def valid_behind(data: bytes, offset: int, file: str) -> bool:
-    """Whether a sound record starts anywhere at or behind `offset`."""
-    while (offset := data.find(MAGIC, offset)) >= 0:
-        if record_at(data, offset, file) is not None:
-            return True
-        offset += 1
-    return False
 
 
 def arrays(record: Record) -> dict[str, NDArray[Any]]:
@@ -125,28 +120,16 @@ class Tail:
     """Follows a journal that is being written: each `poll` yields the records that are whole by now."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._file: Path | None = None
-        self._offset = 0
+        self.folder, self._file, self._offset = folder, "", 0
 
     def poll(self) -> Iterator[Record]:
         """Records since the last call. A torn end is read again: replay cuts it and writes on in its place."""
         for path in segments(self.folder):
-            if self._file is not None and path.name < self._file.name:
-                continue
-            if path != self._file:
-                self._file, self._offset = path, 0
-            yield from self._rest(path)
-
-    def _rest(self, path: Path) -> Iterator[Record]:
-        try:
-            with path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return  # deleted as no longer needed since the folder was listed
-        position = 0
-        while (found := record_at(data, position, path.name)) is not None:
-            record, position = found
-            yield record
-        self._offset += position
+            if path.name > self._file:
+                self._file, self._offset = path.name, 0
+            if path.name == self._file:
+                with path.open("rb") as file:
+                    file.seek(self._offset)
+                    records, size = records_of(file.read(), path.name)
+                self._offset += size
+                yield from records

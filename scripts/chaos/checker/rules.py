@@ -21,8 +21,7 @@ class Report:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
-    leased_again: int = 0
-    """Acked groups that were stale, and whose prompts wait for their second answer."""
+    leased_again: int = 0  # acked groups that were stale, and whose prompts wait for their second answer
     repeated_steps: int = 0
     lost: list[str] = field(default_factory=list)
     trained_twice: list[str] = field(default_factory=list)
@@ -30,23 +29,13 @@ class Report:
 
     @property
     def in_order(self) -> bool:
-        """Whether nothing is wrong."""
         return not (self.lost or self.trained_twice or self.violations)
 
     def as_json(self) -> dict[str, Any]:
         """Counts, and the first few of what is wrong."""
-        return {
-            "acked": self.acked,
-            "trained": self.trained,
-            "dropped": dict(self.dropped),
-            "buffered": self.buffered,
-            "leased_again": self.leased_again,
-            "repeated_steps": self.repeated_steps,
-            "lost": len(self.lost),
-            "trained_twice": len(self.trained_twice),
-            "violations": len(self.violations),
-            "wrong": [*self.lost, *self.trained_twice, *self.violations][:20],
-        }
+        lists = ("lost", "trained_twice", "violations")
+        counts = {key: len(value) if key in lists else value for key, value in vars(self).items()}
+        return {**counts, "wrong": [*self.lost, *self.trained_twice, *self.violations][:20]}
 
 
 def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None = None) -> Report:
@@ -58,35 +47,38 @@ def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None
             replay.journal_keep all.
         acks: records of producers, one JSON line for each Ack; default run/logs/acks-*.jsonl.
     """
+    return examine(run, journal=journal, acks=acks)[0]
+
+
+def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None = None) -> tuple[Report, History]:
+    """The same, and what the journal tells; of a damaged journal that is nothing."""
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    rules = Rules(
-        async_lag=config["replay"]["async_lag"],
-        on_stale=config["replay"]["on_stale"],
-        groups_per_step=config["rollout"]["groups_per_step"],
-    )
-    report = Report()
+    replay = config["replay"]
+    rules = Rules(replay["async_lag"], replay["on_stale"], config["rollout"]["groups_per_step"])
+    history = History(rules)
     try:
         records, _ = read(journal or run / "journal")
     except Damage as damage:
-        report.violations.append(f"journal: {damage}")
-        return report
-    history = History(rules)
+        return Report(violations=[f"journal: {damage}"]), history
     for record in records:
         history.apply(record)
-    report.violations += history.wrong
-    report.lost += history.lost
-    report.repeated_steps, report.leased_again = history.repeated_steps, len(history.reopened)
     acked = list(accepted(acks if acks is not None else sorted((run / "logs").glob("acks-*.jsonl"))))
+    report = Report(
+        acked=len({group for group, _ in acked}),
+        repeated_steps=history.repeated_steps,
+        leased_again=len(history.reopened),
+        lost=history.lost,
+        violations=history.wrong,
+    )
     if acks is not None and not acked and history.line:
         report.violations.append("no producer has recorded an ack, so nothing is known of lost groups")
-    report.acked = len({group for group, _ in acked})
     report.lost += [
         f"group {list(group)} attempt {attempt} was acked and is not in the journal"
         for group, attempt in sorted(set(acked) - history.accepted_attempts)
     ]
     _fates(history, report)
     report.violations += [*ledger_differences(run / "ledger.jsonl", history), *lag_rows(run / "metrics.jsonl", rules)]
-    return report
+    return report, history
 
 
 def _fates(history: History, report: Report) -> None:

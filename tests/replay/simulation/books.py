@@ -64,8 +64,6 @@ class Books:
         """The number that tokens of this policy carry."""
         return self.policies.setdefault(digest, len(self.policies) + 1)
 
-    # ---- what is settled: on the disk of the journal ---------------------------------------------------
-
     def settle(self, record: Record) -> None:
         """Only what replay has on its disk stands; what a dying learner made without replay's knowledge does not."""
         fields = record.fields
@@ -99,8 +97,6 @@ class Books:
         self.counts["repeated"] += 1
         if known.digest != made.digest:
             self._ends_at(step, made.digest)
-
-    # ---- the learner ----------------------------------------------------------------------------------
 
     def digest(self, version: int) -> str:
         """Digest of a version of the line."""
@@ -172,8 +168,6 @@ class Books:
         for later, rank in [key for key in self.parts if key[0] > step]:
             del self.parts[later, rank]
 
-    # ---- servers --------------------------------------------------------------------------------------
-
     def lease(self, lease: m.Lease) -> None:
         """A server got a lease."""
         self.leased.add((lease.pass_, lease.index))
@@ -189,8 +183,6 @@ class Books:
             group = (ack.pass_, ack.index), ack.attempt
             expect(group in self.journaled, f"{group} was acknowledged and is not in the journal")
             self.accepted.add(group)
-
-    # ---- the whole ------------------------------------------------------------------------------------
 
     def order(self, source: PromptSource, held: set[GroupId]) -> None:
         """Every prompt, in the order of the passes, was trained once or dropped once, or replay has it.

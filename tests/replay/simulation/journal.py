@@ -1,13 +1,48 @@
-"""A journal in memory whose disk can be full, and that loses what was not written when its process dies."""
+"""Journals in memory: one whose disk can be full, and that loses what was not written when its process dies."""
 
 import random
 from typing import Any
 
 import msgpack
 
-from replay.journal import JournalFull, Location, MemoryJournal, Record
-from replay.journal.format import Frames
-from replay.messages import EvaluationResult, Group
+from replay.channel import decode
+from replay.journal import Journal, JournalFull, Location, Record
+from replay.journal.format import OLDEST_SCHEMA, Frames
+from replay.messages import TO_REPLAY, EvaluationResult, Group
+
+
+class MemoryJournal(Journal):
+    """A journal that forgets everything with its process."""
+
+    segment, size_bytes = 1, 0
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.released = 0
+        self._frames: dict[tuple[int, int], list[bytes]] = {}
+
+    def append(self, kind: str, fields: dict[str, Any], frames: Frames = ()) -> Location:
+        location = Location(self.segment, len(self.records), tuple(len(frame) for frame in frames))
+        self.records.append(Record(kind, len(self.records) + 1, fields, location))
+        self.size_bytes += sum(location.sizes)
+        if frames:
+            self._frames[location.segment, location.offset] = [bytes(frame) for frame in frames]
+        return location
+
+    def read(self, location: Location) -> Group | EvaluationResult:
+        assert location.segment >= self.released, "a released file is read"
+        message = decode(
+            self._frames[location.segment, location.offset], TO_REPLAY, oldest_schema=OLDEST_SCHEMA
+        ).message
+        assert isinstance(message, (Group, EvaluationResult))
+        return message
+
+    def begin_segment(self) -> None:
+        self.segment += 1
+
+    def release(self, first: int) -> None:
+        self.released = first
+        self._frames = {place: frames for place, frames in self._frames.items() if place[0] >= first}
 
 
 class SimulatedJournal(MemoryJournal):

@@ -79,8 +79,6 @@ class SimulatedLearner:
         """Of its connections."""
         return [rank.identity for rank in self.ranks]
 
-    # ---- hearing --------------------------------------------------------------------------------------
-
     def hear(self, identity: str, message: m.Message) -> None:
         """A message of replay to one of the ranks."""
         number = self.identities.index(identity)
@@ -114,8 +112,6 @@ class SimulatedLearner:
     def listens(self, identity: str) -> bool:
         """Whether this rank reads what comes; one that waits for its fellows in a collective does not."""
         return not self.ranks[self.identities.index(identity)].proceed
-
-    # ---- acting ---------------------------------------------------------------------------------------
 
     def act(self) -> None:
         """One move; what has not been answered is asked again."""

@@ -9,6 +9,7 @@ from configs import Config
 from replay import messages as m
 from tests.replay.simulation.books import Books
 from tests.replay.simulation.network import Network
+from tests.replay.simulation.samples import make_group, make_result
 
 Key = tuple[int, int, int]
 
@@ -181,19 +182,13 @@ class SimulatedServer:
         ordered = sorted(range(len(running.versions)), key=lambda i: running.versions[i])
         flat = self.rng.random() < self.flat
         length = len(ordered)
-        self.unacked[key] = m.Group(
+        self.unacked[key] = make_group(
+            [length] * self.n,
             pass_=key[0],
             index=key[1],
             attempt=key[2],
-            finish_reasons=["stop"] * self.n,
-            texts=[""] * self.n,
-            reward_metrics={},
-            generate_s=0.1,
-            data_source="t",
             prompt_ids=np.array([1], dtype=np.int32),
-            lengths=np.full(self.n, length, dtype=np.int32),
             token_ids=np.array([running.policies[i] for i in ordered] * self.n, dtype=np.int32),
-            loss_mask=np.ones(self.n * length, dtype=np.uint8),
             logprobs=np.full(self.n * length, -self.rng.random(), dtype=np.float32),
             versions=np.array([running.versions[i] for i in ordered] * self.n, dtype=np.int32),
             rewards=np.array([0.0 if flat else 1.0] + [0.0] * (self.n - 1), dtype=np.float32),
@@ -206,16 +201,8 @@ class SimulatedServer:
         if policy is None:
             self._say(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason="not held"))
             return
-        count = len(lease.prompts)
-        result = m.EvaluationResult(
-            version=lease.version,
-            greedy=lease.greedy,
-            seconds=1.0,
-            texts=[""] * count,
-            finish_reasons=["stop"] * count,
-            rewards=np.full(count, self.books.policy(policy.digest), dtype=np.float32),
-            lengths=np.ones(count, dtype=np.int32),
-        )
+        reward = self.books.policy(policy.digest)
+        result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=reward)
         self.evaluated[lease.version, lease.greedy] = result
         self._say(result)
 

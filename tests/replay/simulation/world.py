@@ -71,8 +71,6 @@ class World:
         self.learner = self.new_learner()
         self.full_until = 0.0
 
-    # ---- the run --------------------------------------------------------------------------------------
-
     def run(self, moves: int) -> None:
         """Faults for `moves` moves, then ten more steps without any, then the closing of the books."""
         for _ in range(moves):
@@ -151,8 +149,6 @@ class World:
         expect(self.service.ended is None, f"the run ended: {self.service.ended}")
         return True
 
-    # ---- faults ---------------------------------------------------------------------------------------
-
     def crash(self, *, at_rest: bool = True) -> None:
         """kill -9 of replay, and its start from what the journal has; at rest it was between two messages."""
         self.counts["crashes"] += 1
@@ -213,8 +209,6 @@ class World:
             self.counts["disk_full"] += 1
         _journal(self.service).full = self.now < self.full_until
 
-    # ---- replay ---------------------------------------------------------------------------------------
-
     def _check_admission(self) -> None:
         """Counted anew, not as the buffer counts; a learner that goes back may put more in flight than are admitted."""
         buffer = self.service.buffer
@@ -256,8 +250,6 @@ class World:
         found, wanted = comparable(new), comparable(old)
         for key, value in wanted.items():
             expect(found[key] == value, f"restored from {origin}: {key} is {found[key]!r} and was {value!r}")
-
-    # ---- the end --------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Hold the outcome against the books."""

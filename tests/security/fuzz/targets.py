@@ -22,6 +22,7 @@ from replay.channel.frames import Message, Registry, encode
 from replay.prompts import PromptSource
 from replay.serve import flush, take_in
 from replay.service import Service
+from tests.replay.simulation.journal import MemoryJournal
 from tests.security.fuzz.samples import GROUP_SIZE, PROMPTS
 
 HOST = "127.0.0.1"
@@ -143,7 +144,8 @@ class ReplayTarget:
             {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
             for i in range(PROMPTS)
         ]
-        self._service = Service(config(), PromptSource(rows, shuffle=False, seed=0), rows[:2], time.monotonic())
+        source = PromptSource(rows, shuffle=False, seed=0)
+        self._service = Service(config(), source, rows[:2], time.monotonic(), journal=MemoryJournal())
         for peer in self._peers:
             peer.close()
         self._peers = []

@@ -1,6 +1,52 @@
-"""The UCC transport. Experimental: docs/ucc.md."""
+"""The UCC transport, experimental (docs/ucc.md), and where UCC comes from here: PyTorch itself, or a plugin."""
 
-from weight_bus.transports.ucc.collective import UccCollective
-from weight_bus.transports.ucc.source import resolve_ucc
+from importlib import metadata
+from typing import Literal
 
-__all__ = ["UccCollective", "resolve_ucc"]
+import torch
+import torch.distributed as dist
+
+from weight_bus.errors import NotAvailable, WeightBusError
+
+INSTEAD = "or take weight_bus.backend: gloo (nccl between GPUs)"
+
+
+def resolve_ucc() -> Literal["native", "plugin"]:
+    """Where UCC comes from in this process: PyTorch itself, or the plugin torch_ucc, which is imported.
+
+    torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
+
+    Raises NotAvailable: there is none; WeightBusError: the plugin cannot be loaded.
+    """
+    if dist.is_ucc_available():
+        return "native"
+    try:
+        import torch_ucc  # noqa: F401  # registers itself with torch.distributed
+    except (ImportError, OSError) as error:  # OSError: of ctypes
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
+            raise NotAvailable(
+                f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
+                " plugin torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that"
+                f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
+                ' print(d.is_ucc_available())"'
+            ) from error
+        raise WeightBusError(
+            f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc"
+            f" and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
+        ) from error
+    return "plugin"
+
+
+def ucc_name(kind: Literal["native", "plugin"]) -> str:
+    """What `resolve_ucc` has found, for logs and for a comparison: "native", or "plugin torch_ucc 1.0.0"."""
+    if kind == "native":
+        return kind
+    import torch_ucc
+
+    version = getattr(torch_ucc, "__version__", None)
+    if version is None:
+        try:
+            version = metadata.version("torch_ucc")
+        except metadata.PackageNotFoundError:
+            version = "of unknown version"
+    return f"plugin torch_ucc {version}"

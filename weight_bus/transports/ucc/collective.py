@@ -5,19 +5,18 @@ std::terminate, and a destroy and an interpreter exit that never ended. So no co
 or serves. Each group has a process of its own (process.py), which may die or hang:
 
 - It is forked from one that has imported torch and does nothing else, so a new group costs no seconds.
-- Buckets are copied into memory that both sides share, and out of it on the other side. Through the sockets between
-  them (member.py) go orders and answers of a few bytes, as msgpack.
+- Buckets pass through memory that both share; only orders and answers of a few bytes go between them (member.py).
 - Every order has a limit by this side's clock. A process that misses it, or hangs up, is killed and reaped. A group
   ends with its process, also a healthy one.
-- A returned broadcast is no delivery. A sum over all members, taken after the last bucket, is: it comes out right only
-  when every member has counted every bucket.
+- A returned broadcast is no delivery. The sum after the last bucket is: it comes out right only when every member has
+  counted every bucket.
 """
 
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,106 +25,66 @@ import torch
 from configs.infrastructure import WeightBus
 from configs.schema import is_loopback
 from weight_bus.errors import TransportError
-from weight_bus.transports.base import PROTOCOL, Formation, ignore
-from weight_bus.transports.meeting import Meeting
+from weight_bus.transports.base import Formation, ignore
+from weight_bus.transports.meeting import GroupTransport, formed
+from weight_bus.transports.ucc import resolve_ucc, ucc_name
 from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
-from weight_bus.transports.ucc.source import resolve_ucc, ucc_name
 
 log = logging.getLogger(__name__)
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
-START_S = 5.0
-"""How long forming a group waits for a process that starts anew, here and on the other members."""
-SLACK_S = 1.0
-"""For the process to say by itself what went wrong, past its own time-out."""
+START_S = 5.0  # how long forming a group waits for a process that starts anew, here and on the other members
+SLACK_S = 1.0  # for the process to say by itself what went wrong, past its own time-out
 
 
-class UccCollective:
+class UccCollective(GroupTransport):
     """A UCC group per epoch, in a process per group. Buckets live in host memory.
 
-    Raises:
-        WeightBusError: there is no UCC here (`resolve_ucc`).
+    Raises WeightBusError: there is no UCC here (`resolve_ucc`).
     """
 
+    backend = "ucc"
     device = torch.device("cpu")
+    _rank = 0
+    _member: Member | None = None
 
     def __init__(self, config: WeightBus, host: str) -> None:
+        super().__init__(config, host)
         self._name = ucc_name(resolve_ucc())
-        self._timeout_s = config.collective_timeout_s
-        self._meeting = Meeting(host, timedelta(seconds=config.collective_timeout_s))
         self._environment = _environment(host)
         self._memory = SharedBytes()
         self._starter = Starter(self._memory, self._environment)
-        self._rank = 0
-        self._member: Member | None = None
         devices = self._environment.get("UCX_NET_DEVICES")
         log.info("weight bus: ucc is %s, over %s", self._name, devices or "any interface (UCX_NET_DEVICES is not set)")
 
     def facts(self) -> dict[str, str]:
         """The backend, where UCC comes from, and the protocol.
 
-        Returns when the process for a group is ready, so a transport that has stated them can form one at once.
-
-        Raises:
-            TransportError: it is not, after a minute.
+        Returns when the process for a group is ready, so a transport that has stated them can form one at once. Raises
+        TransportError: it is not, after a minute.
         """
         self._present().await_ready(HOPELESS_S)
-        return {"backend": "ucc", "protocol": PROTOCOL, "ucc": self._name}
-
-    def serve(self) -> str:
-        """Start the store on the interface `host` only; the processes of all members come there, also rank 0's."""
-        return self._meeting.serve()
-
-    def form(self, formation: Formation) -> None:
-        """Enter the group of an epoch, in a process of its own.
-
-        All members show up in the store, build the group, and prove it with a broadcast of a few bytes.
-        """
-        self.leave()
-        what = f"epoch {formation.epoch} with {formation.size} members did not form"
-        begun = time.monotonic()
-        try:
-            starter = self._present()
-            starter.await_ready(START_S)
-            self._rank, self._member = formation.rank, starter.fork(REAP_S)
-        except TransportError as error:
-            raise error.during(what) from error
-        patience_s = max(0.0, START_S - (time.monotonic() - begun)) + self._timeout_s
-        order = {
-            "do": "form",
-            "epoch": formation.epoch,
-            "rank": formation.rank,
-            "size": formation.size,
-            "endpoint": formation.endpoint,
-            "prefix": formation.prefix,
-            "timeout_s": self._timeout_s,
-            "patience_s": patience_s,
-        }
-        # to meet, then the first broadcast (which connects UCC) and the closing sum
-        self._ask(order, patience_s + 2 * self._timeout_s, what)
+        return {**super().facts(), "ucc": self._name}
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """One bucket from rank 0 to all. It has arrived here when this returns; elsewhere only after `finish`."""
-        what = f"broadcast of bucket {index + 1} failed"
-        if self._member is None:
-            raise TransportError(f"bucket {index + 1}: no group is formed", "closed")
         size = bucket.numel()
-        try:
-            shared = self._memory.room(size)
-        except OSError as error:
-            self.leave()
-            raise TransportError(f"{what}: no {size} bytes of memory to share: {error}", "full") from error
-        if self._rank == 0:
-            shared.copy_(bucket)
-        self._ask({"do": "broadcast", "bytes": size}, self._timeout_s, what)
-        if self._rank != 0:
-            bucket.copy_(shared)
+        with self._or_leave(f"broadcast of bucket {index + 1} failed"):
+            member = formed(self._member)
+            try:
+                shared = self._memory.room(size)
+            except OSError as error:
+                raise TransportError(f"no {size} bytes of memory to share: {error}", "full") from error
+            if self._rank == 0:
+                shared.copy_(bucket)
+            member.ask(self._timeout_s + SLACK_S, do="broadcast", bytes=size)
+            if self._rank != 0:
+                bucket.copy_(shared)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait until every member has every bucket, on all of them."""
-        if self._member is None:
-            raise TransportError("no group is formed", "closed")
-        self._ask({"do": "finish"}, self._timeout_s, "the closing sum failed")
+        with self._or_leave("the closing sum failed"):
+            formed(self._member).ask(self._timeout_s + SLACK_S, do="finish")
 
     def leave(self) -> None:
         """Kill the process of the group: UCC has no other end that is bounded."""
@@ -135,18 +94,20 @@ class UccCollective:
 
     def close(self) -> None:
         """Drop the group, both processes, the memory and the store."""
-        self.leave()
+        super().close()
         self._starter.kill()
-        self._meeting.forget()
         self._memory.close()
 
-    def _ask(self, order: Mapping[str, Any], limit_s: float, what: str) -> None:
-        assert self._member is not None
-        try:
-            self._member.ask(order, limit_s + SLACK_S, what)
-        except TransportError:
-            self._member = None
-            raise
+    def _enter(self, formation: Formation) -> None:
+        """In a process of its own: show up in the store, build the group, prove it with a broadcast of a few bytes."""
+        deadline = time.monotonic() + START_S
+        starter = self._present()
+        starter.await_ready(START_S)
+        self._rank, self._member = formation.rank, starter.fork(REAP_S)
+        patience_s = max(0.0, deadline - time.monotonic()) + self._timeout_s
+        order: dict[str, Any] = {**asdict(formation), "timeout_s": self._timeout_s, "patience_s": patience_s}
+        # to meet, then the first broadcast (which connects UCC) and the closing sum
+        self._member.ask(patience_s + 2 * self._timeout_s + SLACK_S, do="form", **order)
 
     def _present(self) -> Starter:
         """The process that forks; a new one where it has ended, with the thread that had started it or otherwise."""

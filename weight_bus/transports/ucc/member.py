@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -23,30 +24,20 @@ from weight_bus.transports.meeting import lost
 log = logging.getLogger(__name__)
 
 MODULE = "weight_bus.transports.ucc.process"
-HOPELESS_S = 60.0
-"""A starter that has not imported torch after so long is given up."""
-REAP_S = 3.0
-"""For the kernel to end or to fork a process."""
+HOPELESS_S = 60.0  # a starter that has not imported torch after so long is given up
+REAP_S = 3.0  # for the kernel to end or to fork a process
 MAX_ANSWER_BYTES = 64 * 1024
 
 
 class SharedBytes:
-    """Memory of this machine with a file descriptor and no name: it is freed when all its processes have ended.
-
-    Args:
-        fd: of the other process's; none makes new memory.
-    """
+    """Memory without a name, freed when all its processes have ended; made new, or by another one's descriptor."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("slipstream-ucc") if fd is None else fd
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """The first bytes, flat uint8. Grows to them.
-
-        Raises:
-            OSError: there is not so much memory.
-        """
+        """The first bytes, flat uint8. Grows to them. Raises OSError: there is not so much memory."""
         if num_bytes > self._bytes.numel():
             os.posix_fallocate(self.fd, 0, num_bytes)  # an error here, where a page that is missing later is a SIGBUS
             self._bytes = torch.frombuffer(mmap.mmap(self.fd, num_bytes), dtype=torch.uint8)
@@ -74,6 +65,7 @@ class Starter:
                 start_new_session=True,  # an interrupt is for its parent, with which it ends
             )
         self.pid = self._process.pid
+        self._name = f"the process that starts those of UCC (pid {self.pid})"
         self._started = time.monotonic()
         self._ready = self._killed = False
 
@@ -85,36 +77,30 @@ class Starter:
     def await_ready(self, limit_s: float) -> None:
         """Wait until it has imported torch. One that is late goes on with that, unless it is hopeless.
 
-        Raises:
-            TransportError: it is not ready yet, or will never be.
+        Raises TransportError: it is not ready yet, or will never be.
         """
         if self._ready:
             return
-        name = f"the process that starts those of UCC (pid {self.pid})"
         try:
             answer = _exchange(self._channel, None, limit_s)
         except TimeoutError as error:
             age = time.monotonic() - self._started
             if age >= HOPELESS_S:
                 self.kill()
-            raise TransportError(f"{name} is not ready after {age:.1f} s", "silent") from error
+            raise TransportError(f"{self._name} is not ready after {age:.1f} s", "silent") from error
         if answer is None:
             self.kill()
-            raise TransportError(f"{name} {_ending(self._process.returncode)}", "closed")
+            raise TransportError(f"{self._name} {_ending(self._process.returncode)}", "closed")
         self._ready = True
 
     def fork(self, limit_s: float) -> "Member":
-        """A process for a group.
-
-        Raises:
-            TransportError: there is none, and this one is gone.
-        """
+        """A process for a group. Raises TransportError: there is none, and this one is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             answer = self._command("fork", limit_s, theirs.fileno())
         if answer is None:
             ours.close()
-            raise TransportError(f"the process that starts those of UCC (pid {self.pid}) is gone", "closed")
+            raise TransportError(f"{self._name} is gone", "closed")
         return Member(self, ours, int(answer["pid"]))
 
     def end(self) -> int | None:
@@ -134,12 +120,10 @@ class Starter:
 
     def _command(self, what: str, limit_s: float, *fds: int) -> dict[str, Any] | None:
         """Its answer, or None when it has none; then it is gone."""
-        if self._killed:
-            return None
-        try:
-            answer = _exchange(self._channel, {"do": what}, limit_s, *fds)
-        except TimeoutError:
-            answer = None
+        answer = None
+        if not self._killed:
+            with suppress(TimeoutError):
+                answer = _exchange(self._channel, {"do": what}, limit_s, *fds)
         if answer is None:
             self.kill()
         return answer
@@ -149,31 +133,29 @@ class Member:
     """The process of one group, seen from the transport."""
 
     def __init__(self, starter: Starter, channel: socket.socket, pid: int) -> None:
-        self._starter = starter
-        self._channel = channel
-        self.pid = pid
+        self._starter, self._channel, self.pid = starter, channel, pid
+        self._killed = False
 
-    def ask(self, order: Mapping[str, Any], limit_s: float, what: str) -> None:
-        """Have one order carried out.
-
-        Raises:
-            TransportError: it was not, and the process is gone.
-        """
+    def ask(self, limit_s: float, **order: Any) -> None:
+        """Have one order carried out. Raises TransportError: it was not, and the process is gone."""
         try:
             answer = _exchange(self._channel, order, limit_s)
         except TimeoutError as error:
             self.kill()
             silence = f"the UCC process (pid {self.pid}) did not answer in {limit_s:.1f} s and was killed"
-            raise TransportError(f"{what}: {silence}", "silent") from error
+            raise TransportError(silence, "silent") from error
         if answer is None:
-            raise TransportError(f"{what}: the UCC process (pid {self.pid}) {_ending(self.kill())}", "closed")
+            raise TransportError(f"the UCC process (pid {self.pid}) {_ending(self.kill())}", "closed")
         if "failed" in answer:
             self.kill()
             text, symptom = str(answer["failed"]), str(answer["symptom"])
-            raise TransportError(f"{what}: {text}", symptom) if symptom else lost(what, RuntimeError(text))
+            raise TransportError(text, symptom) if symptom else lost(RuntimeError(text))
 
     def kill(self) -> int | None:
-        """End it, whatever it does, and reap it; see `Starter.end`."""
+        """End it, whatever it does, and reap it; see `Starter.end`. Has no effect a second time."""
+        if self._killed:
+            return None
+        self._killed = True
         self._channel.close()
         return self._starter.end()
 
@@ -181,17 +163,11 @@ class Member:
 def _exchange(
     channel: socket.socket, order: Mapping[str, Any] | None, limit_s: float, *fds: int
 ) -> dict[str, Any] | None:
-    """Send an order, if it is not the other side's turn already, and wait for the answer; None: the other hung up.
-
-    Raises:
-        TimeoutError: no answer.
-    """
+    """Send an order, if there is one, and wait for the answer, None if the other end hung up. Raises TimeoutError."""
     channel.settimeout(limit_s)
     try:
-        if fds:
+        if order is not None:
             socket.send_fds(channel, [msgpack.packb(order)], fds)
-        elif order is not None:
-            channel.send(msgpack.packb(order))
         body = channel.recv(MAX_ANSWER_BYTES)
     except ConnectionError:
         return None

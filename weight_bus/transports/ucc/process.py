@@ -4,20 +4,17 @@ usage: python -m weight_bus.transports.ucc.process PARENT_PID CHANNEL_FD MEMORY_
 
 The starter imports torch once, and loads no UCC. Each message is msgpack in a packet:
 
-| sender    | to or from the starter                                                                          |
-|-----------|-------------------------------------------------------------------------------------------------|
-| starter   | first: {} when it is ready                                                                      |
-| transport | {"do": "fork"}, with the channel of the new process: a file descriptor                          |
-| starter   | {"pid": int}                                                                                    |
-| transport | {"do": "end"}: kill that process                                                                |
-| starter   | {"code": its exit code, below 0 a signal}, when it is reaped                                    |
+| order of the transport                                                   | answer of the starter             |
+|--------------------------------------------------------------------------|-----------------------------------|
+| (none)                                                                   | {} when it is ready               |
+| {"do": "fork"}, and a file descriptor: the channel of the new process    | {"pid": int}                      |
+| {"do": "end"}: kill that process                                         | {"code": int}, below 0 a signal   |
 
-| sender    | to or from the process of a group                                                               |
-|-----------|-------------------------------------------------------------------------------------------------|
-| transport | {"do": "form", "epoch", "rank", "size", "endpoint", "prefix", "timeout_s", "patience_s"}, once  |
-| transport | {"do": "broadcast", "bytes": int}: of the shared memory, from rank 0's to that of all           |
-| transport | {"do": "finish"}                                                                                |
-| process   | for each: {} when it is done, or {"failed": reason, "symptom": of errors.py, or ""}, and ends   |
+| order of the transport                                                   | answer of the process of a group  |
+|--------------------------------------------------------------------------|-----------------------------------|
+| {"do": "form", fields of Formation, "timeout_s", "patience_s"}, once     | {} when it is done; or            |
+| {"do": "broadcast", "bytes": int}: of the shared memory, rank 0's to all | {"failed": reason, "symptom": of  |
+| {"do": "finish"}                                                         | errors.py or ""}, and it ends     |
 
 Both end when the transport hangs up, and with their parents; always by os._exit, because an interpreter with a UCC
 group whose peer is gone never ends.
@@ -30,6 +27,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -40,8 +38,8 @@ import torch.distributed as dist
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 from weight_bus.transports.meeting import Meeting
+from weight_bus.transports.ucc import resolve_ucc
 from weight_bus.transports.ucc.member import SharedBytes
-from weight_bus.transports.ucc.source import resolve_ucc
 
 log = logging.getLogger("weight_bus.ucc_process")
 
@@ -56,18 +54,12 @@ class Group:
     def __init__(self, memory: SharedBytes) -> None:
         self._memory = memory
         self._size = 0
-        self._buckets = 0
-        """Since the last closing sum."""
+        self._buckets = 0  # since the last closing sum
 
     def form(self, order: dict[str, Any]) -> None:
-        """Meet all members, build the group and send something, for building alone does not touch UCC.
-
-        Raises:
-            RuntimeError: a member stayed away or was lost, in the words of PyTorch or UCC.
-            WeightBusError: there is no UCC here.
-        """
+        """Meet all members, build the group and send something, for building alone does not touch UCC."""
         resolve_ucc()
-        formation = Formation(**{key: order[key] for key in ("epoch", "rank", "size", "endpoint", "prefix")})
+        formation = Formation(**{field.name: order[field.name] for field in fields(Formation)})
         timeout, deadline = timedelta(seconds=order["timeout_s"]), time.monotonic() + order["patience_s"]
         meeting = Meeting("", timeout)
         store = meeting.at(formation)
@@ -134,21 +126,15 @@ def serve(channel: socket.socket, group: Group) -> int:
                     group.broadcast(order["bytes"])
                 case "finish":
                     group.finish()
-        except RuntimeError as error:
-            channel.send(_failed(error))
-            return 1
         except Exception as error:
-            channel.send(_failed(RuntimeError(f"{type(error).__name__}: {error}")))
-            raise  # its traceback is for the log
+            known = error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}")
+            text, symptom = (known.message, known.symptom) if isinstance(known, TransportError) else (str(known), "")
+            channel.send(msgpack.packb({"failed": text[:MAX_REASON], "symptom": symptom}))
+            if known is not error:
+                raise  # its traceback is for the log
+            return 1
         channel.send(msgpack.packb({}))
     return 0
-
-
-def _failed(error: RuntimeError) -> bytes:
-    message, symptom = (error.message, error.symptom) if isinstance(error, TransportError) else (str(error), "")
-    answer = {"failed": message[:MAX_REASON], "symptom": symptom}
-    body: bytes = msgpack.packb(answer)
-    return body
 
 
 def _end_with(parent: int) -> None:

@@ -6,9 +6,11 @@ every parameter is covered, the dtypes are those of the update, and the model ha
 milliseconds less of Python than the model's loader, with the engine standing still.
 """
 
+import itertools
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,32 +21,22 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 LARGE = 4 * 1024 * 1024
 """Bytes from which on a copy takes longer than its launch."""
 GROUPS = 4
+"""Of slices that are copied, and then digested, together."""
 Staged = Sequence[tuple[str, torch.Tensor]]
 
-
-class Group(NamedTuple):
-    """Slices that are copied, and then digested, together."""
-
-    slices: list[LiveSlice]
-    digester: Digester
+_addresses: tuple[Any, dict[str, int]] = (None, {})
+"""A model, and where its parameters lay when captured graphs were made to read them."""
 
 
 class LiveWeights:
-    """The parts of the tensors of these names that a model holds on this rank.
-
-    Raises:
-        KeyError: the model has no such tensor.
-        ValueError: a live tensor does not have the shape that the map expects.
-    """
+    """The parts of the tensors of these names that a model holds on this rank. Raises as `live_slices`."""
 
     def __init__(self, model: Any, shapes: Shapes) -> None:
         self._model = model
         self._shapes = list(shapes)
         self.slices = list(live_slices(model, self._shapes))
-        self._groups = [
-            Group(some, Digester(Part(piece.view, piece.full_shape, piece.start) for piece in some))
-            for some in _grouped(self.slices)
-        ]
+        self._groups = _grouped(self.slices)
+        self._digesters = [Digester(Part(p.view, p.full_shape, p.start) for p in group) for group in self._groups]
         self._loaded = False
         """By the model's own code, once."""
         self._copies: tuple[Staged, list[list[torch.Tensor]]] | None = None
@@ -55,42 +47,42 @@ class LiveWeights:
         """Whether these are the slices of this model and these tensors."""
         return model is self._model and list(shapes) == self._shapes
 
-    def takes_copies(self, staged: Staged) -> bool:
-        """Whether copies are all that loading this update is.
+    def load(self, staged: Staged) -> tuple[list[int], float]:
+        """Load an update, by copies if that is all there is to it.
 
         Args:
-            staged: name and whole tensor, all of them, on the device of the model. The same object means the same
-                memory as the last time.
-        """
-        if self._copies is None or self._copies[0] is not staged:
-            self._copies = (staged, self._parts(staged))
-        return self._loaded and bool(self._copies[1])
-
-    def load(self, staged: Staged) -> None:
-        """Have the model load an update."""
-        with torch.no_grad():
-            self._model.load_weights(staged)
-        self._loaded = True
-
-    def copy(self, staged: Staged) -> tuple[list[int], float]:
-        """Copy an update and digest the live tensors; groups are copied and digested in a pipeline.
+            staged: all names and whole tensors, on the model's device. The same object means the same memory as before.
 
         Returns:
-            The digest of each slice, and the seconds until the last copy had ended.
+            The digest of each slice as it is live then, and the seconds until the last tensor was in its place.
         """
-        assert self.takes_copies(staged) and self._copies is not None
+        check_addresses(self._model)
+        if self._copies is None or self._copies[0] is not staged:
+            self._copies = (staged, self._parts(staged))
+        if self._loaded and self._copies[1]:
+            return self._copy(self._copies[1])
+        started = time.monotonic()
+        with torch.no_grad():
+            self._model.load_weights(staged)
+        synchronize()
+        self._loaded = True
+        seconds = time.monotonic() - started
+        return self.digests(), seconds
+
+    def _copy(self, copies: list[list[torch.Tensor]]) -> tuple[list[int], float]:
+        """As `load`; groups are copied and digested in a pipeline."""
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launched = []
         with torch.no_grad():
-            for group, parts in zip(self._groups, self._copies[1], strict=True):
-                _copy([piece.view for piece in group.slices], parts)
+            for group, digester, parts in zip(self._groups, self._digesters, copies, strict=True):
+                _copy([piece.view for piece in group], parts)
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
                 with torch.cuda.stream(self._side):
                     self._side.wait_event(copied)
-                    launched.append(group.digester.launch())
+                    launched.append(digester.launch())
         end.record()
         torch.cuda.current_stream().wait_stream(self._side)
         digests = [value for some in launched for value in some.sums()]
@@ -98,34 +90,52 @@ class LiveWeights:
 
     def digests(self) -> list[int]:
         """The digest of each slice as it is live now."""
-        launched = [group.digester.launch() for group in self._groups]
+        check_addresses(self._model)
+        launched = [digester.launch() for digester in self._digesters]
         return [value for some in launched for value in some.sums()]
 
     def _parts(self, staged: Staged) -> list[list[torch.Tensor]]:
         """Source of each slice, by group; empty if copies alone do not make a load."""
         whole = dict(staged)
-        parts = [[_cut(whole[piece.name], piece) for piece in group.slices] for group in self._groups]
+        parts = [[_cut(whole[piece.name], piece) for piece in group] for group in self._groups]
         alike = all(
             part.is_cuda and part.dtype == piece.view.dtype
-            for group, some in zip(self._groups, parts, strict=True)
-            for piece, part in zip(group.slices, some, strict=True)
+            for piece, part in zip(self.slices, itertools.chain(*parts), strict=True)
         )
         by_copies = alike and not hasattr(self._model, "post_load_weights") and _covered(self._model, self.slices)
         return parts if by_copies else []
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def check_addresses(model: Any) -> None:
+    """Raise RuntimeError where a parameter has moved: captured graphs keep reading the old memory.
+
+    Digests of where it lies now would prove nothing about what is decoded with.
+    """
+    global _addresses
+    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    if _addresses[0] is not model:
+        _addresses = (model, found)
+    moved = sorted(name for name, address in _addresses[1].items() if found.get(name) != address)
+    if moved:
+        raise RuntimeError(
+            f"{len(moved)} parameters of the model have moved, first {moved[0]!r}: captured graphs go on reading the"
+            f" old memory. {type(model).__name__} cannot be updated in place; take a model without quantisation whose"
+            " load_weights copies into its parameters"
+        )
+
+
 def _grouped(slices: Sequence[LiveSlice]) -> list[list[LiveSlice]]:
     """Consecutive groups, of about the same number of bytes."""
-    most = sum(piece.view.nbytes for piece in slices) / GROUPS
-    groups: list[list[LiveSlice]] = [[]]
-    size = 0
-    for piece in slices:
-        if size >= most:
-            groups.append([])
-            size = 0
-        groups[-1].append(piece)
-        size += piece.view.nbytes
-    return groups
+    sizes = [piece.view.nbytes for piece in slices]
+    shares = (begin * GROUPS // max(1, sum(sizes)) for begin in itertools.accumulate(sizes, initial=0))
+    numbered = itertools.groupby(zip(shares, slices, strict=False), key=lambda pair: pair[0])
+    return [[piece for _, piece in group] for _, group in numbered]
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -155,9 +165,8 @@ def _covered(model: Any, slices: Iterable[LiveSlice]) -> bool:
         for parameter in module.parameters(recurse=False)
         if getattr(module, "shard_indices", None) is not None
     }
-    left = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
-    begins = sorted(left)
+    sizes = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
+    left, begins = dict(sizes), sorted(sizes)
     for piece in slices:
         left[begins[bisect_right(begins, piece.view.data_ptr()) - 1]] -= piece.view.numel()
-    sizes = {parameter.data_ptr(): parameter.numel() for parameter in model.parameters()}
     return all(rest == 0 or (begin in padded and 0 < rest < sizes[begin]) for begin, rest in left.items())

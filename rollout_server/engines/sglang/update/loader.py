@@ -1,8 +1,8 @@
 """Runs inside each scheduler of SGLang (ServerArgs.custom_weight_loader): loads an update and digests what is live.
 
-SGLang calls `apply(model, named_tensors)` between two forwards; what to do stands in the staging folder
-(update/orders.py). The digest is computed in place on the tensors that the next forward reads,
-so equal digests prove staging, mapping, fusion and slicing at once.
+SGLang calls `apply(model, named_tensors)` between two forwards; what to do stands in the staging folder (orders.py).
+The digest is computed in place on the tensors that the next forward reads, so equal digests prove staging, mapping,
+fusion and slicing at once.
 """
 
 import math
@@ -15,16 +15,13 @@ import msgpack
 import torch
 
 from rollout_server.engines.sglang.update import receiver
-from rollout_server.engines.sglang.update.live import LiveWeights
-from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes
+from rollout_server.engines.sglang.update.live import LiveWeights, check_addresses, synchronize
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
 from weight_bus.staging import DTYPES
 
-_mapped: dict[str, tuple[Any, torch.Tensor]] = {}
-"""Memory of other processes that this one has mapped, by what names it, with its key."""
-
+_mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
+"""Memory of other processes that this one has mapped, by its number, with what describes it."""
 _live: LiveWeights | None = None
-_addresses: tuple[Any, dict[str, int]] = (None, {})
-"""A model, and where its parameters lay when captured graphs were made to read them."""
 _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
 """The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
@@ -32,76 +29,42 @@ _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = 
 def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Carry out the request in the staging folder and leave a reply; `named_tensors` is empty.
 
-    It raises nothing: an exception here would end the scheduler. What goes wrong stands in the reply, and the server
-    then quarantines this engine.
+    An exception here would end the scheduler: what goes wrong stands in the reply, and quarantines this engine.
     """
     folder = Path(os.environ[FOLDER])
     rank = torch.distributed.get_rank()
     request = msgpack.unpackb((folder / REQUEST).read_bytes())
     reply: dict[str, Any] = {"sequence": request["sequence"], "error": "", "slices": [], "seconds": {}}
     try:
-        _carry_out(model, request, reply, rank)
+        reply |= _carried_out(model, request, rank)
     except Exception as error:  # noqa: BLE001  # the edge of our code inside a process that is not ours
         reply["error"] = f"{type(error).__name__}: {error}"
-    part = folder / f"reply.{rank}.part"
-    part.write_bytes(msgpack.packb(reply))
-    part.replace(folder / f"reply.{rank}.msgpack")
+    replace(folder / f"reply.{rank}.msgpack", reply)
 
 
-def _carry_out(model: Any, request: dict[str, Any], reply: dict[str, Any], rank: int) -> None:
+def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
     if "receive" in request:
         if rank == 0:
             receiver.start(request["receive"], next(model.parameters()).device)
-        return
+        return {}
     started = time.monotonic()
-    shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
-    live = _live_weights(model, shapes)
+    live = _live_weights(model, [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]])
     tensors = _tensors(request, rank) if request["load"] else []
-    _synchronize()  # a forward that was launched before the pause still reads the old weights
+    synchronize()  # a forward that was launched before the pause still reads the old weights
     waited = time.monotonic()
-    load_s = 0.0
-    if request["load"] and live.takes_copies(tensors):
-        digests, load_s = live.copy(tensors)
-    else:
-        if request["load"]:
-            live.load(tensors)
-            _synchronize()
-            load_s = time.monotonic() - waited
-            check_addresses(model)
-        digests = live.digests()
-    reply["slices"] = [
-        [piece.name, list(piece.start), piece.view.numel(), digest]
-        for piece, digest in zip(live.slices, digests, strict=True)
-    ]
-    reply["seconds"] = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
+    digests, load_s = live.load(tensors) if request["load"] else (live.digests(), 0.0)
+    seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
+    found = zip(live.slices, digests, strict=True)
+    return {"slices": [[p.name, list(p.start), p.view.numel(), digest] for p, digest in found], "seconds": seconds}
 
 
 def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
     """The same as the last time while it holds."""
     global _live
-    check_addresses(model)
     if _live is None or not _live.are_of(model, shapes):
+        check_addresses(model)
         _live = LiveWeights(model, shapes)
     return _live
-
-
-def check_addresses(model: Any) -> None:
-    """Check that no parameter has moved: captured graphs keep reading the old memory.
-
-    Raises:
-        RuntimeError: it has. Digests of where it lies now would prove nothing about what is decoded with.
-    """
-    global _addresses
-    found = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    if _addresses[0] is not model:
-        _addresses = (model, found)
-    moved = sorted(name for name, address in _addresses[1].items() if found.get(name) != address)
-    if moved:
-        raise RuntimeError(
-            f"{len(moved)} parameters of the model have moved, first {moved[0]!r}: captured graphs go on reading the"
-            f" old memory. {type(model).__name__} cannot be updated in place; take a model without quantisation whose"
-            " load_weights copies into its parameters"
-        )
 
 
 def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
@@ -120,24 +83,18 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 
 
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
-    """Flat uint8 over memory of the server or rank 0, mapped until the request names another."""
+    """Flat uint8 over memory of the server or rank 0, mapped until a request names another."""
     if described["kind"] == "staged":
         if rank == 0:  # a process cannot open its own handles
             return receiver.bucket(number, described["take"])
         described = {"kind": "cuda", **in_bytes(described["cuda"])}
-    key = tuple(sorted(described.items()))
-    known = _mapped.get(f"{number}")
-    if known is not None and known[0] == key:
+    known = _mapped.get(number)
+    if known is not None and known[0] == described:
         return known[1]
     if described["kind"] == "cuda":
         storage = torch.UntypedStorage._new_shared_cuda(*(described[field] for field in CUDA_HANDLE))
         flat = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", described["device"])).set_(storage)
     else:
         flat = torch.from_file(described["path"], shared=True, size=described["size"], dtype=torch.uint8)
-    _mapped[f"{number}"] = (key, flat)
+    _mapped[number] = (described, flat)
     return flat
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

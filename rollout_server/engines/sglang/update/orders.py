@@ -1,9 +1,8 @@
 """The folder through which a rollout server and its schedulers speak about an update.
 
-The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map:
-CUDA memory by its IPC handle, host memory as a file in shared memory, and what is staged in a scheduler
-(update/receiver.py) by its number there. Each scheduler answers with one reply. Nothing is
-pickled, and nobody but this user can open the folder.
+The server writes one request (msgpack): the tensors of the update as ranges of memory that both sides can map: CUDA
+memory by its IPC handle, host memory as a file in shared memory, and what is staged in a scheduler (receiver.py) by its
+number there. Each scheduler answers with one reply. Nothing is pickled, and only this user can open the folder.
 """
 
 import json
@@ -11,8 +10,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +26,7 @@ FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
-IN_BYTES = ("handle", "ref_handle", "event")
 Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What one scheduler says of an update."""
-
-    rank: int
-    error: str
-    slices: Mapping[str, tuple[tuple[int, ...], int, int]]
-    """name -> (start, elements, digest) of the part that this rank holds."""
-    seconds: Mapping[str, float]
 
 
 class StagingFolder:
@@ -53,57 +39,53 @@ class StagingFolder:
         self._sequence = 0
         self._tensors: list[list[Any]] = []
         self._handles: dict[int, dict[str, Any]] = {}
-        self._files: list[torch.Tensor] = []
-        self._inodes: dict[int, int] = {}
+        self._files: dict[int, tuple[Path, torch.Tensor]] = {}
+        """Host memory by its number; a path is never used twice, so that it names what the schedulers have mapped."""
 
-    def write_update(self, update: Update, version: int) -> None:
+    def write_update(self, update: Update) -> None:
         """Describe an update; host memory is copied into shared memory, CUDA memory only named."""
         if isinstance(update, RemoteUpdate):
             self._tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in update.entries]
-            self._write({"version": version, "load": True, "memory": update.memory})
+            memory = update.memory
         else:
-            self._write_tensors(update, version)
+            self._tensors, memory = self._described(update)
+        self._write(load=True, memory=memory)
 
-    def _write_tensors(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+    def _described(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[Any]]:
+        """[name, dtype, shape, number of its memory, offset there] of each; and the memory, by number."""
         storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         tensors: list[list[Any]] = []
-        kept = []
         for name, tensor in named_tensors:
             whole = tensor.detach().contiguous()
             if whole.dtype not in NAMES:
                 raise EngineError(f"tensor {name!r} has dtype {whole.dtype}; the engine takes {sorted(DTYPES)}")
-            kept.append(whole)
             storage = whole.untyped_storage()
             number, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
             offset = whole.storage_offset() * whole.element_size()
             tensors.append([name, NAMES[whole.dtype], list(whole.shape), number, offset])
-        memory = [
+        return tensors, [
             self._cuda(storage) if storage.device.type == "cuda" else self._file(number, storage)
             for number, storage in storages.values()
         ]
-        self._tensors = tensors
-        self._write({"version": version, "load": True, "memory": memory})
 
     def write_receiver(self, path: Path, config: Mapping[str, Any], host: str, *, export: bool) -> None:
         """Ask for a receiver that connects to `path`; see `receiver.start`."""
-        order = {"socket": str(path), "config": config, "host": host, "export": export}
-        self._write({"version": -1, "load": False, "memory": [], "receive": order})
+        self._write(receive={"socket": str(path), "config": config, "host": host, "export": export})
 
     def write_digest(self) -> None:
         """Order digests of the live tensors. Raises EngineError before the first update."""
         if not self._tensors:
             raise EngineError("no update has named this model's tensors yet, so there is nothing to digest")
-        self._write({"version": -1, "load": False, "memory": []})
+        self._write()
 
     def name_tensors(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
         """(name, dtype, shape) of the model, so that `write_digest` works before the first update."""
         self._tensors = [[name, dtype, list(shape), 0, 0] for name, dtype, shape in tensors]
 
-    def replies(self, num_ranks: int) -> list[Reply]:
-        """Replies of all schedulers to the last request.
+    def replies(self, num_ranks: int) -> list[dict[str, Any]]:
+        """Reply of each scheduler to the last request. Raises EngineError where one is missing.
 
-        Raises:
-            EngineError: a scheduler has not answered this request.
+        It has `error`, `seconds` by name, and `slices`: [name, start, elements, digest] of what that rank holds.
         """
         found = []
         for rank in range(num_ranks):
@@ -113,8 +95,7 @@ class StagingFolder:
                 raise EngineError(f"scheduler {rank} left no reply to an update: {error}") from error
             if reply["sequence"] != self._sequence:
                 raise EngineError(f"scheduler {rank} answered update {reply['sequence']}, not {self._sequence}")
-            slices = {name: (tuple(start), count, digest) for name, start, count, digest in reply["slices"]}
-            found.append(Reply(rank, reply["error"], slices, reply["seconds"]))
+            found.append(reply)
         return found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -131,41 +112,36 @@ class StagingFolder:
         self._files.clear()
         shutil.rmtree(self.path, ignore_errors=True)
 
-    def _write(self, request: dict[str, Any]) -> None:
+    def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
-        body = msgpack.packb({"sequence": self._sequence, "tensors": self._tensors, **request})
-        part = self.path / f"{REQUEST}.part"
-        part.write_bytes(body)
-        part.replace(self.path / REQUEST)
+        request = {"sequence": self._sequence, "load": load, "memory": memory, "tensors": self._tensors, **order}
+        replace(self.path / REQUEST, request)
 
     def _cuda(self, storage: torch.UntypedStorage) -> dict[str, Any]:
         # once per buffer: each export adds to a reference count, and the schedulers keep the memory mapped
         pointer = storage.data_ptr()
         if pointer not in self._handles:
-            handle = storage._share_cuda_()  # type: ignore[no-untyped-call]
-            self._handles[pointer] = dict(zip(CUDA_HANDLE, handle, strict=True))
+            self._handles[pointer] = exported(storage)
         return {"kind": "cuda", **self._handles[pointer]}
 
     def _file(self, number: int, storage: torch.UntypedStorage) -> dict[str, Any]:
         size = storage.nbytes()
-        path = self.path / f"memory.{number}"
-        if number == len(self._files):
-            self._files.append(torch.empty(0, dtype=torch.uint8))
-        if self._files[number].numel() != size:
-            path.unlink(missing_ok=True)  # whoever has the old one mapped keeps it until it maps the new one
-            self._files[number] = _new_file(path, size)
-            self._inodes[number] = path.stat().st_ino
-        self._files[number].copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
-        return {"kind": "file", "path": str(path), "size": size, "inode": self._inodes[number]}
+        if number not in self._files or self._files[number][1].numel() != size:
+            path = self.path / f"memory.{number}.{self._sequence}"
+            self._files[number] = (path, _new_file(path, size))
+        path, flat = self._files[number]
+        flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return {"kind": "file", "path": str(path), "size": size}
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:
-    """Flat uint8 over a new file, allocated at once: a missing page would be a SIGBUS."""
+    """Flat uint8 over a new file; its pages are taken at once, or one would be a SIGBUS."""
     if size:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
+            path.unlink()
             raise EngineError(
                 f"{size / 1e9:.1f} GB of an update do not fit in {path.parent}: {error.strerror}; enlarge it"
                 " (docker run --shm-size)"
@@ -175,17 +151,29 @@ def _new_file(path: Path, size: int) -> torch.Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def in_words(handle: Mapping[str, Any]) -> dict[str, Any]:
-    """A CUDA IPC handle without bytes, so that a message can carry it."""
-    return {field: value.hex() if field in IN_BYTES else value for field, value in handle.items()}
+def replace(path: Path, content: Mapping[str, Any]) -> None:
+    """Write msgpack; a reader sees the old file or the new one."""
+    part = path.with_suffix(".part")
+    part.write_bytes(msgpack.packb(content))
+    part.replace(path)
 
 
-def in_bytes(handle: Mapping[str, Any]) -> dict[str, Any]:
+def exported(storage: torch.UntypedStorage) -> dict[str, Any]:
+    """The CUDA IPC handle of a storage."""
+    return dict(zip(CUDA_HANDLE, storage._share_cuda_(), strict=True))  # type: ignore[no-untyped-call]
+
+
+def in_words(handle: Mapping[str, Any]) -> str:
+    """A CUDA IPC handle as a text, which a message can carry."""
+    return bytes(msgpack.packb(handle)).hex()
+
+
+def in_bytes(text: str) -> dict[str, Any]:
     """The inverse of `in_words`."""
-    return {field: bytes.fromhex(value) if field in IN_BYTES else value for field, value in handle.items()}
+    return dict(msgpack.unpackb(bytes.fromhex(text)))
 
 
-def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def combine(replies: Iterable[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Digest of each tensor: the sum over the schedulers' disjoint slices.
 
     A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
@@ -193,8 +181,8 @@ def combine(replies: Iterable[Reply], shapes: Mapping[str, tuple[int, ...]]) -> 
     parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
     wrong: set[str] = set()
     for reply in replies:
-        for name, (start, count, digest) in reply.slices.items():
-            known = parts.setdefault(name, {}).setdefault(start, (count, digest))
+        for name, start, count, digest in reply["slices"]:
+            known = parts.setdefault(name, {}).setdefault(tuple(start), (count, digest))
             if known != (count, digest):
                 wrong.add(name)
     digests = {}

@@ -1,4 +1,4 @@
-"""Runs in the scheduler of tensor-parallel rank 0 (weight_bus.stage_in: engine): receives updates while it decodes.
+"""Receives updates in the scheduler of rank 0 while it decodes (weight_bus.stage_in: engine).
 
 A thread with the bus's `Intake`, which the rollout server drives over a socket (weight_bus/remote). On a GPU it has
 a stream of its own, so that its kernels run beside the engine's instead of taking turns with them. It shares the
@@ -7,23 +7,23 @@ interpreter with the scheduler, and so it mostly waits: in NCCL, in gloo, at the
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from configs.infrastructure import WeightBus
 from replay.channel import Message, WireError
-from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_words
+from rollout_server.engines.sglang.update.orders import exported, in_words
 from weight_bus.control import wake_quickly
 from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
 from weight_bus.manifest import alignment_of
 from weight_bus.messages import Begin
-from weight_bus.remote.line import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
+from weight_bus.remote import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
 from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
 
@@ -35,12 +35,10 @@ _receiver: "Receiver | None" = None
 
 
 def start(order: Mapping[str, Any], device: torch.device) -> None:
-    """Start a receiver; one that still runs, because its server has not hung up yet, is waited for by the new one.
+    """Start a receiver, which waits for one that still runs because its server has not hung up yet.
 
-    Args:
-        order: `socket`, where the server listens; `config`, the weight_bus section; `host`; and `export`, whether
-            other processes load from its memory.
-        device: of this scheduler.
+    The order has `socket`, where the server listens, `config`, the weight_bus section, `host`, and `export`: whether
+    other processes load from its memory.
     """
     global _receiver
     _receiver = Receiver(order, device, _receiver)
@@ -79,11 +77,7 @@ class Receiver(threading.Thread):
         """Versions that have begun to arrive; the last of them is what the buckets hold."""
 
     def bucket(self, number: int, take: int) -> torch.Tensor:
-        """A staged bucket, flat uint8; keep it for a load, no longer.
-
-        Raises:
-            ValueError: what arrived as number `take` is staged no longer.
-        """
+        """A staged bucket, flat uint8; keep it for a load, no longer. Raises ValueError if `take` is over."""
         if self._intake is None or take != self._takes:
             raise ValueError(f"update {take} is not staged in this scheduler, which is at {self._takes}")
         return self._intake.staging.buckets[number]
@@ -97,8 +91,10 @@ class Receiver(threading.Thread):
         try:
             with closing(Line.connect(self._path)) as line, ExitStack() as stack:
                 try:
-                    for context in _beside_decoding(self._device):
-                        stack.enter_context(context)
+                    if self._device.type == "cuda":  # a stream that waits for no kernels of others
+                        torch.cuda.set_device(self._device)
+                        stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+                        stack.enter_context(torch.cuda.stream(stream))
                     self._serve(line)
                 except Exception as error:
                     log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
@@ -122,7 +118,7 @@ class Receiver(threading.Thread):
             line.send(answer)
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
-        """The one of a run. The buffers stay, also for another run: other ranks may have them mapped."""
+        """That of a run. Another run has the same buffers: other ranks may have them mapped."""
         if self._intake is None or run_id != self._run_id:
             self._drop()
             self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)
@@ -137,11 +133,9 @@ class Receiver(threading.Thread):
             return NotTaken(reason=error.message, symptom=error.symptom)
         except WireError as error:
             return NotTaken(reason=str(error))
-        handles = self._handles.of(intake.staging.buckets) if self._handles is not None else []
-        memory = [
-            {"kind": "staged", "take": self._takes, "cuda": handles[number] if handles else None}
-            for number in range(len(intake.staging.buckets))
-        ]
+        buckets = intake.staging.buckets
+        handles = self._handles.of(buckets) if self._handles is not None else [None] * len(buckets)
+        memory = [{"kind": "staged", "take": self._takes, "cuda": handle} for handle in handles]
         return Taken(corrupt=corrupt, seconds=dict(intake.seconds), memory=memory)
 
     def _drop(self) -> None:
@@ -151,32 +145,16 @@ class Receiver(threading.Thread):
 
 
 class Handles:
-    """CUDA IPC handles of buckets, for the other ranks: exported once, for each export adds to a reference count."""
+    """CUDA IPC handles of buckets. Exported once: each export adds to a reference count."""
 
-    def __init__(self, export: Callable[[torch.Tensor], Mapping[str, Any]] | None = None) -> None:
-        self._export = export or _exported
-        self._known: list[tuple[weakref.ref[torch.Tensor], Mapping[str, Any]]] = []
+    def __init__(self, export: Callable[[torch.Tensor], Any] | None = None) -> None:
+        self._export = export or (lambda bucket: in_words(exported(bucket.untyped_storage())))
+        self._known = WeakTensorKeyDictionary()
         """Without a hold on the buckets: those of another layout make room before new ones are made."""
 
-    def of(self, buckets: Sequence[torch.Tensor]) -> list[Mapping[str, Any]]:
+    def of(self, buckets: Sequence[torch.Tensor]) -> list[Any]:
         """The handle of each bucket."""
-        known = {id(ref()): (ref, handle) for ref, handle in self._known if ref() is not None}
-        self._known = [
-            known[id(bucket)] if id(bucket) in known else (weakref.ref(bucket), self._export(bucket))
-            for bucket in buckets
-        ]
-        return [handle for _, handle in self._known]
-
-
-def _exported(bucket: torch.Tensor) -> Mapping[str, Any]:
-    handle = bucket.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
-    return in_words(dict(zip(CUDA_HANDLE, handle, strict=True)))
-
-
-def _beside_decoding(device: torch.device) -> list[AbstractContextManager[Any]]:
-    """This thread's device, and a stream that waits for nobody else's kernels."""
-    if device.type != "cuda":
-        return []
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return [torch.cuda.stream(stream)]
+        for bucket in buckets:
+            if bucket not in self._known:
+                self._known[bucket] = self._export(bucket)
+        return [self._known[bucket] for bucket in buckets]

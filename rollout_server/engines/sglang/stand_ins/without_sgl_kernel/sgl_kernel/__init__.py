@@ -1,4 +1,4 @@
-"""Stand-in for sgl_kernel where it cannot be: its packages hold CUDA kernels only, there is none for a CPU.
+"""Stand-in for sgl_kernel, whose packages hold CUDA kernels only.
 
 SGLang imports functions of it by name at import. For dense text models on a CPU without AMX it calls none of them: it
 runs torch's own operations instead. So every name here is a function, and calling one raises NotImplementedError.

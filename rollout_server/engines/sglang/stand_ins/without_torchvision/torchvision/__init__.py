@@ -1,4 +1,4 @@
-"""Stand-in for torchvision where it is missing, or is a CUDA build that cannot be imported beside a CPU torch.
+"""Stand-in for torchvision where it is missing, or is a build for another torch.
 
 SGLang and transformers import image operations of it at import, whatever the model. A text model calls none of them:
 so every name of the modules below is a function, and calling one raises RuntimeError.
@@ -41,15 +41,11 @@ class _Submodule(types.ModuleType):
         return missing
 
 
-def _add_submodules() -> None:
-    for path in SUBMODULES:
-        module = _Submodule(f"{__name__}.{path}")
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
-        module.__path__ = []
-        module.InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
-        sys.modules[module.__name__] = module
-        owner, _, name = module.__name__.rpartition(".")
-        setattr(sys.modules[owner], name, module)
-
-
-_add_submodules()
+for _path in SUBMODULES:
+    _module = _Submodule(f"{__name__}.{_path}")
+    _module.__spec__ = importlib.machinery.ModuleSpec(_module.__name__, None, is_package=True)
+    _module.__path__ = []
+    _module.InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
+    sys.modules[_module.__name__] = _module
+    _owner, _, _name = _module.__name__.rpartition(".")
+    setattr(sys.modules[_owner], _name, _module)

@@ -1,4 +1,4 @@
-"""Stand-in for triton where it is not installed: `import sglang` without the compiler of kernels that no CPU runs.
+"""Stand-in for triton where it is not installed: SGLang is imported without a compiler.
 
 About 290 modules of SGLang import triton and decorate their kernels at import. With `torch_native` attention on a CPU
 none of them is ever launched, and triton would be another gigabyte. So here
@@ -33,12 +33,11 @@ SUBMODULES = (
 
 
 def refuse(name: str) -> RuntimeError:
-    """The error of whatever would need the real triton."""
     return RuntimeError(f"{name} was called, and triton is a stand-in here that only lets SGLang be imported on a CPU")
 
 
 class Placeholder(type):
-    """Type of the classes that stand for names of triton: their attributes are such classes too, calls raise."""
+    """Type of the classes that stand for names of triton; so are their attributes, calls raise."""
 
     def __getattr__(cls, name: str) -> "Placeholder":
         return placeholder(f"{cls.__module__}.{cls.__qualname__}", name)
@@ -59,9 +58,7 @@ class JITFunction:
 
     def __init__(self, fn: Callable[..., Any], **options: object) -> None:
         self.fn = fn
-        self.__name__ = fn.__name__
-        self.__module__ = fn.__module__
-        self.__doc__ = fn.__doc__
+        self.__name__, self.__module__, self.__doc__ = fn.__name__, fn.__module__, fn.__doc__
 
     def __getitem__(self, grid: object) -> "JITFunction":
         return self
@@ -73,7 +70,6 @@ class JITFunction:
 
 
 def jit(fn: Callable[..., Any] | None = None, **options: object) -> Any:
-    """`@jit` and `@jit(option=...)`."""
     return JITFunction if fn is None else JITFunction(fn)
 
 
@@ -89,9 +85,7 @@ class Config:
     """One configuration of `autotune`."""
 
     def __init__(self, kwargs: dict[str, Any], num_warps: int = 4, num_stages: int = 3, **rest: Any) -> None:
-        self.kwargs = kwargs
-        self.num_warps = num_warps
-        self.num_stages = num_stages
+        self.kwargs, self.num_warps, self.num_stages = kwargs, num_warps, num_stages
 
 
 class constexpr:
@@ -102,50 +96,41 @@ class constexpr:
 
 
 class Driver:
-    """`runtime.driver`."""
-
     @property
     def active(self) -> Any:
-        """No GPU."""
         raise RuntimeError("0 active drivers: triton is a stand-in here, there is no GPU")
 
 
 def cdiv(x: int, y: int) -> int:
-    """Quotient, rounded up."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of 2 that is not below `n`."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def __getattr__(name: str) -> Any:
+    return globals().setdefault(name, placeholder(__name__, name))
 
 
 class _Submodule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        found = placeholder(self.__name__, name)
-        setattr(self, name, found)
-        return found
+        return self.__dict__.setdefault(name, placeholder(self.__name__, name))
 
 
-def _add_submodules() -> None:
-    for path in SUBMODULES:
-        module = _Submodule(f"{__name__}.{path}")
-        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
-        module.__path__ = []
-        sys.modules[module.__name__] = module
-        owner, _, name = module.__name__.rpartition(".")
-        setattr(sys.modules[owner], name, module)
+for _path in SUBMODULES:
+    _module = _Submodule(f"{__name__}.{_path}")
+    _module.__spec__ = importlib.machinery.ModuleSpec(_module.__name__, None, is_package=True)
+    _module.__path__ = []
+    sys.modules[_module.__name__] = _module
+    _owner, _, _name = _module.__name__.rpartition(".")
+    setattr(sys.modules[_owner], _name, _module)
 
-
-_add_submodules()
-sys.modules[f"{__name__}.backends"].backends = {}  # type: ignore[attr-defined]
-sys.modules[f"{__name__}.compiler.compiler"].triton_key = lambda: __version__  # type: ignore[attr-defined]
-sys.modules[f"{__name__}.language"].constexpr = constexpr  # type: ignore[attr-defined]
-sys.modules[f"{__name__}.runtime"].driver = Driver()  # type: ignore[attr-defined]
-sys.modules[f"{__name__}.runtime.jit"].JITFunction = JITFunction  # type: ignore[attr-defined]
-
-
-def __getattr__(name: str) -> Placeholder:
-    found = placeholder(__name__, name)
-    globals()[name] = found
-    return found
+for _path, _name, _value in (
+    ("backends", "backends", {}),
+    ("compiler.compiler", "triton_key", lambda: __version__),
+    ("language", "constexpr", constexpr),
+    ("runtime", "driver", Driver()),
+    ("runtime.jit", "JITFunction", JITFunction),
+):
+    setattr(sys.modules[f"{__name__}.{_path}"], _name, _value)

@@ -33,13 +33,10 @@ from pathlib import Path
 
 import zmq.auth
 
-from replay.channel.errors import KeysError
-from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, load_keys
+from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ENDS = (PUBLIC, OLD, SECRET)
-NODES = "nodes"
-"""The client that all other nodes share where --clients names none."""
 
 
 class MakeError(RuntimeError):
@@ -49,18 +46,14 @@ class MakeError(RuntimeError):
 def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
     """Write a folder of new keys, whole or not at all.
 
-    Raises:
-        MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
+    Raises MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
     """
-    for name in clients:
-        check_name("--clients", name)
     names = [LEARNER, *clients]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise MakeError(f"--clients {twice[0]!r} comes twice ({LEARNER!r} is always made)")
-    check_free(out, force=force)
-    with new_folder(out) as folder:
-        (folder / CLIENTS).mkdir(mode=0o700)
+    for name in clients:
+        _check_name("--clients", name)
+        if names.count(name) > 1:
+            raise MakeError(f"--clients {name!r} comes twice ({LEARNER!r} is always made)")
+    with _new_folder(out, force=force) as folder:
         zmq.auth.create_certificates(folder, SERVER)
         for name in names:
             zmq.auth.create_certificates(folder / CLIENTS, name)
@@ -69,111 +62,93 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
 def export(keys: Path, name: str, out: Path) -> None:
     """Write the folder of one other node: its own key pair and the server's public key.
 
-    Raises:
-        MakeError: there is no such client, or `out` exists.
-        KeysError: `keys` is not a folder of keys.
+    Raises MakeError: there is no such client, or `out` exists; KeysError: `keys` is not a folder of keys.
     """
     known = sorted(load_keys(keys).clients.values())
     if name not in known or not (keys / CLIENTS / (name + SECRET)).is_file():
         raise MakeError(f"--export-node {name!r}: {keys / CLIENTS} holds no such key; there are {', '.join(known)}")
-    check_free(out, force=False)
-    with new_folder(out) as folder:
-        (folder / CLIENTS).mkdir(mode=0o700)
+    with _new_folder(out, force=False) as folder:
         for file in (SERVER + PUBLIC, f"{CLIENTS}/{name}{PUBLIC}", f"{CLIENTS}/{name}{SECRET}"):
             shutil.copyfile(keys / file, folder / file)
 
 
 def add(keys: Path, name: str) -> None:
-    """One more client in a folder of keys.
-
-    Raises:
-        MakeError: there is such a client, or this folder is not that of the node that serves.
-    """
-    check_name("--add", name)
-    check_serves(keys)
+    """One more client in a folder of keys. Raises MakeError: there is such a client, or this folder does not serve."""
+    _check_name("--add", name)
+    _check_serves(keys)
     if (keys / CLIENTS / (name + PUBLIC)).exists():
         raise MakeError(f"--add {name!r}: {keys / CLIENTS} has that key; --rotate {name} replaces it")
-    put_pair(keys, f"{CLIENTS}/{name}")
+    _put_pair(keys, f"{CLIENTS}/{name}")
 
 
 def remove(keys: Path, name: str) -> None:
-    """Take a client away, its old key included.
-
-    Raises:
-        MakeError: there is no such client, or it is the learner's own.
-    """
-    check_client("--remove", keys, name)
+    """Take a client away, its old key included. Raises MakeError: there is no such client, or it is the learner's."""
+    client = _client("--remove", keys, name)
     if name == LEARNER:
         raise MakeError(f"--remove {name!r}: the learner's node itself connects with it; --rotate {name} replaces it")
     for end in ENDS:
-        (keys / CLIENTS / (name + end)).unlink(missing_ok=True)
+        client.with_name(name + end).unlink(missing_ok=True)
 
 
 def rotate(keys: Path, name: str) -> None:
     """A new pair. A client's old public key stays valid beside it; the server has one key at a time.
 
-    Raises:
-        MakeError: there is no such client, or its last rotation has not ended.
+    Raises MakeError: there is no such client, or its last rotation has not ended.
     """
     if name == SERVER:
-        check_serves(keys)
-        put_pair(keys, SERVER)
+        _check_serves(keys)
+        _put_pair(keys, SERVER)
         return
-    check_client("--rotate", keys, name)
-    public, old = keys / CLIENTS / (name + PUBLIC), keys / CLIENTS / (name + OLD)
+    public = _client("--rotate", keys, name)
+    old = public.with_name(name + OLD)
     if old.exists():
         raise MakeError(f"--rotate {name!r}: {old} is still valid; end that rotation first with --remove-old {name}")
-    with private_folder(keys) as work:
+    with _private_folder(keys) as work:
         shutil.copyfile(public, work / old.name)
         (work / old.name).replace(old)
-    put_pair(keys, f"{CLIENTS}/{name}")
+    _put_pair(keys, f"{CLIENTS}/{name}")
 
 
 def remove_old(keys: Path, name: str) -> None:
-    """End a rotation: only the new key is valid from now on.
-
-    Raises:
-        MakeError: there is no such client, or no old key of it.
-    """
-    check_client("--remove-old", keys, name)
-    old = keys / CLIENTS / (name + OLD)
+    """End a rotation: only the new key is valid from now on. Raises MakeError: no such client, or no old key of it."""
+    old = _client("--remove-old", keys, name).with_name(name + OLD)
     if not old.exists():
         raise MakeError(f"--remove-old {name!r}: {old} is not there, so no rotation is under way")
     old.unlink()
 
 
-def check_name(option: str, name: str) -> None:
-    """Raises MakeError when a name cannot be a file name."""
+def _check_name(option: str, name: str) -> None:
     if not NAME.fullmatch(name) or name == SERVER:
         raise MakeError(f"{option} {name!r}: a name consists of letters, digits, '.', '_' and '-'; not {SERVER!r}")
 
 
-def check_serves(keys: Path) -> None:
-    """Raises MakeError when this folder does not decide which clients may connect."""
+def _check_serves(keys: Path) -> None:
     if not (keys / (SERVER + SECRET)).is_file():
         raise MakeError(f"{keys} has no {SERVER + SECRET}; keys are changed in the folder of the learner's node")
 
 
-def check_client(option: str, keys: Path, name: str) -> None:
-    """Raises MakeError when there is no such client, or `keys` does not decide which clients may connect."""
-    check_name(option, name)
-    check_serves(keys)
-    if not (keys / CLIENTS / (name + PUBLIC)).is_file():
-        known = ", ".join(sorted(path.stem for path in (keys / CLIENTS).glob("*" + PUBLIC))) or "none"
-        raise MakeError(f"{option} {name!r}: {keys / CLIENTS} holds no such key; there are {known}")
+def _client(option: str, keys: Path, name: str) -> Path:
+    """The public key file of a client, in the folder that decides which clients may connect."""
+    _check_name(option, name)
+    _check_serves(keys)
+    file = keys / CLIENTS / (name + PUBLIC)
+    if not file.is_file():
+        known = ", ".join(sorted(path.stem for path in file.parent.glob("*" + PUBLIC))) or "none"
+        raise MakeError(f"{option} {name!r}: {file.parent} holds no such key; there are {known}")
+    return file
 
 
-def put_pair(keys: Path, name: str) -> None:
+def _put_pair(keys: Path, name: str) -> None:
     """A new pair as `name` (a path in `keys`), in place of the one that is there. Each file appears whole, the public
     one first: a server must know a key before anybody can connect with it."""
-    with private_folder(keys) as work:
+    with _private_folder(keys) as work:
         zmq.auth.create_certificates(work, "new")
         for end in (PUBLIC, SECRET):
             (work / ("new" + end)).replace(keys / (name + end))
 
 
 @contextmanager
-def private_folder(parent: Path) -> Iterator[Path]:
+def _private_folder(parent: Path) -> Iterator[Path]:
     """A folder that only this user may enter, and that is gone afterwards."""
     mask = os.umask(0o077)
     work = Path(tempfile.mkdtemp(prefix=".new-keys.", dir=parent))
@@ -184,24 +159,18 @@ def private_folder(parent: Path) -> Iterator[Path]:
         shutil.rmtree(work)
 
 
-def check_free(out: Path, *, force: bool) -> None:
-    """Raises MakeError when `out` exists, or, with force, when it holds anything but keys."""
-    if not out.exists():
-        return
-    if not force:
+@contextmanager
+def _new_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """A folder that only this user may enter, in place of `out` once it is filled and proven to be readable."""
+    if out.exists() and not force:
         raise MakeError(f"{out} exists, and keys are not overwritten; name another folder, or --force to replace it")
     foreign = [path for path in sorted(out.rglob("*")) if path.suffix not in ENDS and path.name != CLIENTS]
-    if foreign or not out.is_dir():
+    if foreign or (out.exists() and not out.is_dir()):
         raise MakeError(f"{foreign[0] if foreign else out} was not made by this script, so nothing is replaced")
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that only this user may enter, in place of `out` once it is filled and proven to be readable."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with private_folder(out.parent) as work:
+    with _private_folder(out.parent) as work:
         new = work / "new"
-        new.mkdir()
+        (new / CLIENTS).mkdir(parents=True)
         yield new
         load_keys(new)
         if out.exists():
@@ -209,19 +178,28 @@ def new_folder(out: Path) -> Iterator[Path]:
         new.rename(out)
 
 
-def say(text: str) -> None:
-    """One line on standard output."""
-    sys.stdout.write(text + "\n")
+CHANGES = {
+    "add": (add, "{keys}: {name} may connect. Its folder: {command} --export-node {name} --to {name}-keys"),
+    "remove": (remove, "{keys}: {name} may not connect any more"),
+    "rotate": (
+        rotate,
+        "{keys}: {name} has a new key, its old one is valid as well. Its new folder:\n"
+        "  {command} --export-node {name} --to {name}-keys\n"
+        "When it was started with that: {command} --remove-old {name}",
+    ),
+    "remove_old": (remove_old, "{keys}: the old key of {name} is not valid any more"),
+}
+"""What each option does, and what it says afterwards."""
+SERVER_ROTATED = "{keys}: a new server.key; copy it to every node, and start the run again"
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; `change` is one of CHANGES with its name, or None."""
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m replay.keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of keys of the learner's node")
     parser.add_argument(
-        "--clients", default=NODES, help=f"names of other nodes, by commas (default: {NODES}, one key for them all)"
+        "--clients", default=SHARED, help=f"names of other nodes, by commas (default: {SHARED}, one key for them all)"
     )
     parser.add_argument("--force", action="store_true", help="replace a folder of keys")
     parser.add_argument("--to", type=Path, metavar="DIR", help="where --export-node writes")
@@ -237,44 +215,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def change(args: argparse.Namespace) -> bool:
-    """Change or export from a folder of keys as the command line says; False when it says to make one."""
-    keys, name, command = args.out, "", f"python -m replay.keys --out {args.out}"
-    if name := args.export_node:
-        export(keys, name, args.to)
-        say(f"{args.to}: the keys of {name}; copy this folder to where network.keys points there")
-    elif name := args.add:
-        add(keys, name)
-        say(f"{keys}: {name} may connect. Its folder: {command} --export-node {name} --to {name}-keys")
-    elif name := args.remove:
-        remove(keys, name)
-        say(f"{keys}: {name} may not connect any more")
-    elif (name := args.rotate) == SERVER:
-        rotate(keys, name)
-        say(f"{keys}: a new {SERVER + PUBLIC}; copy it to every node, and start the run again")
-    elif name:
-        rotate(keys, name)
-        say(f"{keys}: {name} has a new key, its old one is valid as well. Its new folder:")
-        say(f"  {command} --export-node {name} --to {name}-keys")
-        say(f"When it was started with that: {command} --remove-old {name}")
-    elif name := args.remove_old:
-        remove_old(keys, name)
-        say(f"{keys}: the old key of {name} is not valid any more")
-    return bool(name)
+def _carry_out(args: argparse.Namespace) -> str:
+    """Do what the command line says; the lines for standard output."""
+    command = f"python -m replay.keys --out {args.out}"
+    if args.export_node:
+        export(args.out, args.export_node, args.to)
+        return f"{args.to}: the keys of {args.export_node}; copy this folder to where network.keys points there"
+    for option, (change, said) in CHANGES.items():
+        if name := getattr(args, option):
+            change(args.out, name)
+            text = SERVER_ROTATED if name == SERVER else said
+            return text.format(keys=args.out, name=name, command=command)
+    clients = [name.strip() for name in args.clients.split(",") if name.strip()]
+    make(args.out, clients, force=args.force)
+    first = f"{args.out}: keys of the learner's node; set network.keys={args.out}"
+    others = [f"  {command} --export-node {name} --to {name}-keys" for name in clients]
+    return "\n".join([f"{first}. Other nodes:", *others] if others else [first])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    args = parse(arguments)
-    clients = [name.strip() for name in args.clients.split(",") if name.strip()]
+    args = _parse(arguments)
     try:
-        if change(args):
-            return 0
-        make(args.out, clients, force=args.force)
+        sys.stdout.write(_carry_out(args) + "\n")
     except (MakeError, KeysError) as error:
         sys.stderr.write(f"replay.keys: {error}\n")
         return 2
-    say(f"{args.out}: keys of the learner's node; set network.keys={args.out}" + (". Other nodes:" if clients else ""))
-    for name in clients:
-        say(f"  python -m replay.keys --out {args.out} --export-node {name} --to {name}-keys")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,38 +1,48 @@
-"""The line between a rollout server and a receiver in another process of this machine, and what is said on it.
+"""Staging in another process of this machine: the subscriber's end, and the line between both.
 
 The receiver (in a scheduler of the engine) holds an `Intake`, so that a group's collectives run in the process that
 decodes meanwhile: two processes on one GPU would take turns. It connects to a Unix socket of the server:
 
-| sender   | message                                                                                   |
-|----------|-------------------------------------------------------------------------------------------|
-| receiver | first: Hosting, the facts of its transport                                                |
-| server   | Begin: receive this version                                                               |
+| sender   | message                                                                                    |
+|----------|--------------------------------------------------------------------------------------------|
+| receiver | first: Hosting, the facts of its transport; at any time: Over, why it ends                 |
+| server   | Begin: receive this version                                                                |
 | receiver | Taken: where the bytes lie, or what of them is corrupt; or NotTaken: why it did not arrive |
-| server   | Forget: drop the group and what is staged                                                 |
-| receiver | Done                                                                                      |
-| receiver | at any time: Over, why it ends                                                            |
+| server   | Forget: drop the group and what is staged                                                  |
+| receiver | Done                                                                                       |
 
 Each message is a header of replay.channel behind its length. It goes on until one end hangs up. An end that does not
 answer in time is lost for good.
 """
 
+import logging
 import socket
 import struct
 import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from configs.infrastructure import WeightBus
 from replay.channel import Envelope, Message, Registry, WireError, decode, encode, registry, sequence_numbers
 from weight_bus.errors import NotAvailable, TransportError
-from weight_bus.messages import Begin
+from weight_bus.intake import Load, Received
+from weight_bus.manifest import Entry, Manifest, alignment_of
+from weight_bus.messages import Begin, manifest_of
+from weight_bus.transports.base import FORMING
+
+log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<Q")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 READ_BYTES = 1 << 20
 RECEIVER = "the receiver in the engine"
-SEND_S = 5.0
-"""For a message to be taken: either end reads whenever it waits for one."""
+SEND_S = 5.0  # for a message to be taken: either end reads whenever it waits for one
+FORGET_S = 15.0  # more than a transport takes to abort a broken group
+SLACK_S = 30.0  # beside what the transport takes: a scheduler that computes holds the interpreter
+VERIFIED_BYTES_PER_S = 50e6  # digests, and undoing a change, at the very least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +58,7 @@ class Taken(Message):
 
     corrupt: list[str]
     seconds: dict[str, float]
-    memory: list[Any] = field(default_factory=list)
-    """Where each bucket lies, in terms of the engine."""
+    memory: list[Any] = field(default_factory=list)  # where each bucket lies, in terms of the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +84,7 @@ class Over(Message):
     """The receiver ends."""
 
     reason: str
-    for_good: bool = False
-    """What it lacks (see `NotAvailable`) its successor would lack, too."""
+    for_good: bool = False  # what it lacks (see `NotAvailable`) its successor would lack, too
 
 
 ORDERS = registry(Begin, Forget)
@@ -88,11 +96,8 @@ class Line:
     """One end. Used by one thread at a time, except `close`, which wakes a thread that waits."""
 
     def __init__(self, connection: socket.socket, peer: str = RECEIVER) -> None:
-        self._socket = connection
-        self._peer = peer
-        """For errors."""
-        self.facts: dict[str, str] = {}
-        """Of a receiver's transport."""
+        self._socket, self._peer = connection, peer
+        self.facts: dict[str, str] = {}  # of a receiver's transport
         self._sequence = sequence_numbers()
         self._lost: TransportError | None = None
 
@@ -112,9 +117,7 @@ class Line:
     def accept(cls, listener: socket.socket, limit_s: float) -> "Line":
         """From a receiver that connects and says what its transport is; `limit_s` for each.
 
-        Raises:
-            NotAvailable: it lacks what it would receive with.
-            TransportError: none came, or it ended.
+        Raises TransportError: none came, or it ended; NotAvailable: it lacks what it would receive with.
         """
         listener.settimeout(limit_s)
         try:
@@ -146,33 +149,25 @@ class Line:
             raise self._lose(f"{self._peer} hung up ({error})", "closed") from error
 
     def receive(self, accepted: Registry, limit_s: float | None) -> Envelope | None:
-        """The next message; None when the other end has hung up.
+        """The next message, of the accepted kinds, within `limit_s` (None: without end); None when the other hung up.
 
-        Args:
-            accepted: kinds that may come.
-            limit_s: for the whole message; None waits without end.
-
-        Raises:
-            TimeoutError: it did not come in time.
-            WireError: what came cannot be used.
+        Raises TimeoutError: it did not come in time; WireError: what came cannot be used.
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
-            size = self._size(self._read(LENGTH.size, until))
-            body = self._read(size, until)
-            if not size or len(body) < size:
-                return None
-            return decode([bytes(body)], accepted)
+            (size,) = LENGTH.unpack(self._read(LENGTH.size, until))
+            if size > MAX_MESSAGE_BYTES:
+                raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
+            return decode([self._read(size, until)], accepted)
         except TimeoutError:
             raise
-        except OSError:  # reset, or closed by another thread of this end
+        except (OSError, EOFError):  # OSError: reset, or closed by another thread of this end
             return None
 
     def ask(self, order: Message, run_id: str, limit_s: float, what: str) -> Message:
         """The answer of the receiver to an order; `what`, for errors, does not come about without it.
 
-        Raises:
-            TransportError: the receiver is lost, now or since an earlier order.
+        Raises TransportError: the receiver is lost, now or since an earlier order.
         """
         if self._lost is not None:
             raise self._lost.during(f"{what}, {self._peer} is lost")
@@ -201,35 +196,102 @@ class Line:
         """Hang up; has no effect a second time."""
         self._lose("closed by this end", "closed")
 
-    def _size(self, head: bytearray) -> int:
-        """Of the body that follows; 0 at the end of the stream."""
-        if len(head) < LENGTH.size:
-            return 0
-        (size,) = LENGTH.unpack(head)
-        if size > MAX_MESSAGE_BYTES:
-            raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
-        return int(size)
-
-    def _read(self, size: int, until: float | None) -> bytearray:
-        """Read `size` bytes; fewer at EOF."""
+    def _read(self, size: int, until: float | None) -> bytes:
+        """Exactly `size` bytes. Raises EOFError where the stream ends before."""
         found = bytearray()
         while len(found) < size:
             self._socket.settimeout(None if until is None else max(1e-3, until - time.monotonic()))
             part = self._socket.recv(min(size - len(found), READ_BYTES))
             if not part:
-                break
+                raise EOFError
             found += part
-        return found
+        return bytes(found)
 
     def _lose(self, reason: str, symptom: str) -> TransportError:
         """Close this end; the error says why, and the first one is kept for later calls."""
         error = TransportError(reason, symptom)
         if self._lost is None:
             self._lost = error
-            try:
+            with suppress(OSError):  # the other end was first
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
-            except OSError:
-                pass  # the other end was first
-            finally:
-                self._socket.close()
+            self._socket.close()
         return error
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUpdate:
+    """An update that is staged elsewhere, proven."""
+
+    entries: tuple[Entry, ...]  # `bucket` and `offset` say where a tensor lies
+    memory: list[Any]  # see `Taken.memory`
+
+
+RemoteLoad = Callable[[int, RemoteUpdate], Mapping[str, int]]
+"""(version, update) -> digests of what the engine holds afterwards."""
+
+
+class RemoteIntake(Received):
+    """Has a receiver stage one version at a time; see `Intake`, whose place it takes.
+
+    Args:
+        connect: the line to the receiver; called once, by the thread that receives.
+        load: takes the place of the load callback, because there are no tensors here.
+        slack_s: how late the receiver may be.
+    """
+
+    ranks = 1
+
+    def __init__(
+        self, connect: Callable[[], Line], config: WeightBus, run_id: str, load: RemoteLoad, *, slack_s: float = SLACK_S
+    ) -> None:
+        super().__init__()
+        self._connect, self._config, self._run_id, self._load = connect, config, run_id, load
+        self._slack_s = slack_s
+        self._line: Line | None = None
+        self._memory: list[Any] = []
+        self.manifest = Manifest((), ())
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """See `Intake.facts`. Connects to the receiver."""
+        return self._connected().facts
+
+    def take(self, begin: Begin) -> list[str]:
+        """See `Intake.take`; a receiver that is lost is a peer that is lost."""
+        self.staged = None
+        manifest = manifest_of(begin, alignment_of(self._config))
+        # the transport's own limits bound every broadcast; this bounds a receiver that stands still
+        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
+        limit_s = (FORMING + coming) * self._config.collective_timeout_s + self._slack_s
+        limit_s += manifest.num_bytes / VERIFIED_BYTES_PER_S
+        answer = self._connected().ask(begin, self._run_id, limit_s, f"v{begin.version} was not staged")
+        if isinstance(answer, NotTaken):
+            raise TransportError(answer.reason, answer.symptom) if answer.symptom else WireError(answer.reason)
+        assert isinstance(answer, Taken)
+        self.manifest, self._memory, self.seconds = manifest, answer.memory, answer.seconds
+        if not answer.corrupt:
+            self.staged = begin
+        return answer.corrupt
+
+    def apply(self, version: int, _: Load) -> Mapping[str, int]:
+        """Have the engine load what is staged in it; digests of what it holds then."""
+        return self._load(version, RemoteUpdate(self.manifest.entries, self._memory))
+
+    def forget(self, *, resume: bool = True) -> None:
+        """Drop the group and what is staged. A receiver that is lost is named by the next `take`."""
+        self.staged = None
+        if self._line is None or self._line.lost:
+            return
+        try:
+            self._line.ask(Forget(), self._run_id, FORGET_S, "the group was not left")
+        except TransportError as error:
+            log.error("weight bus: %s", error)
+
+    def close(self) -> None:
+        """Drop the group. The receiver stays, for a later subscriber."""
+        self.forget()
+
+    def _connected(self) -> Line:
+        if self._line is None:
+            self._line = self._connect()
+        return self._line

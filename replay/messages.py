@@ -1,0 +1,363 @@
+"""Everything that travels between replay, rollout servers and learner ranks.
+
+One ROUTER socket at replay, a DEALER at everyone else. Sends are at-least-once until acked; replay
+deduplicates by group id = (pass over the data, prompt index). Which peer sends what: the tables at the end.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replay.channel.frames import Message, registry
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+UInt8 = NDArray[np.uint8]
+Role = Literal["rollout_server", "learner", "launcher"]
+
+
+def _no_ints() -> Int32:
+    return np.empty(0, np.int32)
+
+
+def _no_floats() -> Float32:
+    return np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello(Message):
+    """First message of every peer, and again after each reconnect."""
+
+    role: Role
+    name: str
+    pid: int
+    host: str
+    rank: int = 0
+    world_size: int = 1
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    """What both ends must agree on (tokenizer, vocabulary, group size, ...), by name."""
+    digest: str = ""
+    """Learner: parameter digest of those weights."""
+    bus_address: str | None = None
+    """Learner rank 0: control address of the weight bus."""
+    version: int = 0
+    """Learner: version of the weights that it holds at start."""
+    incarnation: int = 0
+    """Learner: the incarnation that it has, when it comes back to a replay that was restarted; 0 at its own start."""
+    cursor: dict[str, Any] | None = None
+    """Learner rank 0 after `--resume`: replay's state from the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """Replay's answer to Hello."""
+
+    incarnation: int
+    version: int
+    """Last committed version; to a learner rank: of its own line, so the version that it holds itself."""
+    bus_address: str | None
+    resumes_until: int = 0
+    """To learner ranks: steps up to this one are in the journal already and are taken again as they were."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Message):
+    """Replay does not admit this peer, or ends the run; the reason says why and what to do."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat(Message):
+    """Sent by peers every `network.heartbeat_s` and answered by replay with one of its own."""
+
+    activity: str = ""
+    """What the sender is doing, in words, such as `waiting for leases`."""
+    since_s: float = 0.0
+    """For how long."""
+    gauges: dict[str, float] = field(default_factory=dict)
+    """Numbers for the live view (tokens per second, running trajectories, idle seconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodbye(Message):
+    """The sender leaves in good order; from replay: the run is over."""
+
+    reason: str
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusRequest(Message):
+    """Ask for Status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(Message):
+    """Replay's view of the run, for the live view and for tests."""
+
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest(Message):
+    """Standing wish of a rollout server: hold up to `capacity` leases, with weights `version` live."""
+
+    capacity: int
+    version: int
+    incarnation: int = 0
+    """Of the learner that made the version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(Message):
+    """A prompt handed to a rollout server."""
+
+    pass_: int
+    index: int
+    attempt: int
+    min_version: int
+    lease_s: float
+    seed: int
+    prompt: dict[str, Any]
+    """The normalised row: prompt (text or chat messages), ground_truth, data_source, extra_info, columns."""
+    prefix_finished: list[str] = field(default_factory=list)
+    """[n] or empty: finish reason of answers that an earlier attempt has completed, "" of those to go on with."""
+    prefix_lengths: Int32 = field(default_factory=_no_ints)
+    """[n] or empty: tokens of each answer that an earlier attempt has sampled already."""
+    prefix_token_ids: Int32 = field(default_factory=_no_ints)
+    prefix_logprobs: Float32 = field(default_factory=_no_floats)
+    prefix_versions: Int32 = field(default_factory=_no_ints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renew(Message):
+    """Leases still worked on: [pass, index, attempt, tokens so far] each.
+
+    With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
+    answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; the last number is 1 once it is complete by a
+    stop token, 2 by its length.
+    """
+
+    leases: list[list[int]]
+    progress: list[list[int]] = field(default_factory=list)
+    """[position in leases, answer, tokens before, new tokens, 0 | 1 | 2] each."""
+    token_ids: Int32 = field(default_factory=_no_ints)
+    logprobs: Float32 = field(default_factory=_no_floats)
+    versions: Int32 = field(default_factory=_no_ints)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel(Message):
+    """From a rollout server: this lease failed. From replay: stop working on it."""
+
+    pass_: int
+    index: int
+    attempt: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group(Message):
+    """A finished group: `n` trajectories of one prompt, concatenated.
+
+    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array.
+    """
+
+    pass_: int
+    index: int
+    attempt: int
+    finish_reasons: list[str]
+    texts: list[str]
+    """Decoded answers, for the reader of rollouts."""
+    reward_metrics: dict[str, float]
+    """Mean of what a reward function returned besides its score, and reward/seconds."""
+    generate_s: float
+    data_source: str
+    prompt_ids: Int32
+    lengths: Int32
+    token_ids: Int32
+    """Answer tokens, environment tokens included."""
+    loss_mask: UInt8
+    """1 where the policy sampled the token."""
+    logprobs: Float32
+    """Behaviour logprob at rollout.temperature, from float32 logits."""
+    versions: Int32
+    """Policy version that sampled the token."""
+    rewards: Float32
+    policies: list[list[int]] = field(default_factory=list)
+    """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
+    incarnation that its sender serves now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack(Message):
+    """Replay has this group, or will never want it; the sender may forget it."""
+
+    pass_: int
+    index: int
+    attempt: int
+    status: Literal["accepted", "superseded", "rejected"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take(Message):
+    """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
+
+    step: int
+    rank: int
+    have: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch(Message):
+    """One rank's part of batch `step`, with what every rank must know about the whole batch.
+
+    `n` trajectories are this rank's, `N` are the batch's. Token arrays are concatenated over the n
+    trajectories; token_ids holds prompt and answer, the other token arrays the answer only.
+    """
+
+    step: int
+    rank: int
+    num_microbatches: int
+    """The same for all ranks (invariant 9)."""
+    total_loss_tokens: int
+    """Tokens in the loss over the whole batch, before any trajectory is left out."""
+    group_ids: list[list[int]]
+    """[pass, index] of the batch's groups, oldest admitted first."""
+    stats: dict[str, float]
+    """Numbers about the whole batch, ready for metrics.jsonl."""
+    lag_histogram: dict[str, int]
+    """Trained tokens by lag."""
+    publish: bool = True
+    """Whether the version that this step makes goes out; not while a resumed learner repeats journalled steps."""
+    expected_digest: str = ""
+    """Parameter digest that the journal has for this step; empty for a step that was never committed."""
+    checkpoint: bool = False
+    """Replay wants a checkpoint after this step: its journal is full."""
+    trajectory: Int32
+    """[n] position of each trajectory in the batch."""
+    microbatch: Int32
+    """[n] microbatch of each trajectory."""
+    prompt_lengths: Int32
+    lengths: Int32
+    token_ids: Int32
+    loss_mask: UInt8
+    logprobs: Float32
+    versions: Int32
+    all_rewards: Float32
+    """[N] rewards of the whole batch."""
+    all_groups: Int32
+    """[N] position in group_ids of each trajectory's group."""
+    all_loss_tokens: Int32
+    """[N] tokens in the loss of each trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proceed(Message):
+    """All ranks hold their part of batch `step`: collectives may start."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(Message):
+    """Rank 0: step `step` is in the weights, which are now version `step` with this parameter digest."""
+
+    step: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published(Message):
+    """Rank 0: version `version` was handed to the weight bus."""
+
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CursorRequest(Message):
+    """Rank 0 wants replay's state for a checkpoint."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor(Message):
+    """Replay's state as a checkpoint of `step` needs it."""
+
+    step: int
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpointed(Message):
+    """Rank 0: the checkpoint of `step` is complete on disk."""
+
+    step: int
+    kept: list[int] = field(default_factory=list)
+    """Steps of all complete checkpoints; the journal keeps what they need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluate(Message):
+    """Rank 0: evaluate this version; sent before the version is published."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationLease(Message):
+    """Evaluate these prompts with exactly this version. Outside admission."""
+
+    version: int
+    greedy: bool
+    seed: int
+    prompts: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult(Message):
+    """Scores of one evaluation, in the order of its prompts; replay forwards it to rank 0."""
+
+    version: int
+    greedy: bool
+    seconds: float
+    texts: list[str]
+    finish_reasons: list[str]
+    rewards: Float32
+    lengths: Int32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationFailed(Message):
+    """From a rollout server: it cannot finish this evaluation; another server that holds the version may."""
+
+    version: int
+    greedy: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationClosed(Message):
+    """From replay: nobody needs this version for evaluation any more (done, or given up with a reason)."""
+
+    version: int
+    reason: str = ""
+
+
+FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
+FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
+FROM_RANKS = (Take,)
+FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)
+TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_RANKS, *FROM_RANK_0)
+
+TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
+TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
+TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)
+FROM_REPLAY = registry(*TO_ANYONE, *TO_SERVERS, *TO_LEARNER)
