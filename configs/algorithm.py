@@ -73,6 +73,7 @@ class Replay(Section):
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
+LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "policy_gradient")
 Clip = tuple[float, float]
 CLIPS: dict[str, Clip] = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 """(clip_low, clip_high) of a loss, where the configuration gives none: of DAPO, the GSPO paper, and TRL and ScaleRL."""
@@ -133,6 +134,29 @@ class Algorithm(Section):
     """Factor of the KL term (verl: 0.001)."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
+
+    @field_validator("loss")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value in LOSSES or (".py:" in value and value.rpartition(":")[2].isidentifier()):
+            return value
+        if value == "decoupled_ppo":
+            raise ValueError(
+                "'decoupled_ppo' is now algorithm.proximal=log_linear with algorithm.correction=token_tis and the loss"
+                " 'ppo_clip'"
+            )
+        raise ValueError(f"{value!r} is no loss; take one of {', '.join(LOSSES)}, or path/to/file.py:name")
+
+    @model_validator(mode="after")
+    def _weights_do_not_count_twice(self) -> "Algorithm":
+        if self.has_ratio and self.proximal == "behaviour" and self.correction in ("token_tis", "sequence_tis"):
+            raise ValueError(
+                f"correction: {self.correction!r} truncates weights only, and the ratio of {self.loss!r} is that weight"
+                " already; take proximal 'log_linear', or loss 'policy_gradient', or a correction that masks"
+            )
+        if self.kl_in == "reward" and self.kl == "none":
+            raise ValueError("kl_in: 'reward' without an estimator; set algorithm.kl to k1, k2 or k3")
+        return self
 
     @property
     def clip(self) -> Clip:

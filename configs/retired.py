@@ -13,6 +13,8 @@ RETIRED: dict[str, tuple[Any, str]] = {
     "rollout.top_k": (-1, UNKNOWN_MASK),
     "rollout.forced_length_median": (0, BENCHMARK),
     "rollout.forced_length_sigma": (0.7, BENCHMARK),
+    "algorithm.normalize_by_std": (True, "is algorithm.advantage now: 'grpo' divides by it, 'dr_grpo' does not"),
+    "algorithm.max_prox_weight": (2.0, "is algorithm.correction_high now, with algorithm.correction: token_tis"),
     "algorithm.advantage_epsilon": (1e-4, "can no longer be chosen; leave it out, it is always {value}"),
 }
 """By key: its value, and what is said about another one."""

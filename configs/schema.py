@@ -175,11 +175,12 @@ class Config(Section):
                 f"replay.async_lag: {lag} is above {MAX_ASYNC_LAG}, past which no correction held in measurement;"
                 f" take {MAX_ASYNC_LAG} or less"
             )
-        biased = lag > 0 and self.algorithm.loss == "policy_gradient"
-        if biased and not self.algorithm.i_know_this_is_biased:
+        if lag > 0 and not (self.algorithm.is_corrected or self.algorithm.i_know_this_is_biased):
+            what = "algorithm.proximal" if self.algorithm.has_ratio else "algorithm.loss"
             raise ValueError(
-                f"algorithm.loss: 'policy_gradient' corrects nothing for replay.async_lag {lag}, and such runs"
-                " collapse; take 'ppo_clip', or set algorithm.i_know_this_is_biased=true for a negative control"
+                f"{what}: {self.algorithm.proximal if self.algorithm.has_ratio else self.algorithm.loss!r} corrects"
+                f" nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or an"
+                " algorithm.correction, or set algorithm.i_know_this_is_biased=true for a negative control"
             )
         if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
             raise ValueError(
