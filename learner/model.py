@@ -33,6 +33,10 @@ are summed over ranks after each microbatch, so that a rank keeps its shard only
 parameters would be 33 GB on every GPU."""
 
 
+RECOMPUTED = "_checkpoint_wrapped_module."
+"""What recomputing adds to the names of parameters."""
+
+
 class Head(torch.nn.Module):
     """The output head: it sees the positions in the loss and no other, and its logits are never whole."""
 
@@ -94,7 +98,7 @@ class Policy:
         for unit in self._units:
             unit.reshard()
         for name, parameter in self.model.named_parameters():
-            yield name.removeprefix(TokenModel.PREFIX), parameter
+            yield name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, ""), parameter
 
     def shards(self) -> list[Shard]:
         """This rank's rows of each parameter, sharing memory."""

@@ -7,11 +7,12 @@ import numpy as np
 from reference import Recorded
 
 from configs import Config
-from learner.advantages import grpo
-from learner.losses import build_loss
+from learner.advantages import AdvantageInputs, advantages_of, build_advantage
+from learner.aggregation import token_weights
 from learner.model import Policy
+from learner.objective import Objective
 from learner.optimizer import Optimizer, lr_at
-from learner.packing import active_trajectories, pack
+from learner.rows import Row, lay_out
 from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
@@ -77,14 +78,20 @@ def batch_of(
 
 def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, str]:
     """One whole step, put together as the learner's main loop does, and why it was not applied."""
-    algorithm = config.algorithm
-    advantages = grpo(
-        batch.all_rewards,
-        batch.all_groups,
-        normalize_by_std=algorithm.normalize_by_std,
+    rows, tokens = rows_of(batch, config)
+    objective = Objective(config.algorithm)
+    sums = accumulate_gradients(
+        policy, rows, objective, temperature=config.rollout.temperature, global_tokens=tokens
     )
-    active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
-    packed = pack(batch, advantages, active, unpadded=policy.unpadded)
-    sums = accumulate_gradients(policy, packed, build_loss(algorithm), temperature=config.rollout.temperature)
     lr = lr_at(batch.step, config.learner)
     return sums, apply_update(policy, optimizer, sums, max_grad_norm=config.learner.max_grad_norm, lr=lr)
+
+
+def rows_of(batch: Batch, config: Config) -> tuple[list[Row], int]:
+    """The rows of a batch, and the tokens in the loss of all ranks."""
+    algorithm = config.algorithm
+    inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+    advantages = advantages_of(build_advantage(algorithm), inputs)
+    tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
+    weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
+    return lay_out(batch, advantages, weights), int(tokens.sum())

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs import Config
-from learner.advantages import EPSILON
+from learner.advantages.base import EPSILON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
     for trajectory in trajectories:
         rewards = [t.reward for t in trajectories if t.group == trajectory.group]
         advantage = trajectory.reward - statistics.fmean(rewards)
-        if config.algorithm.normalize_by_std and len(rewards) > 1:
+        if config.algorithm.advantage == "grpo" and len(rewards) > 1:
             advantage /= statistics.stdev(rewards) + EPSILON
         result.append(0.0 if len(set(rewards)) == 1 else advantage)
     return result
@@ -119,11 +119,11 @@ def token_losses(
     if algorithm.loss == "policy_gradient":
         return -advantages * logprobs
     proximal, weight = behaviour, torch.ones_like(behaviour)
-    if algorithm.loss == "decoupled_ppo":
+    if algorithm.proximal == "log_linear":
         proximal = behaviour + lags / (lags + 1) * (logprobs.detach() - behaviour)
-        weight = torch.exp(proximal - behaviour).clamp(max=algorithm.max_prox_weight)
+        weight = torch.exp(proximal - behaviour).clamp(max=2.0)
     ratio = torch.exp(logprobs - proximal)
-    clipped = torch.clamp(ratio, 1 - algorithm.clip_low, 1 + algorithm.clip_high)
+    clipped = torch.clamp(ratio, 1 - algorithm.clip[0], 1 + algorithm.clip[1])
     return weight * torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
