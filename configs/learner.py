@@ -34,8 +34,11 @@ class LearnerSettings(Section):
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
-    recompute: bool = False
-    """Recompute activations in the backward: less memory for about a quarter more time."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward computes again: `selective` keeps products and attention, `full` keeps each layer's
+    input only, for about a quarter more time."""
+    compile: bool = False
+    """Compile each decoder layer: faster steps, a first step of half a minute. Rows are filled up to few lengths."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     batch_deadline_s: float = Field(default=600.0, gt=0)

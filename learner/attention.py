@@ -116,18 +116,22 @@ def _padded(
     max_length_q: int,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As _varlen, in plain torch."""
-    lengths = cu_seq_lens_q.diff()
-    real = torch.arange(max_length_q, device=lengths.device) < lengths[:, None]
+    """As _varlen, in plain torch. No shape depends on data, so that it compiles."""
+    heads, total, dim = query.shape[1:]
+    starts, column = cu_seq_lens_q[:-1, None], torch.arange(max_length_q, device=query.device)
+    # what stands in the padding is never seen by a token left of it, and nothing comes back from there
+    source = torch.where(column < cu_seq_lens_q[1:, None] - starts, starts + column, 0).flatten()
+    place = torch.arange(total, device=query.device)
+    trajectory = torch.searchsorted(cu_seq_lens_q[1:], place, right=True)
+    back = trajectory * max_length_q + place - cu_seq_lens_q[trajectory]
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         """[1, heads, total, D] to [m, heads, longest, D]."""
-        wide = tensor.new_zeros(*real.shape, tensor.shape[1], tensor.shape[3])
-        return wide.index_put((real,), tensor[0].transpose(0, 1)).transpose(1, 2)
+        return tensor[0].index_select(1, source).unflatten(1, (-1, max_length_q)).transpose(0, 1)
 
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(padded(query), padded(key), padded(value), is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2)[real][None], None
+    return out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, back)[None], None
 
 
 AttentionInterface.register(VARLEN, _varlen)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,7 @@ from torch.distributed.tensor import Shard as Sharded
 
 from configs import Config
 from learner import attention
+from learner.layers import RECOMPUTED, prepare
 from learner.logprobs import head_logprobs
 from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.rows import Row
@@ -31,10 +31,6 @@ WHOLE_GRADIENT_BYTES = 2 * 1024**3
 """Up to this size every rank adds up whole float32 gradients, and they are summed over ranks once a step. Larger ones
 are summed over ranks after each microbatch, so that a rank keeps its shard only: more traffic, but those of 8B
 parameters would be 33 GB on every GPU."""
-
-
-RECOMPUTED = "_checkpoint_wrapped_module."
-"""What recomputing adds to the names of parameters."""
 
 
 class Head(torch.nn.Module):
@@ -168,22 +164,12 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Poli
     model_config = read_config(folder)
     files = weight_files(folder)
     model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
-    if config.learner.recompute:
-        recompute(model.transformer.model.layers)
+    prepare(model.transformer.model.layers, config.learner.recompute, compiled=config.learner.compile)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype])
     allocate(model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy
-
-
-def recompute(layers: torch.nn.ModuleList) -> None:
-    """Keep of each decoder layer its input only; the backward runs its forward again.
-
-    There is no dropout, so no random state needs to be kept.
-    """
-    for number, layer in enumerate(layers):
-        layers[number] = checkpoint_wrapper(layer, preserve_rng_state=False)
 
 
 def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:

@@ -1,0 +1,47 @@
+"""What becomes of each decoder layer before it is sharded: first recomputing, then compiling (the order of torchtitan).
+
+Compiling comes after recomputing so that the compiler sees what the backward runs again, and before sharding so that
+gathers stay outside of compiled code.
+"""
+
+import functools
+from typing import Any, Literal
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Recompute = Literal["none", "selective", "full"]
+
+RECOMPUTED = "_checkpoint_wrapped_module."
+"""What recomputing adds to the names of parameters."""
+
+KEPT = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::linear",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "torch_attn::_varlen_attn",
+)
+"""Operators whose results selective recomputing keeps: products and attention, which cost most of the time. What lies
+between them, norms, rotations and gates, costs memory instead and is run again."""
+
+
+def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool) -> None:
+    """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept."""
+    options: dict[str, Any] = {"preserve_rng_state": False}
+    if recompute == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for number, layer in enumerate(layers):
+        if recompute != "none":
+            layer = layers[number] = checkpoint_wrapper(layer, **options)
+        if compiled:
+            layer.compile()
+
+
+def _policy(_: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    kept = operator.name().partition(".")[0] in KEPT if hasattr(operator, "name") else False
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
