@@ -39,6 +39,12 @@ class LearnerSettings(Section):
     input only, for about a quarter more time."""
     compile: bool = False
     """Compile each decoder layer: faster steps, a first step of half a minute. Rows are filled up to few lengths."""
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows have a multiple of so many tokens: compiled code is made anew for every length that it meets."""
+        return 2048 if self.compile else 1
+
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     batch_deadline_s: float = Field(default=600.0, gt=0)

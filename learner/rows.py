@@ -18,6 +18,7 @@ from replay.messages import Batch
 PAD_ID = 0
 """Any id of the vocabulary: what stands in the padding is never looked at."""
 MIN_TOKENS = 2
+STARTS = 64
 
 
 class BatchError(ValueError):
@@ -38,9 +39,9 @@ class Row:
     position_ids: torch.Tensor
     """[1, total] int64."""
     starts: torch.Tensor
-    """[m+1] int32, first position of each trajectory, then the total."""
+    """[m+1] int32, first position of each trajectory, then the total; more of the total where shapes are to be few."""
     longest: int
-    """Tokens of the longest trajectory."""
+    """At least the tokens of the longest trajectory."""
     kept: torch.Tensor
     """[n] int64, positions whose next token is in the loss."""
     targets: torch.Tensor
@@ -78,7 +79,7 @@ def lay_out(
         advantages: [N] float32, of the whole batch.
         weights: [N] float32, of each token of a trajectory; trajectories of weight 0 are left out.
         multiple_of: rows are filled up to a multiple of so many tokens by a last trajectory without a token in the
-            loss, so that compiled code meets few lengths.
+            loss, and `starts` to a multiple of STARTS by empty ones, so that compiled code meets few shapes.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
     lags = lags_of(batch)
@@ -94,6 +95,8 @@ def lay_out(
         filler = -total % multiple_of if members else max(MIN_TOKENS, multiple_of)
         lengths = [len(piece) for piece in pieces] + ([filler] if filler else [])
         starts = offsets(lengths)
+        if multiple_of > 1:
+            starts = np.concatenate([starts, np.full(-len(starts) % STARTS, starts[-1])])
         chosen = [answers[i] + np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
         # an answer's first token is predicted from the prompt's last
         kept = [
@@ -109,7 +112,7 @@ def lay_out(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
             starts=torch.from_numpy(starts.astype(np.int32)),
-            longest=max(lengths),
+            longest=-(-max(lengths) // multiple_of) * multiple_of,
             kept=torch.from_numpy(positions),
             targets=torch.from_numpy(ids[positions + 1]),
             behaviour_logprobs=torch.from_numpy(batch.logprobs[of_token].astype(np.float32)),

@@ -1,9 +1,10 @@
-"""`python -m scripts.bench pipeline|bus|replay|link`: how fast it is, and what it costs.
+"""`python -m scripts.bench pipeline|bus|replay|link|learner`: how fast it is, and what it costs.
 
     pipeline    how well rollouts, training and broadcast overlap; tables and JSON
     bus         a weight update, phase by phase, beside a bare broadcast of the same bytes
     replay      the data plane, in tokens per CPU-second of the replay process
     link        a weight update over a slow link, whole and as changes
+    learner     one step of the learner, with and without what speeds it up
 
 Each takes --help. The last line on standard output is one object of JSON.
 """
@@ -22,6 +23,8 @@ def main() -> int:
             from scripts.bench.replay import command
         case ["link"]:
             from scripts.bench.link import command
+        case ["learner"]:
+            from scripts.bench.learner import command
         case _:
             sys.stderr.write(f"{__doc__}\n")
             return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2

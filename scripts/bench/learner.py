@@ -1,0 +1,249 @@
+"""`python -m scripts.bench learner`: one RL step of the learner, and the same step without the things that speed it up.
+
+A batch of groups with lognormal answers and random weights, on one device; each heat is a process of its own. MFU is
+by causal FLOPs at the lengths that there are (products forward and twice that backward, attention, the output head at
+answer tokens), without credit for what is computed again.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scripts.bench.core import CaseFailed, say, write_json
+
+GROUP = 8
+SIGMA = 0.7
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
+"""Dense bfloat16 products per second, by a part of the device's name."""
+HEATS: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "compiled, selective": {"compile": True, "recompute": "selective"},
+    "compiled, full": {"compile": True, "recompute": "full"},
+    "plain": {},
+    "plain, selective": {"recompute": "selective"},
+    "plain, full": {"recompute": "full"},
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One heat, as its process reads it."""
+
+    shape: str
+    folder: str
+    heat: str
+    trajectories: int
+    mean: int
+    cap: int
+    prompt: int
+    max_tokens: int
+    steps: int
+    profile: str
+
+
+def batch_of(task: Task, vocabulary: int) -> Any:
+    """A batch for one rank, assigned as replay does."""
+    from replay.desks.batches import assign
+    from replay.messages import Batch
+
+    random = np.random.default_rng(0)
+    n = task.trajectories
+    lengths = random.lognormal(np.log(task.mean) - SIGMA**2 / 2, SIGMA, n).clip(8, task.cap).astype(np.int32)
+    total = int(lengths.sum())
+    placed = assign(lengths.astype(np.int64) + task.prompt, np.ones(n, np.bool_), 1, task.max_tokens)
+    groups = (np.arange(n) // GROUP).astype(np.int32)
+    return Batch(
+        step=1, rank=0, num_microbatches=placed.num_microbatches, total_loss_tokens=total,
+        group_ids=[[0, int(group)] for group in np.unique(groups)], stats={}, lag_histogram={},
+        trajectory=np.arange(n, dtype=np.int32), microbatch=placed.microbatch,
+        prompt_lengths=np.full(n, task.prompt, np.int32), lengths=lengths,
+        token_ids=random.integers(3, vocabulary, total + n * task.prompt).astype(np.int32),
+        loss_mask=np.ones(total, np.uint8),
+        logprobs=(-np.log(vocabulary) + random.normal(0, 0.1, total)).astype(np.float32),
+        versions=np.zeros(total, np.int32), all_rewards=random.integers(0, 2, n).astype(np.float32),
+        all_groups=groups, all_loss_tokens=lengths,
+    )  # fmt: skip
+
+
+def flops(model: Any, batch: Any) -> float:
+    """Of one update: see the module's docstring."""
+    heads = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    per_token = layers * 2 * (2 * hidden * heads + 2 * hidden * keys + 3 * hidden * model.intermediate_size)
+    total = (batch.prompt_lengths + batch.lengths).astype(np.float64)
+    attention = layers * float((2 * 2 * heads * total * (total + 1) / 2).sum())
+    head = 2 * hidden * model.vocab_size * float(batch.lengths.sum())
+    return 3 * (per_token * float(total.sum()) + attention + head)
+
+
+def run_heat(task: Task) -> dict[str, Any]:
+    """Warm up, time `steps` updates between device synchronisations."""
+    import torch
+
+    from configs.loading import validate
+    from learner.advantages import AdvantageInputs, advantages_of, build_advantage
+    from learner.aggregation import token_weights
+    from learner.model import build_policy
+    from learner.objective import Objective
+    from learner.optimizer import Optimizer
+    from learner.ranks import join_ranks
+    from learner.rows import lay_out
+    from learner.step import accumulate_gradients, apply_update
+
+    cuda = torch.cuda.is_available()
+    config = validate(
+        {
+            "model": {"path": task.folder},
+            "data": {"train": "unused.jsonl", "max_prompt_tokens": task.prompt},
+            "rollout": {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": task.trajectories // GROUP},
+            "learner": {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0} | HEATS[task.heat],
+            "placement": {"device": "cuda" if cuda else "cpu", "split": "1:1"},
+        },
+        "bench learner",
+    )
+    with join_ranks(config) as ranks:
+        synchronise = torch.cuda.synchronize if cuda else (lambda: None)
+        policy = build_policy(config, ranks.mesh, ranks.device)
+        optimizer, objective = Optimizer(config.learner, policy), Objective(config.algorithm)
+        model = policy.model.transformer.config
+        batch = batch_of(task, model.vocab_size)
+        inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+        advantages = advantages_of(build_advantage(config.algorithm), inputs)
+        weights = token_weights("token", np.where(advantages != 0, batch.lengths, 0), constant=task.cap)
+        tokens = int(batch.lengths[weights > 0].sum())
+        phases: dict[str, list[float]] = {"lay out": [], "gradients": [], "update": [], "step": []}
+        first_s, peak, losses = 0.0, 0.0, []
+        for step in range(2 + task.steps):
+            synchronise()
+            marks = [time.perf_counter()]
+            rows = lay_out(batch, advantages, weights, multiple_of=config.learner.row_multiple)
+            marks.append(time.perf_counter())
+            with profiled(task, enabled=step == 1 + task.steps):
+                sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
+                synchronise()
+            marks.append(time.perf_counter())
+            reason = apply_update(policy, optimizer, sums, max_grad_norm=1.0, lr=1e-6)
+            synchronise()
+            marks.append(time.perf_counter())
+            if reason:
+                raise CaseFailed(f"{task.heat}: step {step} was not applied: {reason}")
+            losses.append(sums.loss)
+            seconds = [*np.diff(marks), marks[-1] - marks[0]]
+            if step == 0:
+                first_s = seconds[-1]
+            elif step >= 2:
+                peak = max(peak, sums.values["peak_bytes_max"])
+                for name, value in zip(phases, seconds, strict=True):
+                    phases[name].append(float(value))
+        step_s = statistics.median(phases["step"])
+        device = torch.cuda.get_device_name() if cuda else "cpu"
+        speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+        trained = batch.lengths[weights > 0] + batch.prompt_lengths[weights > 0]
+        kept = replace(batch, prompt_lengths=batch.prompt_lengths[weights > 0], lengths=batch.lengths[weights > 0])
+        return {
+            "shape": task.shape,
+            "heat": task.heat,
+            "device": device,
+            "torch": torch.__version__,
+            "step_s": step_s,
+            "phases_s": {name: statistics.median(values) for name, values in phases.items()},
+            "first_step_s": first_s,
+            "tokens": int(trained.sum()),
+            "tokens_per_s": float(trained.sum()) / step_s,
+            "mfu": flops(model, kept) / step_s / speed if speed else None,
+            "peak_gib": peak / 2**30,
+            "microbatches": len(rows),
+            "fill": float(trained.sum()) / sum(row.input_ids.numel() for row in rows),
+            "first_loss": losses[0],
+            "attention": model._attn_implementation,
+        }
+
+
+@contextlib.contextmanager
+def profiled(task: Task, *, enabled: bool) -> Iterator[None]:
+    """Write torch's table of the most expensive kernels of one step, if asked for."""
+    if not (task.profile and enabled):
+        yield
+        return
+    import torch
+
+    with torch.profiler.profile() as profile:
+        yield
+    path = Path(task.profile) / f"{task.shape}-{task.heat.replace(', ', '-')}.txt"
+    path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
+
+
+def command(arguments: list[str]) -> int:
+    """Run the heats of every shape; the last line is one object of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
+    parser.add_argument("--shapes", default="tiny", help="names of scripts.bench.model, with commas")
+    parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
+    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--mean", type=int, default=2048, help="tokens of an answer")
+    parser.add_argument("--cap", type=int, default=8192, help="tokens of the longest answer")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens")
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="of a microbatch")
+    parser.add_argument("--steps", type=int, default=3, help="timed updates")
+    parser.add_argument("--limit-s", type=float, default=150.0, help="for one heat, its start included")
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "bench-models")
+    parser.add_argument("--profile", type=Path, help="folder for tables of kernels")
+    parser.add_argument("--out", type=Path, help="JSON of all heats")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.task:
+        result = run_heat(Task(**json.loads(options.task)))
+        print(json.dumps(result), flush=True)
+        os._exit(0)
+    results = []
+    for shape in options.shapes.split(","):
+        folder = options.models / shape
+        output_of([sys.executable, "-m", "scripts.bench.model", "--shape", shape, "--out", str(folder)], 300.0)
+        for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
+            task = Task(
+                shape, str(folder), heat, options.trajectories, options.mean, options.cap, options.prompt,
+                options.max_tokens, options.steps, str(options.profile or ""),
+            )  # fmt: skip
+            own = [sys.executable, "-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
+            try:
+                results.append(json.loads(output_of(own, options.limit_s).splitlines()[-1]))
+                say(line(results[-1]))
+            except CaseFailed as error:
+                results.append({"shape": shape, "heat": heat, "error": str(error)[-2000:]})
+                say(f"{shape} {heat}: {error}")
+            if options.out:
+                write_json(options.out, results)
+    print(json.dumps({"learner": results}))
+    return int(any("error" in result for result in results))
+
+
+def line(result: dict[str, Any]) -> str:
+    """One heat for the reader."""
+    mfu = f"{result['mfu']:.1%}" if result["mfu"] else "-"
+    return (
+        f"{result['shape']} {result['heat']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu},"
+        f" {result['peak_gib']:.1f} GiB, step {result['step_s']:.2f} s, first {result['first_step_s']:.1f} s"
+    )
+
+
+def output_of(arguments: list[str], limit_s: float) -> str:
+    """Standard output of a process. Raises CaseFailed with the end of its errors."""
+    try:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise CaseFailed(f"no result within {limit_s:g} s") from error
+    if done.returncode:
+        raise CaseFailed(done.stderr[-1500:])
+    return done.stdout
