@@ -22,6 +22,7 @@ from learner.batches import BatchReader, RunEnded
 from learner.checkpoint import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
+from learner.losses import LossError
 from learner.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
@@ -45,6 +46,7 @@ REFUSALS = (
     MetricsError,
     SilentlyWrong,
     BatchError,
+    LossError,
     WeightBusError,
     RanksError,
     InterfaceError,
