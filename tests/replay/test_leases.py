@@ -8,8 +8,7 @@ from replay.desks.leases import SlotState
 
 def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (first,) = sent(made, "a", m.Lease)
+    (first,) = lease(made)
     made.handle("b", m.LeaseRequest(capacity=1, version=0), 0.0)
     sent(made, "b", m.Lease)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -41,12 +40,11 @@ def test_reward_errors_past_their_limit_end_the_run():
 
 def test_renewals_without_progress_end_the_lease():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
+    (given,) = lease(made)
     now = 0.0
     while made.buffer.count(SlotState.LEASED) and now < 100:
         now += 1.0
-        made.handle("a", m.Renew(leases=[[lease.pass_, lease.index, lease.attempt, 3]]), now)
+        made.handle("a", m.Renew(leases=[[given.pass_, given.index, given.attempt, 3]]), now)
         made.handle("a", m.LeaseRequest(capacity=0, version=0), now)
         made.tick(now)
     assert 15 < now <= 22, "lease_s is 10: one lease of grace for waiting and scoring"

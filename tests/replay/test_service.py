@@ -15,13 +15,19 @@ from tests.replay.simulation.world import rows
 
 def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
+    (given,) = lease(made)
     for _ in range(2):
-        made.handle("a", group_message(lease, [0]), 1.0)
+        made.handle("a", group_message(given, [0]), 1.0)
     assert [a.status for a in sent(made, "a", m.Ack)] == ["accepted", "accepted"]
     assert made.buffer.count(SlotState.BUFFERED) == 1
     assert made.counters["duplicate_groups"] == 1
+
+
+def evaluating(num_prompts, modes=(True,)):
+    """A service whose learner may ask for evaluations."""
+    made = service(data__eval="x", evaluation__num_prompts=num_prompts)
+    made.evaluations.rows, made.evaluations.board.modes = rows(num_prompts), list(modes)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -41,9 +47,8 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
 )
 def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
-    made.handle("a", dataclasses.replace(group_message(lease, [0]), **change), 1.0)
+    (given,) = lease(made)
+    made.handle("a", dataclasses.replace(group_message(given, [0]), **change), 1.0)
     ack = sent(made, "a", m.Ack)[-1]
     assert ack.status == "rejected" and message in ack.reason
     assert made.buffer.count(SlotState.BUFFERED) == 0
@@ -53,8 +58,7 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     made = service(replay__async_lag=0)
     made.batch_desk.num_ranks = 2
     made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
-    made.handle("a", m.LeaseRequest(capacity=9, version=0), 0.0)
-    for given in sent(made, "a", m.Lease):
+    for given in lease(made, capacity=9):
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert not sent(made, "l", m.Batch), "a batch goes out when all ranks have asked"
@@ -82,8 +86,7 @@ def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_
 
 def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     made = service(replay__lease_s=60)
-    made.handle("a", m.LeaseRequest(capacity=2, version=0), 0.0)
-    assert len(sent(made, "a", m.Lease)) == 2
+    assert len(lease(made, capacity=2)) == 2
     made.handle("b", m.Heartbeat(), 10.0)
     made.tick(10.5)
     assert made.peers.get("a") is None and made.counters["servers_lost"] == 1
@@ -116,8 +119,7 @@ def test_peers_that_disagree_are_refused_by_name():
 
 def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=8, version=0), 0.0)
-    leases = sent(made, "a", m.Lease)
+    leases = lease(made, capacity=8)
     for given in leases:
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
@@ -139,9 +141,7 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
 
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
-    made = service(data__eval="x", evaluation__num_prompts=3)
-    made.evaluations.rows = rows(3)
-    made.evaluations.board.modes = [True, False]
+    made = evaluating(3, modes=[True, False])
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     made.handle("b", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -157,9 +157,7 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
 
 
 def test_an_evaluation_that_fails_everywhere_is_given_up():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     for server in ("a", "b"):
         made.handle(server, m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -260,9 +258,8 @@ def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
 def test_token_ids_beyond_the_vocabulary_are_rejected():
     made = service()
     made.granting.vocab_size = 5
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
-    made.handle("a", group_message(lease, [0]), 1.0)
+    (given,) = lease(made)
+    made.handle("a", group_message(given, [0]), 1.0)
     assert "token id 5 of a vocabulary of 5" in sent(made, "a", m.Ack)[-1].reason
 
 
@@ -307,9 +304,7 @@ def test_a_cursor_waits_for_a_commit_that_was_lost():
 
 
 def test_only_a_server_that_was_asked_evaluates():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
@@ -320,9 +315,7 @@ def test_only_a_server_that_was_asked_evaluates():
 
 
 def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     make_step(made, 1)
     made.handle("l", m.Evaluate(version=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
