@@ -1,8 +1,4 @@
-"""Processes that end with their parent, and logs that everybody writes alike.
-
-A run is a tree of processes. Each of them asks the kernel to be killed when its parent dies (Linux:
-PR_SET_PDEATHSIG), so that `kill -9` of the launcher leaves nothing behind.
-"""
+"""Processes that end with their parent (Linux: PR_SET_PDEATHSIG), exit codes, and logs that all write alike."""
 
 import ctypes
 import logging

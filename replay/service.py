@@ -174,8 +174,9 @@ class Service:
         """
         self.granting.expire(now)
         if not late:
-            for peer in self.peers.silent(now, self.config.network.silent_after_s):
-                self.lost(peer.identity, "silent", now)
+            for peer in self.peers.role("rollout_server"):
+                if now - peer.last_heard > self.config.network.silent_after_s:
+                    self.lost(peer.identity, "silent", now)
             self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
@@ -329,7 +330,7 @@ class Service:
 
     def _watch_for_servers(self, now: float) -> None:
         waits = self.incarnation > 0 and self.ended is None and not self.playback
-        if not waits or self.peers.role("rollout_server") or not self.incarnations.learner_is_here:
+        if not waits or self.peers.role("rollout_server") or not self.peers.rank(0):
             self.no_server_since = now
         elif now - self.no_server_since > self.config.rollout.wait_for_servers_s:
             waited = self.config.rollout.wait_for_servers_s

@@ -1,7 +1,6 @@
-"""Why a connection does not come about, from the socket's own monitor: a refused key must not look like silence.
+"""Why a connection does not come about, from the socket's own monitor: ZeroMQ itself retries and says nothing.
 
-ZeroMQ retries by itself and says nothing. A client that is refused would wait until its deadline and then report a
-silent peer; here the reason comes as soon as it is known.
+Without it a client that is refused would wait until its deadline and then report a silent peer.
 """
 
 import itertools

@@ -6,8 +6,7 @@
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
     keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
-`python -m replay.keys` writes such a folder, and from it the folder of another node. A server admits exactly
-the public keys that its folder lists.
+`python -m replay.keys` writes such folders. A server admits exactly the public keys that its folder lists.
 """
 
 import stat

@@ -10,7 +10,7 @@ from dataclasses import replace
 from replay import messages as m
 from replay.desks import batches
 from replay.desks.granting import Granting
-from replay.journal.apply import as_plain, record
+from replay.journal.apply import record
 from replay.peers import Peer, Peers
 from replay.run import Run
 
@@ -76,7 +76,7 @@ class BatchDesk:
                 return
             ids = [slot.group_id for slot in slots]
             groups = [slot.group for slot in slots if slot.group is not None]
-        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": as_plain(ids)}
+        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids}
         record(self.run, "take", fields)
         self._build(step, [buffer.masked(group, count=made is None) for group in groups], stats())
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs.schema import Config
-from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.leases import Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.journal.snapshot import group_id_of, take_over
@@ -212,7 +212,3 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "evaluated": lambda run, decision, _: run.board.done(**decision.fields, place=decision.location),
     "evaluation_closed": lambda run, decision, _: run.board.close(**decision.fields),
 }
-
-
-def as_plain(groups: Iterable[GroupId]) -> list[list[int]]:
-    return [list(group_id) for group_id in groups]
