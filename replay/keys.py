@@ -44,10 +44,7 @@ class MakeError(RuntimeError):
 
 
 def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
-    """Write a folder of new keys, whole or not at all.
-
-    Raises MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
-    """
+    """Write a folder of new keys, whole or not at all. Raises MakeError: a name or `out` cannot be used."""
     names = [LEARNER, *clients]
     for name in clients:
         _check_name("--clients", name)
@@ -60,10 +57,7 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
 
 
 def export(keys: Path, name: str, out: Path) -> None:
-    """Write the folder of one other node: its own key pair and the server's public key.
-
-    Raises MakeError: there is no such client, or `out` exists; KeysError: `keys` is not a folder of keys.
-    """
+    """Write the folder of one other node: its own key pair and the server's public key. Raises MakeError, KeysError."""
     known = sorted(load_keys(keys).clients.values())
     if name not in known or not (keys / CLIENTS / (name + SECRET)).is_file():
         raise MakeError(f"--export-node {name!r}: {keys / CLIENTS} holds no such key; there are {', '.join(known)}")

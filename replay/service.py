@@ -50,16 +50,10 @@ class Service:
         fingerprint: Mapping[str, str] | None = None,
         playback: bool = False,
     ) -> None:
-        """Start anew.
+        """Start anew, at `now` in monotonic seconds.
 
-        Args:
-            config: of the run.
-            source: prompts.
-            evaluation_rows: prompts of evaluations.
-            now: monotonic seconds.
-            journal: where decisions go.
-            fingerprint: what every peer must agree on.
-            playback: only take again what the journal has (`--replay`): no prompts, no servers, no evaluations.
+        Every peer must have the `fingerprint`. With `playback` (`--replay`) replay only takes again what the journal
+        has: no prompts, no servers, no evaluations.
         """
         rows = [] if playback else evaluation_rows
         self.config, self.journal, self.playback = config, journal, playback
@@ -115,7 +109,7 @@ class Service:
     def restore(self, records: Iterable[Record], now: float) -> int:
         """Go to where a journal ends; how many records there were. Raises JournalError.
 
-        Leases of servers that were there are kept, so that their running answers count when they come back.
+        Servers that were there keep their leases, so that their running answers count when they come back.
         """
         count = restore(self.run, records, now)
         until = now + self.config.network.silent_after_s

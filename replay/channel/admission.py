@@ -52,12 +52,9 @@ def sequence_numbers() -> Iterator[int]:
 
 
 def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
-    """Why the holder of this key may not have this role, as a sentence; None where it may.
+    """Why the holder of the key `sender` may not have this role, as a sentence; None where it may.
 
-    Args:
-        role: as Hello says.
-        sender: name of the key; empty where the run has no keys, and then nothing is known.
-        nodes: other keys that this role is for.
+    `sender` is empty where the run has no keys; `nodes` are other keys that this role is for.
     """
     if not sender or sender == LEARNER or sender in nodes or role not in ONLY_LEARNER:
         return None

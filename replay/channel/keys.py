@@ -102,9 +102,8 @@ def load_keys(folder: str | Path | None) -> Keys | None: ...
 def load_keys(folder: str | Path | None) -> Keys | None:
     """The keys of `network.keys`; None for None.
 
-    Raises:
-        KeysError: the folder or a file is missing, does not hold a key, does not belong to its other half, or may be
-            read (secret) or written (any) by other users.
+    Raises KeysError: the folder or a file is missing, does not hold a key, does not belong to its other half, or may be
+    read (secret) or written (any) by other users.
     """
     if folder is None:
         return None

@@ -18,10 +18,8 @@ from replay.run import Run
 class BatchDesk:
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
-        self.takes: dict[int, set[int]] = {}
-        """Ranks that asked for the batch of a step."""
-        self.haves: dict[int, set[int]] = {}
-        """Ranks that hold their part of it."""
+        self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
+        self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
         self.num_ranks = run.config.num_learner_ranks
         self.batches: dict[int, list[m.Batch]] = {}
         self.take_since = 0.0

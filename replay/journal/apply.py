@@ -143,11 +143,8 @@ def _commit(run: Run, decision: Record, _: float) -> None:
 
 
 def _learner(run: Run, decision: Record, _: float) -> None:
-    """A learner starts; the last that replay knows of its predecessor is the commit of the present version.
-
-    That may have made and published versions above all the same, if replay and learner died together: the new one
-    makes them anew, perhaps with other weights.
-    """
+    """A learner starts. Its predecessor may have made and published versions above its last known commit, if replay and
+    learner died together: the new one makes them anew, perhaps with other weights."""
     fields, buffer, number = decision.fields, run.buffer, decision.fields["incarnation"]
     version, digest, known = fields["version"], fields["digest"], buffer.line.digest(fields["version"])
     run.bus_address = fields["bus_address"]

@@ -108,7 +108,7 @@ def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record 
 
 
 def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
-    """The record that begins at `offset`, whatever became of its frames; None when its head or meta is not unharmed."""
+    """The record that begins at `offset`, whatever became of its frames; None when its head or meta is harmed."""
     file.seek(offset)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:

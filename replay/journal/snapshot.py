@@ -30,10 +30,7 @@ def snapshot_of(run: Run) -> dict[str, Any]:
         "counters": dict(run.counters),
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
         "initial": buffer.line.initial,
-        "line": [
-            [step, made.digest, [[t.group_id, t.attempt, t.min_version, t.location] for t in made.groups]]
-            for step, made in sorted(buffer.line.steps.items())
-        ],
+        "line": [[step, made.digest, made.groups] for step, made in sorted(buffer.line.steps.items())],
         "evaluations": {
             "open": [[e.version, list(e.open_modes), list(e.tried), e.server] for e in board.open.values()],
             "closed": [[version, reason] for version, reason in board.closed.items()],

@@ -31,10 +31,8 @@ Located = tuple[int, int, dict[str, Any]]
 def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Normalised rows of a JSONL or parquet file (told apart by its first bytes), one at a time.
 
-    The column convention is detected from the first row, see replay/prompts/rows.py; both are logged at the end.
-
-    Raises:
-        DataError: the file cannot be read or a row cannot be used; names file, row (JSONL: line), column and value.
+    The first row tells the column convention (replay/prompts/rows.py); both are logged at the end. Raises DataError: it
+    names file, row (JSONL: line), column and value.
     """
     return (row for _, row in _DataFile(path))
 
