@@ -35,8 +35,8 @@ def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
 def interface_of(host: str) -> str:
     """Name of the interface with this address (or that of this host name). Example: "127.0.0.1" is on "lo".
 
-    Raises InterfaceError: no interface has it; the message lists the addresses that there are. An interface's first IPv4
-    address counts only: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
+    Raises InterfaceError: none has it; the message lists the addresses that there are. Only the first IPv4 address of an
+    interface counts: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
     """
     try:
         found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
