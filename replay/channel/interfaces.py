@@ -35,7 +35,7 @@ def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
 def interface_of(host: str) -> str:
     """Name of the interface with this address (or that of this host name). Example: "127.0.0.1" is on "lo".
 
-    Raises InterfaceError: none has it; the message lists the addresses that there are. Only the first IPv4 address of an
+    Raises InterfaceError, with the addresses that there are, when none has it. Only the first IPv4 address of an
     interface counts: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
     """
     try:
