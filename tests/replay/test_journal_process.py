@@ -16,7 +16,7 @@ from learner import batches
 from learner.batches import BatchReader
 from replay import messages as m
 from replay.channel import AsyncRouter
-from replay.journal import JournalError, JournalReader
+from replay.journal import JournalReader
 from replay.serve import keep_company
 
 
@@ -104,21 +104,6 @@ def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_sil
         return seen
 
     assert set(asyncio.run(serve_late())) == {"StatusRequest"}
-
-
-def test_what_fails_while_replay_reads_ends_it():
-    def fail() -> None:
-        raise JournalError("damaged")
-
-    async def read() -> None:
-        router = AsyncRouter("127.0.0.1", 0, RUN_ID, m.TO_REPLAY)
-        try:
-            await keep_company(router, fail)
-        finally:
-            router.close()
-
-    with pytest.raises(JournalError, match="damaged"):
-        asyncio.run(read())
 
 
 def limit_files(process: Replay, size: int) -> None:

@@ -1,6 +1,6 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
-from simulated_run import group_message, learner, lease, make_step, sent, service
+from simulated_run import group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
@@ -70,19 +70,11 @@ def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
             made.granting.expire(100.0 * end + 50.0)
         else:
             made.lost("b", "closed", 100.0 * end)
-            made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
+            joins(made, "b", 100.0 * end)
     assert not [name for name in made.counters if name.startswith("dropped/")]
     lease(made, "b", now=5000.0)
     made.granting.expire(6000.0)
     assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
-
-
-def test_a_prompt_is_poison_by_its_failures_however_often_it_was_interrupted():
-    made = service(replay__max_attempts=2)
-    for reason in ("aborted", "reward_error", "aborted", "engine_error"):
-        given = next(x for x in lease(made) if x.index == 0)
-        made.handle("a", m.Cancel(pass_=0, index=0, attempt=given.attempt, reason=reason), 1.0)
-    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
 
 
 def test_only_who_holds_a_lease_renews_it():
@@ -137,11 +129,9 @@ def test_status_says_why_no_batch_can_be_formed():
     gives_up(made, 3)
     make_step(made, 1)
     learner(made, "l2", version=0)
-    made.handle("l2", m.Take(step=1, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
+    trains(made, "l2", 1, "other")
     made.handle("a", m.LeaseRequest(capacity=4, version=1, incarnation=1), 0.0)
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="d2"), 0.0)
+    trains(made, "l2", 2, "d2")
     made.handle("l2", m.Take(step=3, rank=0), 0.0)
     made.handle("x", m.StatusRequest(), 1.0)
     found = sent(made, "x", m.Status)[-1].state["waiting"]

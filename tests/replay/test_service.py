@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
+from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.channel import WireError
@@ -122,8 +122,7 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     leases = lease(made, capacity=8)
     for given in leases:
         made.handle("a", group_message(given, [0]), 1.0)
-    made.handle("l", m.Take(step=1, rank=0), 1.0)
-    made.handle("l", m.Committed(step=1, digest="d"), 1.0)
+    trains(made, "l", 1, "d")
     made.handle("l", m.CursorRequest(step=1), 1.0)
     (cursor,) = sent(made, "l", m.Cursor)
 
@@ -134,7 +133,7 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     assert resumed.counters["resume_without_journal"] == 4
     restored = {name: count for name, count in resumed.counters.items() if name != "resume_without_journal"}
     assert restored == cursor.state["counters"], "restored, and not added to what was counted before"
-    resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
+    joins(resumed, "a", 0.0)
     resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
     again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
     assert again == [(x.pass_, x.index) for x in leases[4:]] + [(0, 8), (0, 9), (0, 10), (0, 11)], again
@@ -322,6 +321,5 @@ def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
     learner(made, "l2", version=0)
     made.handle("a", make_result(1), 1.0)
     assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
-    made.handle("l2", m.Take(step=1, rank=0), 1.0)
-    made.handle("l2", m.Committed(step=1, digest="d1"), 1.0)
+    trains(made, "l2", 1, "d1")
     assert sent(made, "l2", m.EvaluationResult) and sent(made, "l2", m.EvaluationClosed)
