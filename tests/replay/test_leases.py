@@ -1,9 +1,10 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
+import pytest
 from simulated_run import group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
-from replay.desks.leases import SlotState
+from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
 
 
 def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
@@ -154,3 +155,18 @@ def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert sent(made, "l", m.Batch) and made.run.flat_drops == 0
+
+
+def test_the_first_that_has_a_version_gets_its_part_until_the_others_have_had_their_time():
+    shares = Shares()
+    assert shares.most([3, 3, 3, 3], needed=4, work=64, now=10.0) == 64, "nobody can take it anyway"
+    assert shares.most([4, 3, 3, 3], needed=4, work=64, now=11.0) == 16
+    assert shares.most([4, 4, 3, 3], needed=4, work=65, now=11.0 + WAIT_FOR_OTHERS_S) == 17, "rounded up"
+    assert shares.most([4, 4, 3, 3], needed=4, work=64, now=11.1 + WAIT_FOR_OTHERS_S) == 64, "one of them is slow"
+    assert shares.most([5, 4, 4, 3], needed=5, work=64, now=20.0) == 16, "the next version, the next wait"
+    assert shares.most([5, 5, 5, 5], needed=5, work=64, now=20.1) == 64, "all have it"
+
+
+@pytest.mark.parametrize("versions", [[], [7]])
+def test_one_server_or_none_waits_for_nobody(versions):
+    assert Shares().most(versions, needed=7, work=64, now=0.0) == 64
