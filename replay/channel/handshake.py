@@ -71,11 +71,10 @@ class HandshakeWatch(Monitor):
         self._refusal = ""
 
     def check(self) -> None:
-        """Raises ChannelError when the server refuses this client for good, and again with every later call: ZeroMQ
-        itself does not try again after most refusals."""
+        """Raises ChannelError, now and with every later call, once the server refuses this client."""
         while (seen := self.read()) is not None:
             self._note(*seen)
-        if self._refusal:
+        if self._refusal:  # for good: ZeroMQ itself does not try again after most of these
             raise ChannelError(f"{self._who} {self._refusal}", "closed")
 
     def _note(self, event: int, value: int) -> None:

@@ -50,7 +50,7 @@ class EvaluationBoard:
             del self.holders[old]
 
     def next_server(self, version: int) -> str | None:
-        """The server that an open evaluation can start at now: the one of its holders that was asked least."""
+        """The holder that an open evaluation can start at now: the one asked least."""
         evaluation, holders = self.open[version], self.holders.get(version, ())
         if evaluation.server is not None or not holders:
             return None

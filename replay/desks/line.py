@@ -1,4 +1,4 @@
-"""The line of policies: which groups made which version, and which policies by (incarnation, version) are lost. Pure.
+"""The line of policies: which groups made which version, and which policies are lost. Pure.
 
 A learner that resumes at version v takes the steps after v again: the same groups in the same order, and the weights
 must get the digests that the journal has. So a step stays on the line until a durable checkpoint is behind it.
@@ -14,7 +14,7 @@ from replay.journal.format import Location
 
 
 class Taken(NamedTuple):
-    """A group of a batch, and where the journal has it; `attempt` is the last that was leased, not the group's."""
+    """A group of a batch in the journal; `attempt` is the last that was leased."""
 
     group_id: GroupId
     attempt: int

@@ -24,7 +24,7 @@ def record(run: Run, kind: str, fields: dict[str, Any], frames: Frames = (), *, 
 
 
 def restore(run: Run, records: Iterable[Record], now: float) -> int:
-    """Bring a new run to where its journal ends; how many records there were. Raises JournalError, as `check_boot`."""
+    """Bring a new run to where its journal ends; how many records. Raises JournalError."""
     count = 0
     for each in records:
         apply(run, each, now)

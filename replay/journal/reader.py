@@ -1,4 +1,4 @@
-"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place.
+"""Reads a journal: every record in order up to a torn end, and messages by place.
 
 What stands behind the last whole record of a file is a torn end, or damage. A killed process leaves at most one record
 that is cut short. A power failure takes what was not synced, in any blocks: one that is missing reads as zeros,
