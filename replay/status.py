@@ -28,7 +28,7 @@ class StatusReport:
             "groups": {
                 "leased": buffer.count(SlotState.LEASED),
                 "buffered": buffer.count(SlotState.BUFFERED),
-                "taken": buffer.count(SlotState.TAKEN),
+                "taken": buffer.taken,
                 "max": buffer.max_groups,
             },
             "oldest_missing": {
@@ -125,7 +125,7 @@ class StatusReport:
         stats = {
             "buffer/size": float(buffer.count(SlotState.BUFFERED)),
             "buffer/leased": float(buffer.count(SlotState.LEASED)),
-            "buffer/taken": float(buffer.count(SlotState.TAKEN)),
+            "buffer/taken": float(buffer.taken),
             "buffer/dropped": float(sum(drops(counters).values())),
             **{f"buffer/{name}": float(counters[name]) for name in counted},
             "buffer/journal_bytes": float(self.run.journal.size_bytes),

@@ -32,10 +32,8 @@ def assign(lengths: NDArray[np.int64], num_ranks: int, max_tokens: int) -> Assig
     N / num_ranks (rounded up). Inside a rank, trajectories of similar length share a microbatch of at most `max_tokens`
     padded tokens.
 
-    Args:
-        lengths: [N] prompt + answer tokens of each trajectory.
-        num_ranks: data-parallel ranks, at most N.
-        max_tokens: bound of rows × longest row in a microbatch.
+    `lengths` is [N], prompt + answer tokens of each trajectory; there are at most N data-parallel ranks; `max_tokens`
+    bounds rows × longest row of a microbatch.
     """
     order = np.argsort(-lengths, kind="stable")
     rank = np.zeros(len(lengths), dtype=np.int32)
