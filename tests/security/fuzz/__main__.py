@@ -45,7 +45,6 @@ def attack(target: str, frames: int, seed: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.security.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

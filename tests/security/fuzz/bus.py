@@ -26,8 +26,7 @@ def digests(version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[s
     return {name: slice_digest(tensor) for name, tensor in tensors}
 
 
-def nothing(*_: Any) -> None:
-    return
+def nothing(*_: Any) -> None: ...
 
 
 def no_transport(*_: Any) -> Any:

@@ -17,8 +17,7 @@ from tests.security.fuzz.targets import PATIENCE_S, DealerTarget, Vanished
 from tests.security.served_replay import config
 
 
-async def nothing(*_: Any) -> None:
-    return
+async def nothing(*_: Any) -> None: ...
 
 
 async def refuse(*_: Any) -> None:

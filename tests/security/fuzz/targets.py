@@ -173,7 +173,6 @@ class DealerTarget(Target):
                 time.sleep(0.01)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send to the peer; what it said is thrown away."""
         self._socket.send_multipart([self._identity, *frames])
         discard(self._socket)
 
@@ -183,6 +182,5 @@ class DealerTarget(Target):
 
 
 def discard(socket: "zmq.Socket[bytes]") -> None:
-    """Throw away what has arrived."""
     while socket.poll(0):
         socket.recv_multipart()

@@ -43,8 +43,6 @@ class Formatted(logging.Handler):
 
 
 class Attack:
-    """One target, one seed."""
-
     def __init__(self, name: str, seed: int) -> None:
         module, _, kind = TARGETS[name].partition(":")
         self._make: type[Any] = getattr(importlib.import_module(module), kind)
@@ -110,7 +108,6 @@ class Attack:
 
 
 def main() -> int:
-    """Entry point."""
     target, frames, seed = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     logging.basicConfig(level=logging.DEBUG, handlers=[Formatted()], force=True)
