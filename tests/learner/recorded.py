@@ -78,11 +78,7 @@ def batch_of(
 def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, str]:
     """One whole step, put together as the learner's main loop does, and why it was not applied."""
     algorithm = config.algorithm
-    advantages = grpo(
-        batch.all_rewards,
-        batch.all_groups,
-        normalize_by_std=algorithm.normalize_by_std,
-    )
+    advantages = grpo(batch.all_rewards, batch.all_groups, normalize_by_std=algorithm.normalize_by_std)
     active = active_trajectories(advantages, drop_zero_advantage=algorithm.drop_zero_advantage)
     packed = pack(batch, advantages, active, unpadded=policy.unpadded)
     sums = accumulate_gradients(policy, packed, build_loss(algorithm), temperature=config.rollout.temperature)
