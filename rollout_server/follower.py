@@ -188,9 +188,7 @@ class WeightFollower:
 
     def load(self, version: int, update: Any) -> Digests:
         """Start an update from the staging buffers; digests of what the engine then holds."""
-        load: Callable[[Any, int], Awaitable[None]]
-        load = self._stages.load if self._stages is not None else self.engine.load
-        return self.begin(version, partial(load, update, version))
+        return self.begin(version, partial(self.engine.load, update, version))
 
     def begin(self, version: int, load: Callable[[], Awaitable[None]]) -> Digests:
         """Pause, run `load`; digests of what the engine then holds."""

@@ -123,7 +123,7 @@ def test_copy_shares_no_memory(tmp_path: Path) -> None:
     for tensor in twin.tensors.values():
         tensor.zero_()
     assert weights.digests() == before
-    assert twin.layers[0].qkv is twin.tensors["layers.0.qkv"]
+    assert twin.layers[0]["qkv"] is twin.tensors["layers.0.qkv"]
 
 
 def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:
