@@ -38,12 +38,6 @@ def test_digests_of_live_tensors_are_those_of_the_hf_tensors(variant: str, tmp_p
     assert weights.digests() == expected
 
 
-def test_tied_lm_head_has_no_entry_and_decodes_from_the_embedding(tmp_path: Path) -> None:
-    weights = read(save_folder(tmp_path))
-    assert "lm_head.weight" not in weights.digests()
-    assert weights.lm_head is weights.embed
-
-
 @pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"])
 @pytest.mark.parametrize("edge", ["first", "last"])
 def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(part: str, edge: str, tmp_path: Path) -> None:
