@@ -19,9 +19,6 @@ BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
 needs_cpu_torch = pytest.mark.skipif(
     bool(torch.version.cuda or torch.version.hip), reason=f"torch {torch.__version__} is no CPU build"
 )
-needs_sglang = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed (scripts/install.sh dev,sglang-cpu)"
-)
 
 
 def python(program: str, *path: Path) -> subprocess.CompletedProcess[str]:
@@ -178,22 +175,6 @@ def test_spawned_processes_find_the_stand_ins_too(tmp_path: Path) -> None:
     )
     done = python(f"import runpy; runpy.run_path({str(main)!r}, run_name='__main__')", package(tmp_path, "sglang"))
     assert done.stdout.strip() == str(stand_in_folder("sgl_kernel") / "sgl_kernel" / "__init__.py"), done.stderr
-
-
-@needs_cpu_torch
-@needs_sglang
-def test_sglang_itself_can_be_imported() -> None:
-    program = """
-from rollout_server.engines.sglang.cpu import prepare_cpu
-prepare_cpu()
-import sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
-import sglang.srt.model_executor.model_runner
-from sglang.srt.models import llama, qwen2, qwen3
-from sglang.srt.utils import is_cpu, is_cuda
-print(is_cpu(), is_cuda(), qwen3.Qwen3ForCausalLM.__name__)
-"""
-    done = python(program)
-    assert done.stdout.split() == ["True", "False", "Qwen3ForCausalLM"], done.stderr
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

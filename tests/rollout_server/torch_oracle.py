@@ -116,11 +116,6 @@ def error(answer: Completion, expected: torch.Tensor, span: slice = slice(None))
     return float((got - expected).abs().max())
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine under a deadline."""
-    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
-
-
 @asynccontextmanager
 async def serving(folder: Path, *, max_context: int = 64, max_running: int = 32, **rest: Any) -> AsyncIterator[Any]:
     """An engine on the folder, closed at the end."""
