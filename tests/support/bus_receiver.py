@@ -218,7 +218,7 @@ class Watched(Faulty):
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         self._come(self._updates, "closing")
-        super().finish(arrived)
+        self._inner.finish(arrived)
 
 
 def planned(fault: str) -> tuple[tuple[int, str], signal.Signals]:

@@ -163,25 +163,17 @@ class Recorded:
 
 def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Recorded, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
-    for name in WATCHDOG.keys() - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    # the first as torchrun sets it, the second by the user
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "1"})
     set_nccl_defaults(WeightBus(collective_timeout_s=7.2))
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
     assert {name: os.environ[name] for name in AGREED} == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-    others = {name: os.environ[name] for name in WATCHDOG}
-    group = NcclCollective._build(object.__new__(NcclCollective), "store", formation("h:1", 4, 1, 3))
-    assert group.arguments == ("store", 1, 3)
+    others, place = {name: os.environ[name] for name in WATCHDOG}, formation("h:1", 4, 1, 3)
+    group = NcclCollective._build(object.__new__(NcclCollective), "store", place)
     assert group.environment == {name: ours for name, (ours, _) in WATCHDOG.items()}
     assert {name: os.environ[name] for name in WATCHDOG} == others
     assert others["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and others["TORCH_NCCL_BLOCKING_WAIT"] == "0"
-    assert group.options.config.blocking == 0 and group.options._timeout == timedelta(seconds=ABORT_S)
-    assert group.options.group_name == formation("h:1", 4, 1, 3).prefix and group.options.global_ranks_in_group == [
-        0,
-        1,
-        2,
-    ]
+    options = group.options
+    assert group.arguments == ("store", 1, 3) and options.global_ranks_in_group == [0, 1, 2]
+    assert options.config.blocking == 0 and options._timeout == timedelta(seconds=ABORT_S)
+    assert options.group_name == place.prefix

@@ -17,7 +17,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from ucc_harness import CONFIG, START_S, STUB, Outcome, Pair, hit, is_gone, make_warm, processes, stub, together
+from ucc_harness import CONFIG, START_S, STUB, Outcome, Pair, hit, is_gone, make_warm, processes, stub
 
 from configs.loading import load
 from learner.launch.preflight import PreflightError, check_available
@@ -107,14 +107,12 @@ def test_a_plugin_that_cannot_be_loaded_is_not_absent(
 
 @pytest.mark.parametrize(
     ("host", "given", "taken"),
-    [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth7", "eth7"), ("10.0.0.1", None, None), ("10.0.0.1", "ib0", "ib0")],
+    [("127.0.0.1", {}, "lo"), ("127.0.0.1", {"UCX_NET_DEVICES": "x"}, "x"), ("10.0.0.1", {}, None)],
 )
 def test_ucx_stays_on_the_loopback_interface_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, taken: str | None
+    monkeypatch: pytest.MonkeyPatch, host: str, given: dict[str, str], taken: str | None
 ) -> None:
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("UCX_NET_DEVICES", given)
+    monkeypatch.setattr(os, "environ", given)
     assert collective._environment(host).get("UCX_NET_DEVICES") == taken
 
 
@@ -200,27 +198,6 @@ def test_a_process_lost_in_a_transfer_costs_bounded_time(
         transport.broadcast(bucket(1), 0)
     assert errors(pair.form()) == [None, None], "the next epoch has new processes"
     assert errors(pair.send(bucket(5))[0]) == [None, None]
-
-
-@over_the_stub
-def test_the_end_of_a_transfer_is_that_of_all(pair: Pair) -> None:
-    pair.stand()
-    marks: dict[str, float] = {}
-
-    def root() -> None:
-        pair.root.broadcast(bucket(7, 100), 0)
-        marks["sent"] = time.monotonic()
-        pair.root.finish()
-        marks["over"] = time.monotonic()
-
-    def member() -> None:
-        pair.member.broadcast(bucket(0, 100), 0)
-        time.sleep(1.0)
-        marks["counted"] = time.monotonic()
-        pair.member.finish()
-
-    assert errors(together(root, member)) == [None, None]
-    assert marks["sent"] < marks["counted"] < marks["over"]
 
 
 @pytest.mark.parametrize("adds", [[0, 0], [1, 1]])
