@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber
+from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.digest import combined, slice_digest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix, ignore
@@ -159,6 +160,20 @@ def publish(publisher: Publisher, version: int, *, evaluate: bool = False, **sha
 
 def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
     return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
+
+
+def together(*calls: Callable[[], object]) -> list[TransportError | None]:
+    """Run each call in a thread of its own; what they raised."""
+
+    def run(call: Callable[[], object]) -> TransportError | None:
+        try:
+            call()
+        except TransportError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(run, calls, timeout=20.0))
 
 
 # ---- as a process ---------------------------------------------------------------------------------------

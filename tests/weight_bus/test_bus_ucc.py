@@ -213,18 +213,6 @@ def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.Mon
         group.finish()
 
 
-def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stub():
-        group = process.Group(member.SharedBytes())
-        monkeypatch.setattr(process.Meeting, "at", lambda *_: dist.HashStore())
-        monkeypatch.setattr(process.Meeting, "show_up", lambda *_: None)
-        monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-        monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
-        order = {"epoch": 7, "rank": 1, "size": 2, "endpoint": "", "prefix": "", "timeout_s": 1.0, "patience_s": 1.0}
-        with pytest.raises(TransportError, match=r"the first broadcast brought 0, not 7 \[corrupt\]"):
-            group.form(order)
-
-
 @over_the_stub
 def test_a_group_that_only_seems_to_be_built_is_not_formed(pair: Pair, faults: Path) -> None:
     """UCC connects with the first broadcast, and ends its process by std::terminate where that fails."""
