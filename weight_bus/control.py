@@ -151,10 +151,7 @@ class Dealer(_End):
         return True
 
     def poll(self, timeout_s: float) -> Message | WireError | None:
-        """The next message within `timeout_s`, None after that time or a wake-up.
-
-        Raises ChannelError: the publisher refuses this subscriber (keys).
-        """
+        """The next message within `timeout_s`, or None. Raises ChannelError: the publisher refuses this one (keys)."""
         if not self._arrives(timeout_s):
             self._handshake.check()
             return None
