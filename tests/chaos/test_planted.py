@@ -160,8 +160,10 @@ def test_a_publisher_that_names_no_lost_receiver_and_other_weights_are_seen(monk
 
 SOURCE = {
     "replay acks a group that it has not journalled": (
-        '        self._accept(peer, slot, group, frames or encode(group, "", group.attempt))\n',
-        '        if group.index % 40:\n            self._accept(peer, slot, group, frames or encode(group, "", 1))\n',
+        '        record(self.run, "group", fields, frames)\n',
+        "        if group.index % 40 == 0:\n"
+        '            self._ack(peer, group, "accepted")\n            return\n'
+        '        record(self.run, "group", fields, frames)\n',
         "kill server",
         "lost",
     ),
