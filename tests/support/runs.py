@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from scripts.chaos.processes import table
 from tests.support.forking import Started, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -221,17 +222,7 @@ class Runs:
 
 def processes() -> list[tuple[int, str]]:
     """(pid, command line) of every process that is no zombie."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if state != "Z":
-                found.append((int(entry.name), command))
-    return found
+    return [(pid, command) for pid, _, state, command in table() if state != "Z"]
 
 
 def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:
