@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from learner.launch.children import Tail
 from tests.support.forking import Started, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +34,8 @@ class Input:
 
     @property
     def settings(self) -> list[str]:
-        return [
-            f"model.path={self.folder}/model",
-            f"data.train={self.folder}/train.jsonl",
-            f"data.eval={self.folder}/eval.jsonl",
-            f"reward.function={self.reward}",
-        ]
+        paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
+        return [*(f"{key}={self.folder}/{name}" for key, name in paths.items()), f"reward.function={self.reward}"]
 
 
 def trained_input(folder: Path) -> Input:
@@ -79,9 +76,7 @@ class Run:
         return self.output.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in Tail(self.folder / "metrics.jsonl").new_lines()]
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "training/lag_histogram" in row]
@@ -129,10 +124,7 @@ class Run:
 
 @dataclass
 class Runs:
-    """Starts runs with small settings below a folder; `close` ends whatever is left of them.
-
-    Without a zygote every process is started for real.
-    """
+    """Starts runs with small settings below a folder; `close` ends what is left. Without a zygote all is for real."""
 
     folder: Path
     input: Input
@@ -148,16 +140,7 @@ class Runs:
         arguments: Sequence[str] = (),
         real: bool = False,
     ) -> Run:
-        """Start the launcher.
-
-        Args:
-            settings: `key=value`, over the small ones.
-            name: of the run and its folder.
-            steps: learner.total_steps.
-            split: placement.split.
-            arguments: further ones of the command.
-            real: start every process for real instead of forking it from one that has imported torch.
-        """
+        """Start the launcher with `key=value` settings over the small ones; `real` forks no process."""
         small = [
             *self.input.settings,
             f"run.dir={self.folder}",
