@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from learner.launch.children import Tail
 from scripts.chaos.processes import table
 from tests.support.forking import Started, Zygote
 
@@ -37,12 +38,8 @@ class Input:
 
     @property
     def settings(self) -> list[str]:
-        return [
-            f"model.path={self.folder}/model",
-            f"data.train={self.folder}/train.jsonl",
-            f"data.eval={self.folder}/eval.jsonl",
-            f"reward.function={self.reward}",
-        ]
+        paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
+        return [*(f"{key}={self.folder}/{name}" for key, name in paths.items()), f"reward.function={self.reward}"]
 
 
 def trained_input(temporary: pytest.TempPathFactory) -> Input:
@@ -88,9 +85,7 @@ class Run:
         return self.output.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in Tail(self.folder / "metrics.jsonl").new_lines()]
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "training/lag_histogram" in row]
@@ -138,10 +133,7 @@ class Run:
 
 @dataclass
 class Runs:
-    """Starts runs with small settings below a folder; `close` ends whatever is left of them.
-
-    Without a zygote every process is started for real.
-    """
+    """Starts runs with small settings below a folder; `close` ends what is left. Without a zygote all is for real."""
 
     folder: Path
     input: Input
@@ -156,15 +148,7 @@ class Runs:
         split: str = "1:1",
         arguments: Sequence[str] = (),
     ) -> Run:
-        """Start the launcher.
-
-        Args:
-            settings: `key=value`, over the small ones.
-            name: of the run and its folder.
-            steps: learner.total_steps.
-            split: placement.split.
-            arguments: further ones of the command.
-        """
+        """Start the launcher with `key=value` settings over the small ones."""
         small = [
             *self.input.settings,
             f"run.dir={self.folder}",
