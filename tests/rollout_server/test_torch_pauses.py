@@ -1,8 +1,6 @@
 """Updates of the torch engine while it works: versions per token, KV over updates, drains, cancelled pauses."""
 
 import asyncio
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from torch_oracle import (
     PROMPT,
     STEP,
     Gate,
+    Models,
     error,
     hf_tensors,
     load_model,
@@ -33,7 +32,7 @@ async def until_generated(engine: TorchEngine, tokens: int) -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_keep_kv_goes_on_over_the_old_kv(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keep_kv_goes_on_over_the_old_kv(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, old, new = models
     async with stopped_midway(folder, monkeypatch, "keep_kv") as (engine, answers, pausing):
         await pausing
@@ -52,7 +51,7 @@ async def test_keep_kv_goes_on_over_the_old_kv(models: tuple[Path, Any, Any], mo
 
 @pytest.mark.parametrize("prefill_tokens", [20, 1000], ids=["in small pieces", "at once"])
 async def test_recompute_kv_goes_on_as_if_the_new_weights_had_read_everything(
-    prefill_tokens: int, models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    prefill_tokens: int, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
     monkeypatch.setattr("rollout_server.engines.torch.lane.MAX_PREFILL_TOKENS", prefill_tokens)
@@ -67,9 +66,7 @@ async def test_recompute_kv_goes_on_as_if_the_new_weights_had_read_everything(
             assert error(answer, logprobs_of(new, PROMPT, answer)[after], after) <= 1e-5
 
 
-async def test_drain_finishes_what_runs_and_starts_nothing(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drain_finishes_what_runs_and_starts_nothing(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, old, new = models
     async with stopped_midway(folder, monkeypatch, "drain") as (engine, answers, pausing):
         late = asyncio.ensure_future(engine.generate([5], LONG, 2, request_id="late"))
@@ -90,7 +87,7 @@ async def test_drain_finishes_what_runs_and_starts_nothing(
 
 @pytest.mark.parametrize("overtaking", ["pause", "resume", "close"])
 async def test_a_drain_that_is_overtaken_says_so(
-    overtaking: str, models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    overtaking: str, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = models
     gate = Gate(monkeypatch, STEP)
@@ -110,7 +107,7 @@ async def test_a_drain_that_is_overtaken_says_so(
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
 async def test_a_pause_without_an_update_changes_nothing(
-    mode: str, models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    mode: str, models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, _ = models
     async with stopped_midway(folder, monkeypatch, mode) as (engine, answers, pausing):
@@ -122,7 +119,7 @@ async def test_a_pause_without_an_update_changes_nothing(
 
 
 async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = models
     gate = Gate(monkeypatch, STEP)
@@ -137,7 +134,7 @@ async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(
         assert len((await answers)[0].token_ids) == 40
 
 
-async def test_several_updates_within_one_answer(models: tuple[Path, Any, Any]) -> None:
+async def test_several_updates_within_one_answer(models: Models) -> None:
     folder, _, _ = models
     versions = [make_model(seed=seed) for seed in range(1, 5)]
     async with serving(folder, max_context=128, max_running=8) as engine:

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch_oracle import (
     PROMPT,
     STEP,
     Gate,
+    Models,
     error,
     hf_tensors,
     logprobs_of,
@@ -26,7 +26,7 @@ from rollout_server.engines import EngineError
 
 
 async def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_updated(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
     async with stopped_midway(folder, monkeypatch, "keep_kv") as (engine, answers, pausing):
@@ -44,9 +44,7 @@ async def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_upda
         assert (await answers)[0].versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
 
 
-async def test_drain_waits_for_live_requests_only(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_drain_waits_for_live_requests_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, old, new = models
     async with serving(folder) as engine:
         await engine.pin(0)
@@ -62,7 +60,7 @@ async def test_drain_waits_for_live_requests_only(
 
 
 async def test_live_and_pinned_requests_advance_at_the_same_pace(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _, _ = models
     async with serving(folder) as engine:
@@ -81,7 +79,7 @@ async def test_live_and_pinned_requests_advance_at_the_same_pace(
         assert abs(counts["live"] - counts["pinned"]) <= 2
 
 
-async def test_several_pins_and_unpin(models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_pins_and_unpin(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, old, new = models
     async with serving(folder) as engine:
         with pytest.raises(EngineError, match="pin of version 1 refused: the live version is 0"):
@@ -134,9 +132,7 @@ def broken_updates(new: Any) -> dict[str, tuple[Iterator[tuple[str, torch.Tensor
 
 
 @pytest.mark.parametrize("case", ["missing", "shape", "bus"])
-async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(
-    case: str, models: tuple[Path, Any, Any]
-) -> None:
+async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(case: str, models: Models) -> None:
     folder, old, new = models
     update, kind, message = broken_updates(new)[case]
     async with serving(folder) as engine:
@@ -162,7 +158,7 @@ async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(
 
 
 async def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_a_load_waits_for_the_bus(
-    models: tuple[Path, Any, Any],
+    models: Models,
 ) -> None:
     folder, old, new = models
     bus, stuck = threading.Event(), threading.Event()
@@ -201,7 +197,7 @@ async def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_
         assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
 
 
-async def test_weights_that_were_not_finite_leave_nothing_behind(models: tuple[Path, Any, Any]) -> None:
+async def test_weights_that_were_not_finite_leave_nothing_behind(models: Models) -> None:
     folder, _, new = models
     async with serving(folder) as engine:
         await engine.pause("keep_kv")

@@ -12,6 +12,7 @@ from torch_oracle import (
     PROMPT,
     STEP,
     Gate,
+    Models,
     error,
     hf_tensors,
     load_model,
@@ -64,7 +65,7 @@ def check(answer: Completion, models: dict[int, Any], prompt: list[int] = PROMPT
 
 
 async def test_an_answer_goes_on_in_another_engine_with_other_weights(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
     shown = await died_midway(folder, monkeypatch)
@@ -82,7 +83,7 @@ async def test_an_answer_goes_on_in_another_engine_with_other_weights(
 
 
 async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
     third = make_model(seed=2)

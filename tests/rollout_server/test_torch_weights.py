@@ -38,18 +38,18 @@ def test_digests_of_live_tensors_are_those_of_the_hf_tensors(variant: str, tmp_p
     assert weights.digests() == expected
 
 
-@pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"])
-@pytest.mark.parametrize("edge", ["first", "last"])
-def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(part: str, edge: str, tmp_path: Path) -> None:
+def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(tmp_path: Path) -> None:
     weights = read(save_folder(tmp_path, "qwen2"))
-    name = f"model.layers.1.self_attn.{part}"
-    rows = weights.layout[name]
     before = weights.digests()
-    live = weights.tensors[rows.live]
-    row = rows.start if edge == "first" else rows.start + rows.shape[0] - 1
-    live[row].view(-1).view(torch.uint8)[0] ^= 1
-    after = weights.digests()
-    assert [n for n in before if before[n] != after[n]] == [name]
+    for part in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"):
+        name = f"model.layers.1.self_attn.{part}"
+        rows = weights.layout[name]
+        for row in (rows.start, rows.start + rows.shape[0] - 1):
+            byte = weights.tensors[rows.live][row].view(-1).view(torch.uint8)
+            byte[0] ^= 1
+            after = weights.digests()
+            assert [n for n in before if before[n] != after[n]] == [name], (part, row)
+            byte[0] ^= 1
 
 
 @pytest.fixture(scope="module")
