@@ -39,14 +39,8 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     """Identity of a model folder by name: tokenizer, chat_template, architecture, vocab_size, eos_token_ids.
 
     The tokenizer is hashed by its contents (vocabulary, merges, added tokens, normalizer, ...), so that saving it
-    anew in another layout does not change it; weights are not looked at.
-
-    Args:
-        path: Hugging Face folder (`model.path`).
-        chat_template: `model.chat_template`.
-
-    Raises:
-        FingerprintError: the folder or one of its files is missing or broken.
+    anew in another layout does not change it; weights are not looked at. Raises FingerprintError: the folder or one of
+    its files is missing or broken.
     """
     folder = Path(path)
     if not folder.is_dir():

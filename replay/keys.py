@@ -44,10 +44,7 @@ class MakeError(RuntimeError):
 
 
 def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
-    """Write a folder of new keys, whole or not at all.
-
-    Raises MakeError: a name cannot be a file name or comes twice, or `out` exists and may not be replaced.
-    """
+    """Write a folder of new keys, whole or not at all. Raises MakeError."""
     names = [LEARNER, *clients]
     for name in clients:
         _check_name("--clients", name)
@@ -60,10 +57,7 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
 
 
 def export(keys: Path, name: str, out: Path) -> None:
-    """Write the folder of one other node: its own key pair and the server's public key.
-
-    Raises MakeError: there is no such client, or `out` exists; KeysError: `keys` is not a folder of keys.
-    """
+    """Write another node's folder: its key pair, the server's public key. Raises MakeError, KeysError."""
     known = sorted(load_keys(keys).clients.values())
     if name not in known or not (keys / CLIENTS / (name + SECRET)).is_file():
         raise MakeError(f"--export-node {name!r}: {keys / CLIENTS} holds no such key; there are {', '.join(known)}")
@@ -73,7 +67,7 @@ def export(keys: Path, name: str, out: Path) -> None:
 
 
 def add(keys: Path, name: str) -> None:
-    """One more client in a folder of keys. Raises MakeError: there is such a client, or this folder does not serve."""
+    """One more client. Raises MakeError: it is there already, or this folder does not serve."""
     _check_name("--add", name)
     _check_serves(keys)
     if (keys / CLIENTS / (name + PUBLIC)).exists():
@@ -82,7 +76,7 @@ def add(keys: Path, name: str) -> None:
 
 
 def remove(keys: Path, name: str) -> None:
-    """Take a client away, its old key included. Raises MakeError: there is no such client, or it is the learner's."""
+    """Take a client away with its old key. Raises MakeError: unknown, or the learner's."""
     client = _client("--remove", keys, name)
     if name == LEARNER:
         raise MakeError(f"--remove {name!r}: the learner's node itself connects with it; --rotate {name} replaces it")
@@ -110,7 +104,7 @@ def rotate(keys: Path, name: str) -> None:
 
 
 def remove_old(keys: Path, name: str) -> None:
-    """End a rotation: only the new key is valid from now on. Raises MakeError: no such client, or no old key of it."""
+    """End a rotation: only the new key is valid. Raises MakeError: there is none."""
     old = _client("--remove-old", keys, name).with_name(name + OLD)
     if not old.exists():
         raise MakeError(f"--remove-old {name!r}: {old} is not there, so no rotation is under way")

@@ -1,8 +1,4 @@
-"""Processes that end with their parent, and logs that everybody writes alike.
-
-A run is a tree of processes. Each of them asks the kernel to be killed when its parent dies (Linux:
-PR_SET_PDEATHSIG), so that `kill -9` of the launcher leaves nothing behind.
-"""
+"""Processes that end with their parent (Linux: PR_SET_PDEATHSIG), exit codes, and logs that all write alike."""
 
 import ctypes
 import logging
@@ -26,7 +22,7 @@ LOUD = 100
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have this process killed when the parent dies. Call it first, from the main thread. Raises OSError.
+    """Be killed when the parent dies. Call it first, from the main thread. Raises OSError.
 
     When `parent_pid` is gone already, this process exits at once. None takes the parent of this moment, which is init
     (1) if it died before.
@@ -59,7 +55,7 @@ def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int
 
 
 class BoundedLog:
-    """Log lines of what may happen without end: counted by kind, and few enough not to fill the disk."""
+    """Log lines of what may happen without end, few enough not to fill the disk."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

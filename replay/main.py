@@ -99,7 +99,7 @@ def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal
 
 
 def go_on(service: Service, records: list[Record]) -> None:
-    """Bring a service to where its journal ends, and say so in the journal. Raises JournalError."""
+    """Bring a service to where its journal ends, which `boot` says there. Raises JournalError."""
     started = time.monotonic()
     count = service.restore(records, started)
     service.journal.append("boot", boot_fields(service.config, service.run.source.state(), os.getpid()))

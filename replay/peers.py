@@ -90,15 +90,8 @@ class Peers:
     def role(self, role: Role) -> list[Peer]:
         return [peer for peer in self.by_identity.values() if peer.role == role]
 
-    def others_of_rank(self, rank: int, identity: str) -> list[Peer]:
-        """Connections of this learner rank besides `identity`: of processes that it has replaced."""
-        return [p for p in self.role("learner") if p.hello.rank == rank and p.identity != identity]
-
     def rank(self, rank: int) -> Peer | None:
         return next((p for p in self.role("learner") if p.hello.rank == rank), None)
-
-    def silent(self, now: float, silent_after_s: float) -> list[Peer]:
-        return [p for p in self.role("rollout_server") if now - p.last_heard > silent_after_s]
 
     def disagreement(self, hello: Hello) -> str | None:
         """The first fingerprint entry in which a newcomer differs from this run's, as a sentence."""

@@ -38,10 +38,8 @@ class Run:
         """(step, expected, found) of a divergence that is noticed and not carried out yet."""
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
-        self.flat_drops = 0
-        """Groups that dynamic sampling has dropped since the last batch was taken."""
-        self.proceeding = 0
-        """Step that some rank may have begun, because Proceed went out."""
+        self.flat_drops = 0  # groups that dynamic sampling has dropped since the last batch was taken
+        self.proceeding = 0  # step that some rank may have begun, because Proceed went out
 
     @property
     def newest_possible(self) -> int:

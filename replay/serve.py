@@ -22,10 +22,8 @@ Result = TypeVar("Result")
 
 TICK_S = 0.25
 MESSAGES_PER_TURN = 64
-COMPANY_S = 0.05
-"""How often replay looks for messages while it reads its data and journal."""
-FAREWELL_S = 1.0
-"""How long Goodbyes have to reach their peers."""
+COMPANY_S = 0.05  # how often replay looks for messages while it reads its data and journal
+FAREWELL_S = 1.0  # that Goodbyes have to reach their peers
 
 
 async def keep_company(router: AsyncRouter, work: Callable[[], Result], activity: Callable[[], str] = str) -> Result:

@@ -50,16 +50,10 @@ class Service:
         fingerprint: Mapping[str, str] | None = None,
         playback: bool = False,
     ) -> None:
-        """Start anew.
+        """Start anew, at `now` in monotonic seconds.
 
-        Args:
-            config: of the run.
-            source: prompts.
-            evaluation_rows: prompts of evaluations.
-            now: monotonic seconds.
-            journal: where decisions go.
-            fingerprint: what every peer must agree on.
-            playback: only take again what the journal has (`--replay`): no prompts, no servers, no evaluations.
+        Every peer must have the `fingerprint`. With `playback` (`--replay`) replay only takes again what the journal
+        has: no prompts, no servers, no evaluations.
         """
         rows = [] if playback else evaluation_rows
         self.config, self.journal, self.playback = config, journal, playback
@@ -115,7 +109,7 @@ class Service:
     def restore(self, records: Iterable[Record], now: float) -> int:
         """Go to where a journal ends; how many records there were. Raises JournalError.
 
-        Leases of servers that were there are kept, so that their running answers count when they come back.
+        Servers that were there keep their leases, so that their running answers count when they come back.
         """
         count = restore(self.run, records, now)
         until = now + self.config.network.silent_after_s
@@ -174,8 +168,9 @@ class Service:
         """
         self.granting.expire(now)
         if not late:
-            for peer in self.peers.silent(now, self.config.network.silent_after_s):
-                self.lost(peer.identity, "silent", now)
+            for peer in self.peers.role("rollout_server"):
+                if now - peer.last_heard > self.config.network.silent_after_s:
+                    self.lost(peer.identity, "silent", now)
             self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
@@ -330,7 +325,7 @@ class Service:
 
     def _watch_for_servers(self, now: float) -> None:
         waits = self.incarnation > 0 and self.ended is None and not self.playback
-        if not waits or self.peers.role("rollout_server") or not self.incarnations.learner_is_here:
+        if not waits or self.peers.role("rollout_server") or not self.peers.rank(0):
             self.no_server_since = now
         elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
             self.end(f"no rollout server for {waited:g} s (rollout.wait_for_servers_s) [silent]", failed=True)

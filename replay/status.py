@@ -28,7 +28,7 @@ class StatusReport:
             "groups": {
                 "leased": buffer.count(SlotState.LEASED),
                 "buffered": buffer.count(SlotState.BUFFERED),
-                "taken": buffer.count(SlotState.TAKEN),
+                "taken": buffer.taken,
                 "max": buffer.max_groups,
             },
             "oldest_missing": {
@@ -121,13 +121,14 @@ class StatusReport:
         servers, errors = self.peers.role("rollout_server"), self.intake.reward_errors
         buffer, counters = self.run.buffer, self.run.counters
         idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
-        counted = ("superseded", "stale_leased_again", "tokens_masked", "partial_tokens_used")
+        counted = ("buffer/superseded", "buffer/stale_leased_again", "buffer/tokens_masked")
         stats = {
             "buffer/size": float(buffer.count(SlotState.BUFFERED)),
             "buffer/leased": float(buffer.count(SlotState.LEASED)),
-            "buffer/taken": float(buffer.count(SlotState.TAKEN)),
+            "buffer/taken": float(buffer.taken),
             "buffer/dropped": float(sum(drops(counters).values())),
-            **{f"buffer/{name}": float(counters[name]) for name in counted},
+            **{name: float(counters[name.removeprefix("buffer/")]) for name in counted},
+            "buffer/partial_tokens_used": float(counters["partial_tokens_used"]),
             "buffer/journal_bytes": float(self.run.journal.size_bytes),
             "rollout/servers": float(len(servers)),
             "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),

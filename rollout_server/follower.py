@@ -183,10 +183,8 @@ class WeightFollower:
 
     def _load(self, version: int, update: Any) -> Digests:
         """Start an update from the staging buffers; digests of what the engine then holds."""
-        load: Callable[[Any, int], Awaitable[None]]
-        load = self._stages.load if self._stages is not None else self._engine.load
         self.announce_wait()
-        return self.wait_for(self.update(partial(load, update, version)))
+        return self.wait_for(self.update(partial(self._engine.load, update, version)))
 
     def announce_wait(self) -> None:
         """Announce to the publisher that the engine applies this version late, and why."""

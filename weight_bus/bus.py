@@ -108,10 +108,7 @@ class Bus:
             return self._membership.needing(offer.version, time.monotonic())
 
     def _pump(self, until: Callable[[], bool], deadline: float) -> None:
-        """Serve the control plane until a condition holds or the deadline has passed.
-
-        Raises BusClosed: close() was called meanwhile.
-        """
+        """Serve the control plane until a condition holds or the deadline has passed. Raises BusClosed."""
         while True:
             if self._board.closing:
                 raise BusClosed(self._board.closing)

@@ -85,6 +85,8 @@ class Router(_End):
             gate = Gate(self._context, self._socket, keys) if keys is not None else None
             if gate is not None:
                 self._watches.callback(gate.close)
+            self.refused: dict[str, int] = gate.refused if gate is not None else {}
+            """Handshakes that the keys refused, by reason; empty without keys."""
             roster = gate.roster if gate is not None else None
             self._arrivals = Arrivals(TO_PUBLISHER, Limits().max_message_bytes, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
@@ -149,10 +151,7 @@ class Dealer(_End):
         return True
 
     def poll(self, timeout_s: float) -> Message | WireError | None:
-        """The next message within `timeout_s`, None after that time or a wake-up.
-
-        Raises ChannelError: the publisher refuses this subscriber (keys).
-        """
+        """The next message within `timeout_s`, or None. Raises ChannelError: the publisher refuses this one (keys)."""
         if not self._arrives(timeout_s):
             self._handshake.check()
             return None

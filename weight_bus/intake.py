@@ -152,10 +152,7 @@ class DirectIntake(Received):
         return begin if begin is not None and (begin.epoch, begin.version) == (go.epoch, go.version) else None
 
     def take(self, begin: Begin) -> list[str]:
-        """Receive every bucket into the engine. Nothing is known of the bytes, so nothing is ever named.
-
-        Raises EngineSpoiled: not all arrived.
-        """
+        """Receive every bucket into the engine; unproven bytes are never named. Raises EngineSpoiled: not all came."""
         self._pausing, self._still = None, False
         if self._formed != begin.epoch:
             self._receiver.form(_formation(begin, self._run_id))

@@ -80,10 +80,7 @@ class Manifest:
 
 
 class Planner:
-    """Lays tensors out one by one, so that an update can be packed while it is still being gathered.
-
-    Buckets have at most `bucket_bytes`, or one larger tensor.
-    """
+    """Lays out tensors one by one, as they are gathered: in buckets of at most `bucket_bytes`, or of a larger one."""
 
     def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT) -> None:
         self._bucket_bytes, self._alignment = bucket_bytes, alignment

@@ -33,10 +33,7 @@ class Staging:
         self._launched: dict[int, Launched] = {}
 
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
-        """Make room for an update; keeps the buffers while layout and device stay.
-
-        Raises WireError: there is not so much memory.
-        """
+        """Make room for an update, anew for another layout or device. Raises WireError: there is no memory for it."""
         self._launched.clear()
         if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:
             self._device, self._digesters, self.buckets = device, [], []  # first, so that the old ones make room

@@ -52,12 +52,9 @@ def sequence_numbers() -> Iterator[int]:
 
 
 def may_be(role: str, sender: str, nodes: Collection[str] = ()) -> str | None:
-    """Why the holder of this key may not have this role, as a sentence; None where it may.
+    """Why the holder of the key `sender` may not have this role, as a sentence; None where it may.
 
-    Args:
-        role: as Hello says.
-        sender: name of the key; empty where the run has no keys, and then nothing is known.
-        nodes: other keys that this role is for.
+    `sender` is empty where the run has no keys; `nodes` are other keys that this role is for.
     """
     if not sender or sender == LEARNER or sender in nodes or role not in ONLY_LEARNER:
         return None
@@ -83,7 +80,7 @@ class Window:
         self._seen = 0  # bit n: number _highest - n has come
 
     def take(self, number: int) -> None:
-        """Note the number of a whole message. Raises DuplicateMessage: it came before, or is older than the window."""
+        """Note a whole message's number. Raises DuplicateMessage: it came before, or is too old."""
         ahead = number - self._highest
         if self._highest < 0 or ahead >= WINDOW:
             self._highest, self._seen = number, 1
@@ -118,7 +115,7 @@ class Admission:
         return len(self._peers)
 
     def bind(self, identity: str, user: str) -> Peer:
-        """The peer behind an identity, which belongs to its first sender. Raises NotAdmitted: it is another's."""
+        """The peer behind an identity, its first sender's. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
         peer = self._peers.get(identity)
         if peer is None:
@@ -138,7 +135,7 @@ class Admission:
 
 
 def identity_of(frame: bytes) -> str:
-    """The identity as text, which is printed and answered to. Raises WireError: not UTF-8, not printable, too long."""
+    """The identity as text. Raises WireError: not UTF-8, not printable, or too long."""
     try:
         identity = frame.decode("utf-8")
     except UnicodeDecodeError:

@@ -112,14 +112,8 @@ def decode(
 ) -> Envelope:
     """Check and rebuild one message. Its arrays are read-only views of the frames.
 
-    Args:
-        frames: as they came.
-        accepted: the kinds that this side takes.
-        sender: for the envelope.
-        oldest_schema: that a journal may hold; peers must speak the present one.
-
-    Raises:
-        WireError: anything about the frames is not as the schema says.
+    `accepted` are the kinds that this side takes; only a journal may hold an `oldest_schema` before the present one.
+    Raises WireError: anything about the frames is not as the schema says.
     """
     header = _header(frames, oldest_schema)
     kind = accepted.get(header["kind"])

@@ -29,8 +29,7 @@ LEFT = "it left during the handshake (it has no keys, is no peer of ours, or jus
 class Gate:
     """Answers for all server sockets of one context, in a thread of its own; ends with the context.
 
-    To be made before the socket is bound. The caller closes the socket and terminates the context as it would
-    without a gate, after `close`.
+    To be made before the socket is bound, and closed before the socket.
     """
 
     def __init__(self, context: "zmq.Context[Any]", socket: "zmq.Socket[Any]", keys: Keys) -> None:

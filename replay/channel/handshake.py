@@ -1,7 +1,6 @@
-"""Why a connection does not come about, from the socket's own monitor: a refused key must not look like silence.
+"""Why a connection does not come about, from the socket's own monitor: ZeroMQ itself retries and says nothing.
 
-ZeroMQ retries by itself and says nothing. A client that is refused would wait until its deadline and then report a
-silent peer; here the reason comes as soon as it is known.
+Without it a client that is refused would wait until its deadline and then report a silent peer.
 """
 
 import itertools
@@ -72,11 +71,10 @@ class HandshakeWatch(Monitor):
         self._refusal = ""
 
     def check(self) -> None:
-        """Raises ChannelError when the server refuses this client for good, and again with every later call: ZeroMQ
-        itself does not try again after most refusals."""
+        """Raises ChannelError, now and with every later call, once the server refuses this client."""
         while (seen := self.read()) is not None:
             self._note(*seen)
-        if self._refusal:
+        if self._refusal:  # for good: ZeroMQ itself does not try again after most of these
             raise ChannelError(f"{self._who} {self._refusal}", "closed")
 
     def _note(self, event: int, value: int) -> None:

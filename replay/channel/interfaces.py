@@ -22,8 +22,8 @@ class InterfaceError(ValueError):
 def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
     """Tell gloo and NCCL to use the interface of `host` (network.host) where they have not been told any.
 
-    `environment` is os.environ, before the first process group. A wildcard address names no interface, so both choose
-    for themselves. Raises InterfaceError, as `interface_of`.
+    `environment` is os.environ, before the first process group; for a wildcard address both choose for themselves.
+    Raises InterfaceError, as `interface_of`.
     """
     missing = [name for name in NAMES if name not in environment]
     if missing and not _is_wildcard(host):
@@ -33,13 +33,10 @@ def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
 
 
 def interface_of(host: str) -> str:
-    """Name of the interface that has this address (or the address of this host name).
+    """Name of the interface with this address (or that of this host name). Example: "127.0.0.1" is on "lo".
 
-    Example: "127.0.0.1" is on "lo", "10.0.0.7" perhaps on "eth0".
-
-    Raises:
-        InterfaceError: no interface has it; the message lists the addresses that there are. An interface's first IPv4
-            address counts only: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
+    Raises InterfaceError, with the addresses that there are, when none has it. Only the first IPv4 address of an
+    interface counts: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
     """
     try:
         found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}

@@ -6,8 +6,7 @@
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
     keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
-`python -m replay.keys` writes such a folder, and from it the folder of another node. A server admits exactly
-the public keys that its folder lists.
+`python -m replay.keys` writes such folders. A server admits exactly the public keys that its folder lists.
 """
 
 import stat
@@ -103,9 +102,8 @@ def load_keys(folder: str | Path | None) -> Keys | None: ...
 def load_keys(folder: str | Path | None) -> Keys | None:
     """The keys of `network.keys`; None for None.
 
-    Raises:
-        KeysError: the folder or a file is missing, does not hold a key, does not belong to its other half, or may be
-            read (secret) or written (any) by other users.
+    Raises KeysError: the folder or a file is missing, does not hold a key, does not belong to its other half, or may be
+    read (secret) or written (any) by other users.
     """
     if folder is None:
         return None

@@ -1,9 +1,6 @@
 """Who may connect: the public keys of `clients/`, read again when the folder has changed while a server runs.
 
-    clients/NAME.key       the key of NAME
-    clients/NAME.key_old   the one before it, valid as well until `make_keys --remove-old NAME` (a rotation)
-
-Both have the name NAME, so a node keeps its rights while its key is replaced.
+NAME.key_old, the key before NAME.key, has the same name: a node keeps its rights while its key is replaced.
 """
 
 import contextlib

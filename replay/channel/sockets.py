@@ -43,7 +43,7 @@ class Limits:
 
 
 def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = None) -> None:
-    """Options that every socket of ours has. Raises KeysError: a ROUTER, and the keys are not those of a server."""
+    """Options of every socket. Raises KeysError: a ROUTER without the keys of a server."""
     for option, value in OPTIONS.items():
         socket.setsockopt(option, value)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))

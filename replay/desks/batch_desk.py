@@ -10,7 +10,7 @@ from dataclasses import replace
 from replay import messages as m
 from replay.desks import batches
 from replay.desks.granting import Granting
-from replay.journal.apply import as_plain, record
+from replay.journal.apply import record
 from replay.peers import Peer, Peers
 from replay.run import Run
 
@@ -18,10 +18,8 @@ from replay.run import Run
 class BatchDesk:
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
-        self.takes: dict[int, set[int]] = {}
-        """Ranks that asked for the batch of a step."""
-        self.haves: dict[int, set[int]] = {}
-        """Ranks that hold their part of it."""
+        self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
+        self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
         self.num_ranks = run.config.num_learner_ranks
         self.batches: dict[int, list[m.Batch]] = {}
         self.take_since = 0.0
@@ -76,7 +74,7 @@ class BatchDesk:
                 return
             ids = [slot.group_id for slot in slots]
             groups = [slot.group for slot in slots if slot.group is not None]
-        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": as_plain(ids)}
+        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids}
         record(self.run, "take", fields)
         self._build(step, [buffer.masked(group, count=made is None) for group in groups], stats())
 

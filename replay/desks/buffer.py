@@ -118,8 +118,6 @@ class GroupBuffer:
             slot.min_version = max(slot.min_version, self._min_version_at(position))
 
     def count(self, state: SlotState) -> int:
-        if state is SlotState.TAKEN:
-            return self.taken
         return sum(slot.state is state for slot in self.slots.values())
 
     def _min_version_at(self, position: int) -> int:

@@ -1,7 +1,6 @@
 """The evaluation desk: one server evaluates a stated version, and the learner gets the result, also when it asks again.
 
-Results stay in the journal as long as a resumed learner may ask for them: it repeats steps whose versions no engine has
-any more. No socket, and time is an argument.
+Results stay in the journal as long as a resumed learner may ask for them. No socket, and time is an argument.
 """
 
 import logging

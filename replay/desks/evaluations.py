@@ -1,7 +1,6 @@
 """Evaluations at one stated version, outside admission. No socket, no clock.
 
-A version that is to be evaluated is kept (pinned) by every server that gets it, until it is closed. One
-server runs the whole evaluation; when it dies, another that holds the version takes over.
+Every server that gets the version keeps it until it is closed; one runs the whole, and when it dies another takes over.
 """
 
 from dataclasses import dataclass, field
@@ -31,8 +30,7 @@ class EvaluationBoard:
     """Open evaluations and which servers hold their versions."""
 
     def __init__(self, modes: list[bool], deadline_s: float) -> None:
-        self.modes = modes
-        self.deadline_s = deadline_s
+        self.modes, self.deadline_s = modes, deadline_s
         self.open: dict[int, Evaluation] = {}
         self.holders: dict[int, dict[str, None]] = {}
         """Servers by version, in the order in which they reported it."""
@@ -52,7 +50,7 @@ class EvaluationBoard:
             del self.holders[old]
 
     def next_server(self, version: int) -> str | None:
-        """The server that an open evaluation can start at now: the one of its holders that was asked least."""
+        """The holder that an open evaluation can start at now: the one asked least."""
         evaluation, holders = self.open[version], self.holders.get(version, ())
         if evaluation.server is not None or not holders:
             return None

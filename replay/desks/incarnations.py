@@ -1,8 +1,7 @@
 """The learner's starts: which one speaks, from which version it goes on, and whether it stays on the line.
 
-A resumed learner takes the journalled batches again, and while its digests are the journalled ones, what the policies
-before it have sampled is as good as ever. At the first digest that differs the line diverges: what was sampled with
-lost policies is sampled anew. No socket, and time is an argument.
+A resumed learner takes the journalled batches again. At the first digest that is not the journalled one the line
+diverges: what was sampled with lost policies is sampled anew. No socket, and time is an argument.
 """
 
 import logging
@@ -14,7 +13,7 @@ from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
 from replay.desks.granting import Granting
 from replay.desks.leases import SlotState
-from replay.journal.apply import as_plain, record
+from replay.journal.apply import record
 from replay.journal.snapshot import snapshot_of
 from replay.peers import Peer, Peers
 from replay.run import Run
@@ -47,10 +46,6 @@ class Incarnations:
     def number(self) -> int:
         return self.run.policies.incarnation
 
-    @property
-    def learner_is_here(self) -> bool:
-        return self.peers.rank(0) is not None
-
     def hello(self, identity: str, hello: m.Hello) -> str | None:
         """A learner rank connects: at its start, or because replay was restarted. Or why it may not."""
         if hello.incarnation not in (0, self.number) or identity in self.run.started[:-1]:
@@ -77,7 +72,7 @@ class Incarnations:
                 self._lost(peer, f"lost {peer.describe(now)}: its connection is gone [closed]")
             elif now - peer.last_heard > config.learner.batch_deadline_s:
                 self._lost(peer, f"lost {peer.describe(now)} [silent]")
-        if self.number == 0 or self.learner_is_here or has_ended:
+        if self.number == 0 or self.peers.rank(0) is not None or has_ended:
             self._here_at = now
         elif now - self._here_at > (waited := config.replay.wait_for_learner_s):
             self._fail(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]")
@@ -111,12 +106,12 @@ class Incarnations:
         self.evaluations.superseded(step)
         log.warning("replay: %s: %d groups of the policies that are gone are sampled anew", what, len(superseded))
         fields = {"step": step, "incarnation": self.number, "expected": expected, "found": found}
-        record(run, "diverged", fields | {"superseded": as_plain(superseded)})
+        record(run, "diverged", fields | {"superseded": superseded})
         self.batch_desk.restart()
 
     def _replaced_by(self, identity: str, hello: m.Hello) -> list[Peer]:
         """Other connections of the same rank; when a new learner starts, all that took part in an earlier one."""
-        replaced = self.peers.others_of_rank(hello.rank, identity)
+        replaced = [p for p in self.peers.role("learner") if p.hello.rank == hello.rank and p.identity != identity]
         if hello.rank == 0 and hello.incarnation == 0:
             others = self.peers.role("learner")
             replaced += [p for p in others if p.hello.rank and max(p.incarnation, p.hello.incarnation)]

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 32
 """Groups over which the share of reward errors is taken."""
-
 AckStatus = Literal["accepted", "superseded", "rejected"]
 
 

@@ -1,8 +1,7 @@
 """Leases: which prompt is at which rollout server, until when. No socket, no clock (time is an argument).
 
-A slot is one admitted group. Its life: QUEUED (admitted, nobody works on it) → LEASED → BUFFERED (its group
-is here) → TAKEN (in the batch being trained) → gone. An expired lease goes back to QUEUED with the next
-attempt number; the first valid result wins, whichever attempt it came from.
+A slot is one admitted group: QUEUED → LEASED → BUFFERED (its group is here) → taken by a batch, and no slot.
+An expired lease goes back to QUEUED with the next attempt number; the first valid result wins, of whichever attempt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,7 +29,6 @@ class SlotState(Enum):
     QUEUED = "queued"
     LEASED = "leased"
     BUFFERED = "buffered"
-    TAKEN = "taken"
 
 
 @dataclass(slots=True)

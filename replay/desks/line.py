@@ -1,10 +1,9 @@
-"""The line of policies: which groups made which version, and which policies by (incarnation, version) are lost. Pure.
+"""The line of policies: which groups made which version, and which policies are lost. Pure.
 
 A learner that resumes at version v takes the steps after v again: the same groups in the same order, and the weights
 must get the digests that the journal has. So a step stays on the line until a durable checkpoint is behind it.
 
-    Example: steps 3 and 4 are committed and batch 5 is out; a learner comes back with the checkpoint of version 2.
-    Steps 3, 4 and 5 are ahead of it; for 3 and 4 digests are known, 5 was taken and never committed.
+    Example: steps 3 and 4 are committed, batch 5 is out. Of a learner that comes back at version 2 all three are ahead.
 """
 
 from dataclasses import dataclass, field
@@ -14,13 +13,11 @@ from replay.desks.leases import GroupId
 from replay.journal.format import Location
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """A group of a batch, and where the journal has it."""
+class Taken(NamedTuple):
+    """A group of a batch in the journal; `attempt` is the last that was leased."""
 
     group_id: GroupId
     attempt: int
-    """The last one that was leased, which the group need not be of."""
     min_version: int
     location: Location
 

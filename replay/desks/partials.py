@@ -1,8 +1,7 @@
-"""What running answers have got so far, as their servers tell with each Renew (replay.partial_rollouts).
+"""What running answers have got so far, as their servers tell with each Renew (replay.partial_rollouts). No socket.
 
-When a lease comes back because its server died, the next lease of the prompt brings these tokens as prefixes, and the
-next server goes on from them. Nothing here is journalled: after a restart of replay the servers tell everything again.
-No socket, no clock.
+When a lease comes back because its server died, the next lease of the prompt brings these tokens as prefixes. Nothing
+here is journalled: after a restart of replay the servers tell everything again.
 """
 
 from collections import Counter
@@ -71,11 +70,7 @@ class _Answer:
 
 
 class Partials:
-    """The tokens of running answers, of at most `max_bytes`; the groups that began first are thrown away first.
-
-    Example: `take` of a Renew with progress [[0, 1, 7, 2, 0]] adds two tokens to the seven of answer 1 of the group of
-    leases[0]; `prefix` of that group is then what the next `Lease` of it carries.
-    """
+    """The tokens of running answers, of at most `max_bytes`; the groups that began first are thrown away first."""
 
     def __init__(self, group_size: int, max_new_tokens: int, max_bytes: int = MAX_BYTES) -> None:
         self.group_size, self.max_new_tokens, self.max_bytes = group_size, max_new_tokens, max_bytes

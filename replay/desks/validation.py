@@ -22,14 +22,7 @@ class Bounds:
 
 
 def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> str | None:
-    """What is wrong with the group, or None.
-
-    Args:
-        group: as decoded (types and dtypes are already those of the schema).
-        slot: the slot of its group id.
-        config: group size, lengths and lag policy.
-        bounds: newest version and vocabulary.
-    """
+    """What is wrong with a decoded group (so types and dtypes are those of the schema) for its slot, or None."""
     n = config.rollout.group_size
     if group.lengths.size != n or group.rewards.size != n or len(group.finish_reasons) != n:
         return f"{group.lengths.size} trajectories, {group.rewards.size} rewards; a group has {n}"

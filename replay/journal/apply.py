@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs.schema import Config
-from replay.desks.leases import GroupId, Slot, SlotState
+from replay.desks.leases import Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.journal.snapshot import group_id_of, take_over
@@ -24,7 +24,7 @@ def record(run: Run, kind: str, fields: dict[str, Any], frames: Frames = (), *, 
 
 
 def restore(run: Run, records: Iterable[Record], now: float) -> int:
-    """Bring a new run to where its journal ends; how many records there were. Raises JournalError, as `check_boot`."""
+    """Bring a new run to where its journal ends; how many records. Raises JournalError."""
     count = 0
     for each in records:
         apply(run, each, now)
@@ -143,11 +143,8 @@ def _commit(run: Run, decision: Record, _: float) -> None:
 
 
 def _learner(run: Run, decision: Record, _: float) -> None:
-    """A learner starts; the last that replay knows of its predecessor is the commit of the present version.
-
-    That may have made and published versions above all the same, if replay and learner died together: the new one
-    makes them anew, perhaps with other weights.
-    """
+    """A learner starts. Its predecessor may have made and published versions above its last known commit, if replay and
+    learner died together: the new one makes them anew, perhaps with other weights."""
     fields, buffer, number = decision.fields, run.buffer, decision.fields["incarnation"]
     version, digest, known = fields["version"], fields["digest"], buffer.line.digest(fields["version"])
     run.bus_address = fields["bus_address"]
@@ -212,7 +209,3 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "evaluated": lambda run, decision, _: run.board.done(**decision.fields, place=decision.location),
     "evaluation_closed": lambda run, decision, _: run.board.close(**decision.fields),
 }
-
-
-def as_plain(groups: Iterable[GroupId]) -> list[list[int]]:
-    return [list(group_id) for group_id in groups]

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgpack
 
@@ -41,8 +41,7 @@ class JournalDamaged(JournalError):
     """A record in the middle of the journal is not what was written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a record's frames are. Example: file 3, from byte 4096 on, of sizes (180, 4096)."""
 
     segment: int
@@ -54,13 +53,9 @@ class Location:
         """Byte behind the frames: where the next record begins."""
         return self.offset + sum(self.sizes)
 
-    def plain(self) -> list[Any]:
-        """For msgpack; see `of`."""
-        return [self.segment, self.offset, list(self.sizes)]
-
     @classmethod
     def of(cls, plain: Sequence[Any]) -> "Location":
-        """The inverse of `plain`."""
+        """From what msgpack made of one."""
         segment, offset, sizes = plain
         return cls(int(segment), int(offset), tuple(int(size) for size in sizes))
 
@@ -113,7 +108,7 @@ def read_record(file: BinaryIO, segment: int, offset: int, size: int) -> Record 
 
 
 def read_meta(file: BinaryIO, segment: int, offset: int, size: int) -> Record | None:
-    """The record that begins at `offset`, whatever became of its frames; None when its head or meta is not unharmed."""
+    """The record that begins at `offset`, whatever became of its frames; None when its head or meta is harmed."""
     file.seek(offset)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:

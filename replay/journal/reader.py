@@ -1,9 +1,8 @@
-"""Reads a journal: every record in order, with the torn end of the last file cut off, and messages by their place.
+"""Reads a journal: every record in order up to a torn end, and messages by place.
 
-What stands behind the last whole record of a file is a torn end, or damage. A process that is killed leaves at most one
-record that is cut short. A power failure takes what was not synced, in blocks and in any order: a block that is missing
-reads as zeros, and whole records may follow it. How far the file was synced stands in its records of kind `synced`,
-each written after that sync; what was on the disk then is no torn end.
+What stands behind the last whole record of a file is a torn end, or damage. A killed process leaves at most one record
+that is cut short. A power failure takes what was not synced, in any blocks: one that is missing reads as zeros,
+and whole records may follow it. Records of kind `synced` say how far the file was synced: that is no torn end.
 """
 
 import logging
@@ -184,13 +183,9 @@ def _check_first(path: Path, segment: int, record: Record) -> None:
 
 
 def _follows_behind(file: BinaryIO, segment: int, end: int, synced: int) -> Record | None:
-    """The record that makes what stands at `end` damage; None for a torn end.
+    """The record that makes what stands at `end` of the last file damage; None for a torn end.
 
-    Args:
-        file: the last of the journal.
-        segment: its number.
-        end: where its whole records end, less than its size.
-        synced: up to where its whole records say that it was synced.
+    Its whole records end there and say that the file was synced up to `synced`.
     """
     size = file.seek(0, 2)
     started = read_meta(file, segment, end, size)

@@ -21,26 +21,21 @@ def snapshot_of(run: Run) -> dict[str, Any]:
         "bus_address": run.bus_address,
         "started": list(run.started),
         "source": run.source.state(),
-        "again": [list(group_id) for group_id in run.again],
-        "gone": [list(lost) for lost in policies.lost],
+        "again": list(run.again),
+        "gone": list(policies.lost),
         "published": policies.published,
         "flat_drops": run.flat_drops,
         "fruitless": buffer.fruitless,
         "proceeding": run.proceeding,
         "counters": dict(run.counters),
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
-        "initial": list(buffer.line.initial) if buffer.line.initial is not None else None,
-        "line": [
-            [step, made.digest, [_plain_taken(taken) for taken in made.groups]]
-            for step, made in sorted(buffer.line.steps.items())
-        ],
+        "initial": buffer.line.initial,
+        "line": [[step, made.digest, made.groups] for step, made in sorted(buffer.line.steps.items())],
         "evaluations": {
             "open": [[e.version, list(e.open_modes), list(e.tried), e.server] for e in board.open.values()],
             "closed": [[version, reason] for version, reason in board.closed.items()],
             "results": [
-                [version, greedy, place.plain()]
-                for version, parts in board.results.items()
-                for greedy, place in parts.items()
+                [version, greedy, place] for version, parts in board.results.items() for greedy, place in parts.items()
             ],
         },
     }
@@ -75,8 +70,7 @@ def line_from(line: Line, fields: dict[str, Any]) -> None:
 
 
 def _plain_slot(slot: Slot) -> dict[str, Any]:
-    location = slot.location.plain() if slot.location is not None else None
-    plain = {"group": list(slot.group_id), "state": slot.state.value, "location": location}
+    plain = {"group": slot.group_id, "state": slot.state.value, "location": slot.location}
     return plain | {name: getattr(slot, name) for name in KEPT}
 
 
@@ -88,10 +82,6 @@ def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
     return slot
-
-
-def _plain_taken(taken: Taken) -> list[Any]:
-    return [list(taken.group_id), taken.attempt, taken.min_version, taken.location.plain()]
 
 
 def taken_of(plain: list[Any]) -> Taken:

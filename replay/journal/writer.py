@@ -77,7 +77,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder if need be. Raises JournalError: another process holds it, or it cannot be written."""
+        """Make the folder if need be. Raises JournalError: another holds it, or it is unwritable."""
         self._file = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)

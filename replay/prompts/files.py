@@ -24,17 +24,15 @@ ROWS_PER_LOOK = 4096
 """Rows between two looks at the clock."""
 
 Report = Callable[[str], None]
-Located = tuple[int, dict[str, Any]]
-"""A raw row, and where the file has it: the byte that a JSONL line begins with, or the number of a parquet row."""
+Located = tuple[int, int, dict[str, Any]]
+"""Number of a row, the byte at which its line begins (JSONL; else 0), and the row as it is."""
 
 
 def read_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Normalised rows of a JSONL or parquet file (told apart by its first bytes), one at a time.
 
-    The column convention is detected from the first row, see replay/prompts/rows.py; both are logged at the end.
-
-    Raises:
-        DataError: the file cannot be read or a row cannot be used; names file, row (JSONL: line), column and value.
+    The first row tells the column convention (replay/prompts/rows.py); both are logged at the end. Raises DataError: it
+    names file, row (JSONL: line), column and value.
     """
     return (row for _, row in _DataFile(path))
 
@@ -121,7 +119,7 @@ class _DataFile:
         """Each row with its place. Raises DataError."""
         count, first = 0, None
         numbered = _parquet_rows(self.source) if self.is_parquet else _jsonl_rows(self.source)
-        for count, (number, (start, raw)) in enumerate(numbered, start=1):  # noqa: B007 - the last count is logged
+        for count, (number, start, raw) in enumerate(numbered, start=1):  # noqa: B007 - the last count is logged
             self.convention = self.convention or detect(raw, self.source)
             row = normalize(raw, self.convention, Place(source=self.source, row=number))
             first = first or row
@@ -138,7 +136,7 @@ class _DataFile:
         return "" if self.is_parquet else f", {start / self.written[0]:.0%}"
 
 
-def _jsonl_rows(source: str) -> Iterator[tuple[int, Located]]:
+def _jsonl_rows(source: str) -> Iterator[Located]:
     start = 0
     with open(source, "rb") as stream:
         for number, line in enumerate(stream, start=1):
@@ -157,10 +155,10 @@ def _jsonl_rows(source: str) -> Iterator[tuple[int, Located]]:
                     f"{source}: row {number}: expected a JSON object, found a {type(raw).__name__} (value"
                     f" {shorten(line)}); put one JSON object on each line"
                 )
-            yield number, (here, raw)
+            yield number, here, raw
 
 
-def _parquet_rows(source: str) -> Iterator[tuple[int, Located]]:
+def _parquet_rows(source: str) -> Iterator[Located]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -175,7 +173,7 @@ def _parquet_rows(source: str) -> Iterator[tuple[int, Located]]:
             for batch in file.iter_batches():
                 for raw in batch.to_pylist():
                     number += 1
-                    yield number, (number, raw)
+                    yield number, 0, raw
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
             f"{source}: row {number + 1}: not readable as parquet: {error}; write the file again"

@@ -78,7 +78,7 @@ def shorten(value: object, limit: int = 120) -> str:
 
 
 def detect(raw: Mapping[str, Any], source: str) -> Convention:
-    """The convention of a file, from its first row. Raises DataError: there is neither a prompt nor a question."""
+    """The convention of a file's first row. Raises DataError: neither prompt nor question."""
     if "prompt" in raw:
         for convention in (VERL, SLIME, OWN, TRL):
             if convention.truth in raw:
@@ -93,7 +93,7 @@ def detect(raw: Mapping[str, Any], source: str) -> Convention:
 
 
 def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
-    """A raw row in the form of `Row`. Raises DataError: a column is missing or cannot be used."""
+    """A raw row as a `Row`. Raises DataError: a column is missing or unusable."""
     extra, data_source = raw.get(convention.extra), raw.get("data_source")
     if extra is not None and not isinstance(extra, Mapping):
         raise place.error(convention.extra, extra, f"expected a mapping, found a {type(extra).__name__}")

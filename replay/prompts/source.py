@@ -22,18 +22,15 @@ SETTINGS = {
 
 
 class PromptSource:
-    """Hands out the rows, pass after pass; each pass covers every row exactly once.
+    """Hands out the rows, pass after pass; each pass covers every row exactly once. Not thread-safe.
 
-    The order of pass p depends on (seed, p) alone, so the whole future is given by the position, and `state` is
-    small. Not thread-safe; it reads no more than `rows` does.
+    The order of pass p depends on (seed, p) alone, so the whole future is given by the position, and `state` is small.
     """
 
     def __init__(self, rows: Sequence[Row], *, shuffle: bool, seed: int) -> None:
         if not rows:
             raise DataError("a prompt source needs at least one row")
-        self.rows = rows
-        self.shuffle = shuffle
-        self.seed = seed
+        self.rows, self.shuffle, self.seed = rows, shuffle, seed
         self.fingerprint = rows.fingerprint if isinstance(rows, Rows) else _fingerprint(rows)
         self._pass, self._offset, self._order = 0, 0, self._order_of(0)
 

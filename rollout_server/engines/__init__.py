@@ -32,10 +32,8 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     SGLang needs the running event loop on which it will be used, and blocks it until it serves. `sglang` makes a
     variant of `SGLangEngine` in its place.
 
-    Raises:
-        EngineError: the model folder cannot be served, the engine's package is not installed, or no interface has the
-            address of network.host.
-        EngineStartFailed: SGLang did not start.
+    Raises EngineError where the model folder cannot be served, the engine's package is not installed, or no interface
+    has the address of network.host; EngineStartFailed where SGLang did not start.
     """
     if config.rollout.engine == "torch":
         from rollout_server.engines.torch.engine import TorchEngine

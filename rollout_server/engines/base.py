@@ -15,7 +15,7 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """The engine failed, or cannot do what is asked; it must not serve until it is refilled or restarted."""
+    """The engine failed, or refuses; a failed one must be refilled or restarted."""
 
 
 class EngineStartFailed(RuntimeError):
@@ -142,12 +142,11 @@ class Engine(Protocol):
                 ended comes back as it is. What follows a prefix need not be what the engine it comes from would have
                 sampled; it is of the same distribution.
 
-        Raises:
-            EngineError: the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
+        Raises EngineError where the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
         """
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop between two decode steps. Raises EngineError when running requests did not end for an update.
+        """Stop between two decode steps. Raises EngineError when running requests did not end.
 
         `keep_kv` keeps the KV of running requests, `recompute_kv` computes it anew, `drain` lets them finish first.
         """
@@ -155,13 +154,12 @@ class Engine(Protocol):
     async def load(self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int) -> None:
         """Replace the weights (HF names and shapes, all of them) while paused. The engine copies.
 
-        Raises:
-            EngineError: not paused, or a tensor is unknown, missing or of the wrong shape. After the latter the engine
-                is half updated: `resume` and `pin` refuse until a load has succeeded.
+        Raises EngineError where it is not paused, or a tensor is unknown, missing or of the wrong shape. In that case
+        it is half updated: `resume` and `pin` refuse until a load has succeeded.
         """
 
     async def digest(self) -> Mapping[str, int]:
-        """Digest of every HF tensor, of the live tensors that decode; a tied lm_head.weight has none."""
+        """Digest of every HF tensor, as it is live; a tied lm_head.weight has none."""
 
     async def resume(self) -> None:
         """Go on decoding with what is loaded. Raises EngineError while the engine is half updated."""

@@ -10,7 +10,7 @@ from rollout_server.engines.base import EngineError, Partial, Sampling
 
 
 def check_request(token_ids: Sequence[int], sampling: Sampling, n: int, *, max_context: int, vocab_size: int) -> None:
-    """Raises EngineError for a request that an engine could not serve as asked."""
+    """Raise EngineError for a request that an engine could not serve as asked."""
     size, new = len(token_ids), sampling.max_new_tokens
     if min(size, new, n) < 1:
         raise EngineError(f"prompt of {size} tokens, max_new_tokens {new}, n {n}: each must be at least 1")
@@ -32,9 +32,8 @@ def settled(prefixes: Sequence[Partial] | None, n: int, sampling: Sampling, voca
     An engine shows the last token of an answer before it says that it was the last: such a prefix has ended too. With
     stop token 2 and nothing said of how they ended, [5, 9] goes on and [5, 2] has ended with "stop".
 
-    Raises:
-        EngineError: not n prefixes, or one is longer than `max_new_tokens`, goes on after a stop token, says that it
-            ended without a token, or has a token outside the vocabulary or arrays of different lengths.
+    Raises EngineError unless there are n, each of arrays of one length, of at most `max_new_tokens`, within the
+    vocabulary, without a token after a stop token, and with a token where it has ended.
     """
     if not prefixes:
         return [Partial() for _ in range(n)]

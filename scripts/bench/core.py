@@ -1,7 +1,6 @@
 """What all benchmarks share: a deadline, processes with logs, costs from /proc, medians, the last line. No torch."""
 
 import argparse
-import contextlib
 import json
 import os
 import statistics
@@ -12,8 +11,10 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from learner.launch import children
+from learner.launch.children import Child
 from scripts.chaos.polling import Hung, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
@@ -140,45 +141,28 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.by_name: dict[str, subprocess.Popen[bytes]] = {}
+        self.children: list[Child] = []
 
-    def __enter__(self) -> "Processes":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.by_name.values():
-            process.terminate()
-        for process in self.by_name.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-            process.kill()
-            process.wait()
+        children.stop(self.children, patience_s=10)
 
-    def start(self, name: str, command: Sequence[str], **environment: str) -> None:
-        """Start a process whose output goes to a file; a variable that is empty is unset."""
-        merged = {key: value for key, value in {**os.environ, **environment}.items() if value or key not in environment}
-        with self.log(name).open("wb") as log:
-            self.by_name[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=merged
-            )
-
-    def pid(self, name: str) -> int:
-        return self.by_name[name].pid
-
-    def log(self, name: str) -> Path:
-        """Where the output of a process goes."""
-        return self.folder / f"{name}.log"
+    def start(self, name: str, command: Sequence[str], **environment: str) -> Child:
+        """Start a process whose output goes to a file."""
+        self.children.append(children.start(name, command, self.folder / f"{name}.log", environment))
+        return self.children[-1]
 
     def fail(self, why: str) -> CaseFailed:
         """The error that says why, with the last lines of every log."""
-        return CaseFailed(f"{why}\n{tails(map(self.log, self.by_name))}")
+        return CaseFailed(f"{why}\n{tails(child.log_path for child in self.children)}")
 
     def check(self, *, may_end: bool = False) -> None:
         """Raises CaseFailed when a process has ended, or with `may_end` when it has failed."""
-        for name, process in self.by_name.items():
-            code = process.poll()
-            if code is not None and not (may_end and code == 0):
-                raise self.fail(f"{name} ended with code {code}")
+        for child in self.children:
+            if child.exit_code() not in (None, 0 if may_end else None):
+                raise self.fail(f"{child.name} ended: {child.how_it_ended()}")
 
     def wait_until(
         self, what: str, done: Callable[[], bool], limit_s: float, *, look_s: float = 0.05, may_end: bool = False
@@ -192,9 +176,9 @@ class Processes:
         if not until(look, limit_s, look_s):
             raise self.fail(f"waited {limit_s:g} s for {what}")
 
-    def ended(self, *names: str) -> bool:
-        """Whether none of these, or of all, runs any more."""
-        return all(self.by_name[name].poll() is not None for name in names or self.by_name)
+    def ended(self) -> bool:
+        """Whether none runs any more."""
+        return all(child.exit_code() is not None for child in self.children)
 
 
 # ---- costs ----------------------------------------------------------------------------------------------

@@ -78,17 +78,18 @@ class Running(Processes):
     def start_all(self, config: Config) -> None:
         """Replay, producers that are all welcome, a learner that joins."""
         options, folder, count = self.options, self.folder, self.case.producers
-        family = ["--config", str(folder / "config.yaml"), "--parent", str(os.getpid())]
         profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
-        self.start("replay", [sys.executable, *profiler, "-m", "replay.main", *family, "--run-id", load.RUN_ID])
-        self.wait("replay to be ready", lambda: READY in self.log("replay").read_text())
-        address = self.log("replay").read_text().partition(READY)[2].split()[0]
+        words = [sys.executable, *profiler, "-m", "replay.main", "--config", str(folder / "config.yaml")]
+        self.replay = self.start("replay", [*words, "--parent", str(os.getpid()), "--run-id", load.RUN_ID])
+        log = self.replay.log_path
+        self.wait("replay to be ready", lambda: READY in log.read_text())
+        address = log.read_text().partition(READY)[2].split()[0]
         producers = load.Producers(config, address, self.counts, load.prepare(options.load), count)
         self.ends.append(self.threads.submit(producers.run, self.producers_over))
         self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
             time.sleep(SETTLE_S)
-            self.resting_bytes = resident_bytes(self.pid("replay"))
+            self.resting_bytes = resident_bytes(self.replay.pid)
         learner = load.Learner(config, address, self.counts, options.checkpoint_every)
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
@@ -140,7 +141,7 @@ class Reading:
         """Read when a step has just been committed, so that a window holds whole steps."""
         step = running.counts.steps
         running.wait("a commit", lambda: running.counts.steps > step)
-        pid = running.pid("replay")
+        pid = running.replay.pid
         return cls(time.monotonic(), cost_of(pid), written_bytes(pid), asdict(running.counts))
 
 
@@ -153,7 +154,7 @@ def _flow(running: Running) -> dict[str, Any]:
     resident: list[int] = []
     while time.monotonic() < before.at + options.seconds:
         running.check()
-        resident.append(resident_bytes(running.pid("replay")))
+        resident.append(resident_bytes(running.replay.pid))
         time.sleep(min(SAMPLE_S, options.seconds / 4))
     return flow_of(before, Reading.at_next_commit(running), resident, options.load)
 
@@ -195,7 +196,7 @@ def memory(resident: list[int]) -> dict[str, Any]:
 
 def _held(running: Running) -> dict[str, Any]:
     """Memory of a full buffer over the bytes of the groups in it."""
-    counts, pid = running.counts, running.pid("replay")
+    counts, pid = running.counts, running.replay.pid
     full = (running.case.lag + 1) * running.options.load.groups_per_step
     running.wait(f"{full} groups", lambda: counts.groups == full)
     time.sleep(SETTLE_S)

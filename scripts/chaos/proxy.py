@@ -13,7 +13,6 @@ import contextlib
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -119,7 +118,6 @@ class Link:
         self.intercepts: dict[Direction, list[Intercept]] = {"up": [], "down": []}
         self.holding: dict[Direction, str] = {}  # a kind of message that freezes its direction before it passes
         self.held: dict[Direction, threading.Event] = {"up": threading.Event(), "down": threading.Event()}
-        self.passed: Counter[str] = Counter()  # messages by kind
         self.orphans = False
         """When the rollout server's side ends, replay's stays open until this is off (its host has vanished)."""
         self.writers: set[asyncio.StreamWriter] = set()
@@ -244,7 +242,6 @@ async def _pump(link: Link, direction: Direction, reader: asyncio.StreamReader, 
 async def _wait(link: Link, direction: Direction, message: ZmtpMessage) -> None:
     """Delays and freezes, before a message passes."""
     if message.is_message:
-        link.passed[message.kind] += 1
         if link.holding.get(direction) == message.kind:
             del link.holding[direction]
             link.frozen.add(direction)

@@ -6,9 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ from scripts.chaos.watch import CLASS, Gate
 ALL = ("receiver", *ROLES)
 
 
-def test_a_few_faults_of_a_receiver(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_few_faults_of_a_receiver(capsys):
     assert main(["bus", "--quick"]) == 0
     rows = capsys.readouterr().out.splitlines()
     found = json.loads(rows[-1])
@@ -37,11 +35,11 @@ def test_a_few_faults_of_a_receiver(capsys: pytest.CaptureFixture[str]) -> None:
     assert any("slow" in row and "changes nothing" in row for row in rows)
 
 
-def test_a_wait_beyond_the_deadline_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_beyond_the_deadline_counts_as_hung(tmp_path, monkeypatch):
     ended = []
 
     @contextmanager
-    def fault(pid: int) -> Iterator[None]:
+    def fault(pid):
         try:
             yield
         finally:
@@ -62,7 +60,7 @@ def test_a_wait_beyond_the_deadline_counts_as_hung(tmp_path: Path, monkeypatch: 
 # ---- the plan -------------------------------------------------------------------------------------------
 
 
-def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for() -> None:
+def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for():
     assert len(POINTS) == len(NAMED) == 20 and set(JOINING) < set(NAMED)
     cases = make_plan(ALL, tuple(FAULTS), 20, 1)
     assert {(f, point) for role, f, point in cases if role == "receiver" and f != "stuck"} == {
@@ -77,21 +75,21 @@ def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for() -
     assert few == make_plan(ALL, ("kill",), 5, 3) != make_plan(ALL, ("kill",), 5, 4)
 
 
-def test_every_fault_is_named_or_must_change_nothing() -> None:
+def test_every_fault_is_named_or_must_change_nothing():
     assert all(CLASS.search(f"[{name}]") for name in CLASSES)
     assert set(SAYS) == {(role, f) for role in ROLES for f in ("kill", "stop", "cut")}
     for patterns in SAYS.values():
         assert all(re.compile(pattern) and re.search(r"\\\[\(?\w+", pattern) for pattern in patterns)
 
 
-def test_names_that_are_not_there_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_not_there_are_refused(capsys):
     for wrong in (["--roles", "nobody"], ["--faults", "flood"], ["--only", "nowhere"]):
         with pytest.raises(SystemExit) as refused:
             main(["bus", *wrong])
         assert refused.value.code == 2 and f"{wrong[1]!r} is none of" in capsys.readouterr().err
 
 
-def test_rows_and_totals() -> None:
+def test_rows_and_totals():
     good = Outcome(role="receiver", fault="kill", point="Begin", seconds=2.5, culprit="it died", deadline_s=15.0)
     good.digests_equal = True
     bad = Outcome(role="replay", fault="cut", point="Begin", seconds=4.0, wrong=["no line names it"], deadline_s=100.0)
@@ -105,7 +103,7 @@ def test_rows_and_totals() -> None:
 # ---- gates and faults -----------------------------------------------------------------------------------
 
 
-def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp_path: Path) -> None:
+def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp_path):
     harness, gate = Gate(tmp_path), Gate(tmp_path)
     gate.reach("Commit")
     assert not harness.arrived
@@ -121,7 +119,7 @@ def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp
     assert time.monotonic() - started < 0.1
 
 
-def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards() -> None:
+def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards():
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
         with slowed(child.pid):
             for wanted in "TRTR":
@@ -131,7 +129,7 @@ def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards() -> None:
 
 
 @pytest.mark.skipif(not may_cut(), reason="the kernel does not let a process reach the sockets of its children")
-def test_a_cut_closes_connections_at_both_ends_and_leaves_listeners_alone() -> None:
+def test_a_cut_closes_connections_at_both_ends_and_leaves_listeners_alone():
     program = (
         "import socket, sys; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
         "while True: c = s.accept()[0]; print(len(c.recv(1)), flush=True)"

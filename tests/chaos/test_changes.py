@@ -1,7 +1,6 @@
 """Updates as changes among faults. Without the guards of the product: test_planted."""
 
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from scripts.chaos.campaigns.policy import KINDS, Policy
 from tests.support.campaigns import run_campaign
 
 
-def test_a_short_run_is_in_order(tmp_path: Path) -> None:
+def test_a_short_run_is_in_order(tmp_path):
     # a process of its own, because gloo ends the process when a Begin is taken twice
     words = ("--versions", "24", "--seed", "3", "--log", str(tmp_path / "log"))
     found, _ = run_campaign("weights", "changes", *words, timeout=150)
@@ -23,7 +22,7 @@ def test_a_short_run_is_in_order(tmp_path: Path) -> None:
     assert all(found["activated"][name] + found["missed"][name] == 24 for name in found["activated"])
 
 
-def test_the_versions_are_of_all_kinds_and_the_same_for_a_seed() -> None:
+def test_the_versions_are_of_all_kinds_and_the_same_for_a_seed():
     first, second = Policy(5, hidden=32, layers=1), Policy(5, hidden=32, layers=1)
     before = first.next()[1]
     assert second.next()[1].keys() == before.keys()
@@ -40,21 +39,21 @@ def test_the_versions_are_of_all_kinds_and_the_same_for_a_seed() -> None:
 
 
 @pytest.mark.parametrize(("back", "base", "refused"), [(1, 0, "refused_by_digest"), (0, 1, "refused_other_base")])
-def test_a_change_that_comes_again_or_names_another_base_is_refused(back: float, base: float, refused: str) -> None:
+def test_a_change_that_comes_again_or_names_another_base_is_refused(back, base, refused):
     policy = Policy(7, hidden=64, kinds={"step": 50, "back": 50})
     with Changes(7, policy, chances=Chances(control=0.0, data=0.0, back=back, base=base), pace_s=0.0) as made:
         found, _ = made.run(12)
     assert found["faults_of_data"] and found[refused] and found["unnoticed"] == 0 and found["in_order"] is True
 
 
-def test_a_subscriber_that_stays_behind_is_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_subscriber_that_stays_behind_is_not_in_order(monkeypatch):
     with Changes(7, Policy(7, hidden=64), chances=Chances(control=0.0), heal_s=0.2) as made:
         monkeypatch.setattr(made, "serves", lambda version, name: name != "subscriber-1")
         found, _ = made.run(2)
     assert found["all_at_the_newest"] is False and found["in_order"] is False
 
 
-def test_the_oracle_sees_a_way_back_an_empty_claim_and_a_tensor_too_few() -> None:
+def test_the_oracle_sees_a_way_back_an_empty_claim_and_a_tensor_too_few():
     weights = {"a": torch.ones(3), "b": torch.zeros(2)}
     oracle = Oracle()
     for version in (1, 2):
@@ -68,5 +67,5 @@ def test_the_oracle_sees_a_way_back_an_empty_claim_and_a_tensor_too_few() -> Non
     assert ["back" in oracle.wrong[0], "'y'" in oracle.wrong[1], "with a wrong 'b'" in oracle.wrong[2]] == [True] * 3
 
 
-def test_the_longest_gap() -> None:
+def test_the_longest_gap():
     assert longest_gap({1, 2, 5}, 9) == 4 and longest_gap({3}, 3) == 2 and longest_gap(set(), 4) == 4

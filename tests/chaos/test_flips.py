@@ -13,9 +13,7 @@ UPDATES, EVERY = 24, 2
 
 
 @pytest.mark.parametrize("more", [[], ["--delta"]], ids=["whole", "delta"])
-def test_every_flipped_bit_is_found_and_healed_and_none_is_served(
-    capsys: pytest.CaptureFixture[str], more: list[str]
-) -> None:
+def test_every_flipped_bit_is_found_and_healed_and_none_is_served(capsys, more):
     arguments = ["weights", "flips", "--updates", str(UPDATES), "--every", str(EVERY), "--seed", "3", *more]
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -26,7 +24,7 @@ def test_every_flipped_bit_is_found_and_healed_and_none_is_served(
     assert found["served_corrupt"] == 0 and found["digests_equal"] is True
 
 
-def test_a_flip_in_the_base_of_a_change_is_found_among_live_weights_and_healed_by_a_refill() -> None:
+def test_a_flip_in_the_base_of_a_change_is_found_among_live_weights_and_healed_by_a_refill():
     with Flips(3, delta=True) as made:
         for planted in (None, Flip("base", "receiver-1", "embed", byte=40, bit=6), None):
             made.update(planted)
@@ -36,14 +34,14 @@ def test_a_flip_in_the_base_of_a_change_is_found_among_live_weights_and_healed_b
         assert not made.bus.oracle.wrong
 
 
-def test_bits_at_rest_are_reported_as_what_the_bus_cannot_see() -> None:
+def test_bits_at_rest_are_reported_as_what_the_bus_cannot_see():
     with Flips(4, at_rest_every=0.1) as made:
         at_rest = made.run(6, 6)["at_rest"]
     assert at_rest["planted"] >= 4
     assert at_rest["found"] == 0 and at_rest["served"] == at_rest["overwritten"] == at_rest["planted"]
 
 
-def test_the_same_seed_plants_the_same() -> None:
+def test_the_same_seed_plants_the_same():
     with Flips(5) as first, Flips(5) as second:
         assert [first.draw(last=False) for _ in range(20)] == [second.draw(last=False) for _ in range(20)]
 
@@ -51,7 +49,7 @@ def test_the_same_seed_plants_the_same() -> None:
 # ---- without the guards ---------------------------------------------------------------------------------
 
 
-def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypatch):
     with Flips(3, delta=True) as made:
         made.update(Flip("base", "receiver-1", "embed", byte=40, bit=6))
         monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
@@ -59,7 +57,7 @@ def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypa
         assert made.bus.oracle.wrong == ["'receiver-1' serves v2 with a wrong 'embed'"]
 
 
-def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monkeypatch):
     monkeypatch.setattr(Staging, "corrupt", lambda self: [])
     with Flips(3) as made:
         for victim in ("receiver-0", ALL):
@@ -67,7 +65,7 @@ def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monk
         assert made.counts["healed"]["wire"] == 2 and not made.bus.oracle.wrong
 
 
-def test_a_flip_that_nobody_names_is_wrong(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flip_that_nobody_names_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr(Flip, "apply", lambda self, tensor, offset=0: None)
     assert main(["weights", "flips", "--updates", "2", "--every", "1", "--seed", "3"]) == 1
     out = capsys.readouterr().out

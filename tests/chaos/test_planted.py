@@ -67,16 +67,10 @@ VIOLATIONS = {
     "a stale group under wait": (lambda j: stale(j, "wait"), "on_stale is wait"),
     "a stale group under mask": (lambda j: stale(j, "mask"), "on_stale is mask"),
     "a stale group was not there": (lambda j: stale(j, "drop", (0, 98)), "[0, 98] is not in the buffer"),
-    "a token is above the lag bound": (
-        lambda j: j.edit("group", 4, wire_message((2, 2, 0))),
-        "lag 2 of group [0, 6] is above 1",
-    ),
+    "a token is too old": (lambda j: j.edit("group", 4, wire_message((2, 2, 0))), "lag 2 of group [0, 6] is above 1"),
     "a token is of a version to come": (lambda j: j.edit("group", 2, wire_message(2)), "tokens of version 2 in step 2"),
     "masking leaves an old token in": (masked_above_the_bound, "trained tokens of lag 2"),
-    "a repeated step has other weights": (
-        lambda j: j.edit("commit", 3, digest="other"),
-        "digest other, digest-2 when it was first done",
-    ),
+    "a repeated step has other weights": (lambda j: j.edit("commit", 3, digest="other"), "digest-2 when it was first"),
     "a repeated step has other groups": (lambda j: j.edit("take", 3, groups=[[0, 4], [0, 6]]), "step 2 is taken again"),
     "a repeated step has another order": (
         lambda j: j.edit("take", 3, groups=[[0, 5], [0, 4]]),
@@ -84,32 +78,20 @@ VIOLATIONS = {
     ),
     "a new step is marked as repeated": (lambda j: j.edit("commit", 0, again=True), "says again True"),
     "a repeated step is marked as new": (lambda j: j.edit("commit", 3, again=False), "says again False"),
-    "a resumed learner skips ahead": (
-        lambda j: j.edit("learner", 1, version=9),
-        "starts at version 9, version 3 is the last committed",
-    ),
+    "a resumed learner skips ahead": (lambda j: j.edit("learner", 1, version=9), "version 3 is the last committed"),
     "an incarnation comes twice": (lambda j: j.edit("learner", 1, incarnation=1), "incarnation 1 after 1"),
     "a take skips ahead": (lambda j: j.edit("take", 1, step=7), "takes step 7 after version 1"),
     "a take of nobody's group": (lambda j: j.edit("take", 1, groups=[[0, 4], [0, 77]]), "[0, 77] was never accepted"),
     "a take is too small": (lambda j: j.edit("take", 1, groups=[[0, 4]]), "1 groups, 2 make a step"),
     "a commit was not taken": (lambda j: j.edit("commit", 1, step=7), "commits step 7, which was not taken"),
-    "a commit comes twice": (
-        lambda j: j.edit("commit", 1, step=1),
-        "commits step 1, which was not taken after version 1",
-    ),
+    "a commit comes twice": (lambda j: j.edit("commit", 1, step=1), "commits step 1, which was not taken after"),
     "a commit of the dead": (lambda j: j.edit("commit", 3, incarnation=1), "by incarnation 1, 2 is the newest"),
     "a group is accepted twice": (lambda j: j.edit("group", 1, group=[0, 2]), "[0, 2] is accepted twice"),
     "a file has another number": (lambda j: j.edit("segment", 1, number=5), "is file 5, 2 was expected"),
     "a file has no first record": (lambda j: j.remove("segment", 1), "begins with it instead of with its segment"),
     "the ledger has no line": (lambda j: j.ledger.pop(3), "ledger: step 2 of incarnation 2 is missing"),
-    "the ledger has other groups": (
-        lambda j: j.ledger[0].update(groups=[[0, 3], [0, 2]]),
-        "has other groups than the journal's take",
-    ),
-    "the ledger has another digest": (
-        lambda j: j.ledger[0].update(digest="other"),
-        "has another digest than the journal's commit",
-    ),
+    "the ledger has other groups": (lambda j: j.ledger[0].update(groups=[[0, 3], [0, 2]]), "has other groups than"),
+    "the ledger has another digest": (lambda j: j.ledger[0].update(digest="other"), "has another digest than"),
     "the ledger has another incarnation": (lambda j: j.ledger[0].update(incarnation=2), "is missing"),
 }
 LEFT_BEHIND = {
@@ -178,8 +160,10 @@ def test_a_publisher_that_names_no_lost_receiver_and_other_weights_are_seen(monk
 
 SOURCE = {
     "replay acks a group that it has not journalled": (
-        '        self._accept(peer, slot, group, frames or encode(group, "", group.attempt))\n',
-        '        if group.index % 40:\n            self._accept(peer, slot, group, frames or encode(group, "", 1))\n',
+        '        record(self.run, "group", fields, frames)\n',
+        "        if group.index % 40 == 0:\n"
+        '            self._ack(peer, group, "accepted")\n            return\n'
+        '        record(self.run, "group", fields, frames)\n',
         "kill server",
         "lost",
     ),

@@ -42,14 +42,13 @@ def intercept_on(link, direction, **fields):
 
 
 def test_messages_pass_both_ways_with_their_identity(ends):
-    router, dealer, _, link = ends
+    router, dealer, _, _ = ends
     say(dealer, "a" * 300)
     assert router.poll(5000)
     identity, *frames = router.recv_multipart()
     assert identity == b"me" and decode(frames, TO_REPLAY).message.activity == "a" * 300
     router.send_multipart([identity, *encode(Heartbeat(activity="back"), "r", 1)])
     assert dealer.poll(5.0).message.activity == "back"
-    assert link.passed == {"Heartbeat": 2}
 
 
 @pytest.mark.parametrize("frame", ["header", "array"])

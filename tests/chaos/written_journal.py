@@ -1,5 +1,6 @@
 """Journals written by hand, from the format alone, so that a test can break any rule of the checker."""
 
+import itertools
 import json
 import struct
 import zlib
@@ -36,16 +37,16 @@ class Journal:
     """Records in memory, written to a run folder at the end; `ledger` and `acks` beside them."""
 
     def __init__(self):
-        self.files = [[("segment", {"format": 1, "number": 1, "run_id": "r"}, ())]]
-        self.ledger, self.acks, self.metrics = [], [], []
-        self.on_stale = "wait"
-        self.tail = b""
+        self.files, self.ledger, self.acks, self.metrics = [], [], [], []
+        self.on_stale, self.tail = "wait", b""
+        self.new_file()
 
     def add(self, kind, *, frames=(), **fields):
         self.files[-1].append((kind, fields, frames))
 
     def new_file(self):
-        self.files.append([("segment", {"format": 1, "number": len(self.files) + 1, "run_id": "r"}, ())])
+        self.files.append([])
+        self.add("segment", format=1, number=len(self.files), run_id="r")
 
     def at(self, kind, nth=0):
         """(records of a file, index) of the nth record of a kind."""
@@ -67,9 +68,8 @@ class Journal:
         self.add("lease", group=list(group), attempt=attempt, min_version=0, server="rollout-0")
 
     def group(self, group, version, attempt=1, **message):
-        self.add(
-            "group", group=list(group), attempt=attempt, server="rollout-0", frames=wire_message(version, **message)
-        )
+        frames = wire_message(version, **message)
+        self.add("group", group=list(group), attempt=attempt, server="rollout-0", frames=frames)
         self.ack(group, attempt)
 
     def ack(self, group, attempt=1, status="accepted"):
@@ -88,18 +88,12 @@ class Journal:
         """The run folder."""
         (folder / "journal").mkdir(parents=True)
         (folder / "logs").mkdir()
-        number = 0
+        numbers = itertools.count(1)
         for i, records in enumerate(self.files, start=1):
-            data = b""
-            for kind, fields, frames in records:
-                number += 1
-                data += record(kind, number, fields, frames)
+            data = b"".join(record(kind, next(numbers), fields, frames) for kind, fields, frames in records)
             (folder / "journal" / f"{i:06d}.seg").write_bytes(data + (self.tail if i == len(self.files) else b""))
-        config = {
-            "replay": {"async_lag": LAG, "on_stale": self.on_stale},
-            "rollout": {"groups_per_step": GROUPS_PER_STEP},
-        }
-        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        replay, rollout = {"async_lag": LAG, "on_stale": self.on_stale}, {"groups_per_step": GROUPS_PER_STEP}
+        (folder / "config.yaml").write_text(yaml.safe_dump({"replay": replay, "rollout": rollout}))
         for name, rows in (("ledger", self.ledger), ("logs/acks-rollout-0", self.acks), ("metrics", self.metrics)):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import ConfigError, load
+from configs import ConfigError, aliases, load
 from configs.aliases import ALIASES, NOT_HERE
 from configs.loading import Parser, add_arguments, leaf_keys
 
@@ -27,20 +27,24 @@ ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().spl
 PAIRS = [(key, name) for key, *names in ROWS for name in names if name]
 
 
-@pytest.mark.parametrize(("key", "name"), PAIRS)
-def test_a_foreign_name_is_answered_with_our_key(
-    key: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def said_to(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is said to a command line with these words."""
     parser = Parser(prog="main")
     add_arguments(parser)
     with pytest.raises(SystemExit):
-        parser.parse_args([f"{name}=8"])
-    assert f"; {name}: it is {key} here; write --set {key}=8" in capsys.readouterr().err
-    if name.startswith("--"):
-        return
+        parser.parse_args(words)
+    return capsys.readouterr().err
+
+
+def test_foreign_names_are_answered_with_our_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    for key, name in PAIRS:
+        assert f"; {name}: it is {key} here; write --set {key}=8" in said_to(f"{name}=8", capsys=capsys)
+    in_files = [(key, name) for key, name in PAIRS if not name.startswith("--")]
     with pytest.raises(ConfigError) as refused:
-        load("quickstart", [f"{name}=8"])
-    assert f"{name}: unknown key; it is {key} here" in str(refused.value) and "did you mean" not in str(refused.value)
+        load("quickstart", [f"{name}=8" for _, name in in_files])
+    said = str(refused.value)
+    assert [name for key, name in in_files if f"{name}: unknown key; it is {key} here" not in said] == []
+    assert "did you mean" not in said
 
 
 def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) -> None:
@@ -61,11 +65,7 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) ->
 
 
 def test_options_without_a_key_say_why(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = Parser(prog="main")
-    add_arguments(parser)
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0"])
-    said = capsys.readouterr().err
+    said = said_to("--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0", capsys=capsys)
     assert "a step is one update and one broadcast here" in said and "write --set actor" not in said
     assert "there is no KL term here" in said
 
@@ -74,4 +74,4 @@ def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign() -> None:
     keys = set(leaf_keys())
     assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
     assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()
-    assert len(ALIASES) >= 25
+    assert len(ALIASES) >= 25 and {len(row) for row in aliases.ROWS} == {1 + len(aliases.FRAMEWORKS)}

@@ -44,9 +44,8 @@ def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner
 
 
 def test_one_gpu_can_be_shared() -> None:
-    plan = plan_of(
-        config_of("placement.split=1:1", "placement.share_gpus=true"), {"node0": Machine("127.0.0.1", gpus=1)}
-    )
+    machine = Machine("127.0.0.1", gpus=1)
+    plan = plan_of(config_of("placement.split=1:1", "placement.share_gpus=true"), {"node0": machine})
     assert visible(plan, "rollout") == {"rollout-0": "0"} and visible(plan, "learner") == {"learner rank 0": "0"}
     (share,) = shares(config_of("placement.split=4:2", "placement.share_gpus=true").placement)
     assert (share.rollout, share.learner) == ((0, 1, 2, 3), (2, 3)), "the last of those that there are"
@@ -95,12 +94,8 @@ def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data: st.DataO
     ranks = sum(part.count(",") + 1 for part in learner)
     config = config_of(*sides, f"placement.tensor_parallel={tensor_parallel}", f"rollout.groups_per_step={ranks}")
     plan = plan_of(config)
-    used = [
-        (process.node, gpu)
-        for process in plan.processes
-        for gpu in process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if gpu
-    ]
+    shown = [(process.node, process.environment.get("CUDA_VISIBLE_DEVICES")) for process in plan.processes]
+    used = [(node, gpu) for node, gpus in shown if gpus for gpu in gpus.split(",")]
     assert len(used) == len(set(used)) == config.num_rollout_devices + config.num_learner_ranks
     assert all(len(p.devices) == tensor_parallel for p in plan.processes if p.role == "rollout")
     assert sum(p.role == "rollout" for p in plan.processes) == config.num_rollout_servers
@@ -138,16 +133,8 @@ def test_the_environment_reaches_every_process() -> None:
         (TWO_SIDES, MACHINES | {"node2": Machine("10.0.0.9", gpus=4)}, ["node2:7", "needs 8 GPUs", "node2 has 4"]),
         (TWO_SIDES, MACHINES | {"node1": Machine("127.0.0.1")}, ["network.host", "cannot be reached", "--hosts FILE"]),
         ([*TWO_SIDES, "network.replay_port=0"], MACHINES, ["network.replay_port", "give a port"]),
-        (
-            [*TWO_SIDES, "weight_bus.port=5757"],
-            MACHINES,
-            ["network.replay_port", "weight_bus.port", "give each its own"],
-        ),
-        (
-            ["network.env={CUDA_VISIBLE_DEVICES: '3'}"],
-            MACHINES,
-            ["network.env", "CUDA_VISIBLE_DEVICES", "leave it out"],
-        ),
+        ([*TWO_SIDES, "weight_bus.port=5757"], MACHINES, ["network.replay_port", "weight_bus.port", "each its own"]),
+        (["network.env={CUDA_VISIBLE_DEVICES: '3'}"], MACHINES, ["network.env", "CUDA_VISIBLE_DEVICES", "leave it"]),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
@@ -157,31 +144,10 @@ def test_what_does_not_fit_is_refused_by_name(
     assert [word for word in words if word not in said] == [], said
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["placement.rollout=node0:0", "placement.learner=node0:0,0"], ["placement.learner", "node0:0", "twice"]),
-        (
-            ["placement.rollout=node0:0-2", "placement.learner=node1:0", "placement.tensor_parallel=2"],
-            ["node0 has 3 rollout devices", "would span nodes"],
-        ),
-        (["placement.rollout=node0:0", "placement.learner=node0:0"], ["node0:0", "share_gpus"]),
-        (["placement.share_gpus=true", "weight_bus.backend=nccl"], ["placement.share_gpus", "nccl", "take", "gloo"]),
-        (["placement.rollout=;", "placement.learner=node0:0"], ["placement.rollout", "names no device"]),
-    ],
-)
-def test_a_placement_that_cannot_be_is_refused_with_its_keys(overrides: list[str], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        config_of(*overrides)
-    assert [word for word in words if word not in str(caught.value)] == [], caught.value
-
-
 def test_the_table_says_where_everything_runs() -> None:
     lines = table(plan_of(config_of(*TWO_SIDES))).splitlines()
     assert lines[0].split() == ["node", "address", "process", "GPUs", "listens", "at"]
-    (ranks,) = [
-        line for line in lines if line.startswith("node0") and "learner ranks 8-11" in line and ":" not in line[:6]
-    ]
+    (ranks,) = [line for line in lines if line.startswith("node0 ") and "learner ranks 8-11" in line]
     assert "4-7" in ranks
     assert any(line.startswith("  run  python -m rollout_server.main --config c.yaml") for line in lines)
 

@@ -1,7 +1,6 @@
 """Presets: what their models, rewards and GPUs need. What they resolve to: tests/frozen/test_frozen_presets.py."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jinja2.sandbox
 import pytest
@@ -79,37 +78,13 @@ def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed() -
     assert configs.load("quickstart").replay.journal_keep == "all"
 
 
-def test_gsm8k_runs_small_on_a_cpu(tmp_path: Path) -> None:
-    config = configs.load(
-        GSM8K,
-        [
-            f"run.dir={tmp_path}/runs",
-            f"model.path={tmp_path}/model",
-            f"data.train={tmp_path}/train.jsonl",
-            f"data.eval={tmp_path}/test.jsonl",
-            "placement.device=cpu",
-            "placement.split='1:2'",
-            "rollout.groups_per_step=4",
-        ],
-    )
-    assert config.model.path == f"{tmp_path}/model" and config.rollout.engine == "torch"
-    assert (config.weight_bus.backend, config.rollout.dtype, config.learner.compute_dtype) == ("gloo", *["float32"] * 2)
-    assert config.trajectories_per_step == 32
-
-
-def test_gsm8k_chat_template_is_chatml_and_asks_for_the_marker() -> None:
+def test_gsm8k_keeps_a_system_message_that_is_there() -> None:
     template = configs.load(GSM8K).model.chat_template
     assert template is not None
     # The options that transformers renders chat templates with.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    question = [{"role": "user", "content": "1+1?"}]
-    system = "Reason step by step, then write the final number after ####."
-    rendered = environment.from_string(template).render(messages=question, add_generation_prompt=True)
-    assert rendered == (
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-    )
-    own = [{"role": "system", "content": "Be brief."}, *question]
-    rendered = environment.from_string(template).render(messages=own, add_generation_prompt=False)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rendered = environment.from_string(template).render(messages=messages, add_generation_prompt=False)
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
 
 

@@ -23,21 +23,17 @@ def test_the_configuration_of_an_older_run_loads_with_one_line(
         (tmp_path / "config.yaml").write_bytes(archive.extractfile(f"runs/{run}/config.yaml").read())  # type: ignore[union-attr]
     with caplog.at_level(logging.WARNING):
         load(tmp_path / "config.yaml", ["run.seed=3"])
+        load("quickstart")
     (record,) = caplog.records
-    assert record.getMessage().endswith(", ".join(sorted(RETIRED)))
+    assert record.getMessage().endswith(", ".join(sorted(RETIRED))), "and nothing of a new file"
 
 
-def test_presets_and_new_files_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    load("quickstart")
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("key", sorted(RETIRED))
-def test_every_retired_key_is_gone_and_had_its_value_in_older_runs(key: str) -> None:
-    assert key not in leaf_keys()
+def test_every_retired_key_is_gone_and_had_its_value_in_older_runs() -> None:
+    assert not RETIRED.keys() & set(leaf_keys())
     trees: dict[str, dict[str, Any]] = json.loads((FROZEN / "presets.json").read_text())
-    section, leaf = key.split(".")
-    assert {tree[section][leaf] for tree in trees.values()} == {RETIRED[key][0]}
+    for key, (value, _) in RETIRED.items():
+        section, leaf = key.split(".")
+        assert {tree[section][leaf] for tree in trees.values()} == {value}
 
 
 @pytest.mark.parametrize("key", sorted(RETIRED))

@@ -1,6 +1,7 @@
 """Bad inputs that a user could give, each to the real command: exit code, no traceback, and words that help."""
 
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
@@ -75,28 +76,29 @@ def test_a_bad_setting_is_refused(refused, arguments, settings, words):
     refused(*arguments, settings=settings, words=words)
 
 
+WEIGHTS = "model.safetensors"
+
+
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("breaks", "words"),
     [
-        ("weights_missing", ["model.path", "no *.safetensors file", "download the folder again"]),
-        ("weights_cut", ["model.safetensors is broken", "bytes", "download the file again"]),
-        ("config_broken", ["config.json", "not readable as JSON", "copy the model folder again"]),
-        ("tokenizer_missing", ["tokenizer.json", "missing", "save the tokenizer into the model folder"]),
+        (
+            lambda model: (model / WEIGHTS).unlink(),
+            ["model.path", "no *.safetensors file", "download the folder again"],
+        ),
+        (lambda model: os.truncate(model / WEIGHTS, 100_000), [f"{WEIGHTS} is broken", "download the file again"]),
+        (
+            lambda model: (model / "config.json").write_text("{"),
+            ["config.json", "not readable as JSON", "copy the model"],
+        ),
+        (lambda model: (model / "tokenizer.json").unlink(), ["tokenizer.json", "missing", "save the tokenizer"]),
     ],
+    ids=["weights missing", "weights cut", "config broken", "tokenizer missing"],
 )
-def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, broken, words):
-    model = tmp_path / broken
+def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, breaks, words):
+    model = tmp_path / "model"
     shutil.copytree(untrained.folder / "model", model)
-    weights = model / "model.safetensors"
-    match broken:
-        case "weights_missing":
-            weights.unlink()
-        case "weights_cut":
-            weights.write_bytes(weights.read_bytes()[:-1000])
-        case "config_broken":
-            (model / "config.json").write_text('{"model_type": ')
-        case "tokenizer_missing":
-            (model / "tokenizer.json").unlink()
+    breaks(model)
     refused(settings=[f"model.path={model}"], words=[str(model), *words])
 
 
@@ -180,12 +182,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monk
 
 
 def test_wandb_offline_needs_no_account(launch):
-    """Where the extra is installed, a whole run is logged; where it is not, the run is refused before it starts."""
+    pytest.importorskip("wandb")
     run = launch("tracking.wandb=offline", steps=2)
-    if importlib.util.find_spec("wandb") is None:
-        assert run.wait(60) == 2
-        assert "wandb is not installed; install the extra: pip install 'slipstream-rl[wandb]'" in run.text()
-        assert not run.folder.exists()
-    else:
-        assert run.wait() == 0, run.text()[-3000:]
-        assert list((run.folder / "wandb").glob("offline-run-*/*.wandb"))
+    assert run.wait() == 0, run.text()[-3000:]
+    assert list((run.folder / "wandb").glob("offline-run-*/*.wandb"))

@@ -4,7 +4,8 @@ import pytest
 
 from tests.support.campaigns import run_campaign
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+# default witnesses: test_campaign and test_in_place kill replay in a run, tests/chaos/test_bus.py hits a receiver
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):

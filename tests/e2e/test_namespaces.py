@@ -9,8 +9,10 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -198,4 +200,42 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
     for node in ("node1", "node2", "node3"):
         own = {"server.key", f"clients/{node}.key", f"clients/{node}.key_secret"}
         assert key_files(tmp_path, switch, node) == own, "its own key, and no secret of anybody else"
+    assert left_over(str(tmp_path)) == []
+
+
+@pytest.mark.slow  # test_in_place kills a rank beside a bus of a fixed port, on one host
+def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, untrained, switch):
+    """Its node names, ports and keys; two CPU devices a node and a tiny model."""
+    own = {
+        "run.dir": tmp_path,
+        "network.keys": tmp_path / "keys",
+        "placement.device": "cpu",
+        "placement.learner": "node0:0-1",
+        "placement.rollout": "node1:0-1",
+        "data.max_prompt_tokens": 16,
+        "rollout.engine": "torch",
+        "rollout.dtype": "float32",
+        "rollout.group_size": 8,
+        "rollout.groups_per_step": 8,
+        "rollout.max_new_tokens": 10,
+        "rollout.max_running": 32,
+        "learner.compute_dtype": "float32",
+        "learner.total_steps": 10000,
+        "weight_bus.backend": "gloo",
+        "evaluation.every_steps": 0,
+        "checkpoint.every_steps": 5,
+        "tracking.live": "plain",
+        "tracking.plot": "false",
+    }
+    values = [*untrained.settings, *(f"{key}={value}" for key, value in own.items())]
+    arguments = ["--config", "qwen3-8b-2nodes", *(word for value in values for word in ("--set", value))]
+    with started(tmp_path, switch, "qwen3-8b-2nodes", arguments) as (run, _, _):
+        run.wait_for_step(7, 150)
+        rank = next(
+            pid for pid in run.pids("learner.train") if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+        os.kill(rank, signal.SIGKILL)
+        before = run.steps()[-1]["training/global_step"]
+        run.wait_for_step(before + 3, 60)
+        assert "incarnation 2 starts at version" in run.log("replay")
     assert left_over(str(tmp_path)) == []

@@ -2,10 +2,6 @@
 
 import gc
 import itertools
-import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +27,8 @@ from learner.losses import build_loss
 from learner.model import Policy, build_policy
 from learner.packing import pack
 from learner.step import accumulate_gradients, take_peak_bytes
+from tests.support.ranks import two_ranks
+from tests.support.runs import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -206,29 +204,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip(f"needs two CUDA devices, torch finds {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("two_gpus")
     save_model(folder / "model", "qwen3", tied=True, vocab_size=65, intermediate_size=191)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent.parent), *sys.path[1:]])}
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "learner_cuda_rank.py"), str(folder)],
-            env={**os.environ, **shared, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [process.communicate(timeout=DEADLINE_S)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    for rank, process in enumerate(ranks):
-        assert process.returncode == 0, f"rank {rank}:\n{errors[rank][-4000:]}"
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    port = str(free_port())
+
+    def place(rank: int) -> dict[str, str]:
+        where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        return where | {"LOCAL_RANK": str(rank)}
+
+    return two_ranks(HERE / "learner_cuda_rank.py", folder, place, deadline_s=DEADLINE_S)
 
 
 def test_two_ranks_train_digest_and_resume_over_nccl(seen: list[dict[str, Any]]) -> None:

@@ -2,17 +2,25 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import PauseMode, Sampling
+from rollout_server.follower import WeightFollower
+from weight_bus import Publisher
 from weight_bus.digest import slice_digest
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 pytestmark = [
     pytest.mark.gpu,
@@ -83,6 +91,60 @@ async def started(config: Config) -> AsyncIterator[object]:
         await engine.close()
 
 
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.05)
+
+
+def altered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every element of them."""
+    return {n: (t.float() + 0.01 * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+
+
+@dataclass
+class Run:
+    """A publisher on the last GPU, the end of its transport, and an engine that follows it."""
+
+    engine: Any
+    bus: Publisher
+    end: Any
+    follower: WeightFollower
+    live: list[int]
+    dark: list[str]
+
+
+@asynccontextmanager
+async def following(config: Config, transport: Callable[[WeightBus, str], Any]) -> AsyncIterator[Run]:
+    live: list[int] = []
+    dark: list[str] = []
+    ends: list[Any] = []
+
+    async def went_live(version: int, _: int) -> None:
+        live.append(version)
+
+    async def went_dark(reason: str) -> None:
+        dark.append(reason)
+
+    def factory(bus: WeightBus, host: str) -> Any:
+        ends.append(transport(bus, host))
+        return ends[-1]
+
+    bus = config.weight_bus
+    async with started(config) as engine:
+        with (
+            torch.cuda.device(GPUS - 1),
+            Publisher(bus, host="127.0.0.1", run_id="cuda", incarnation=1, transport_factory=factory) as publisher,
+        ):
+            follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
+            follower.follow(publisher.address, "cuda")
+            await until(lambda: publisher.members() or follower.failure, "it joins")
+            assert follower.failure is None, follower.failure
+            yield Run(engine, publisher, ends[0], follower, live, dark)
+            await asyncio.to_thread(follower.stop)
+
+
 class Buckets:
     """An update as the weight bus stages it: views into one flat buffer on the first GPU."""
 
@@ -124,8 +186,7 @@ async def twenty_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_
                 engine.generate(prompt, sampling, 16, request_id=f"r{version}")  # type: ignore[attr-defined]
             )
             await asyncio.sleep(0.5)
-            changed = {n: (t.float() + 0.01 * torch.randn(t.shape)).to(torch.bfloat16) for n, t in tensors.items()}
-            want = buckets.fill(changed)
+            want = buckets.fill(altered(tensors))
             assert await update(engine, buckets, version, mode) == want, (version, mode)
             for completion in await running:
                 assert completion.token_ids.size == 400

@@ -3,29 +3,26 @@
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from test_sglang_cuda import make_folder, run, settings, started
+from test_sglang_cuda import GPUS, altered, following, make_folder, run, settings, until
 
 from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import Sampling
-from rollout_server.follower import WeightFollower
-from weight_bus import Publisher, TransportError
+from weight_bus import TransportError
 from weight_bus.digest import slice_digest
 from weight_bus.transports.nccl import NcclCollective
 
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(400),
     pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices, and torch finds {GPUS}"),
 ]
-RUN = "stage-in-cuda"
 UPDATES = 6
 TIMEOUT_S = 15.0
 AT_ONCE_S = 5.0
@@ -67,17 +64,10 @@ def stage_in_engine(folder: Path, tensor_parallel: int, *, delta: bool) -> Confi
     return config.model_copy(update={"weight_bus": WeightBus.model_validate(bus)})
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
-
-
 def changed(tensors: dict[str, torch.Tensor], *, sparse: bool) -> dict[str, torch.Tensor]:
     """Every element of them, or a few."""
     if not sparse:
-        return {n: (t.float() + 0.01 * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
+        return altered(tensors)
     return {n: t.where(torch.rand(t.shape) > 0.01, t + 0.25) for n, t in tensors.items()}
 
 
@@ -101,55 +91,29 @@ async def decoding(engine: object) -> AsyncIterator[list[float]]:
 
 
 async def updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int, *, delta: bool) -> None:
-    config = stage_in_engine(folder, tensor_parallel, delta=delta)
-    live: list[int] = []
-    dark: list[str] = []
-
-    async def went_live(version: int, _: int) -> None:
-        live.append(version)
-
-    async def went_dark(reason: str) -> None:
-        dark.append(reason)
-
-    ends: list[Faulty] = []
-
-    def factory(bus: WeightBus, host: str) -> Faulty:
-        ends.append(Faulty(bus, host))
-        return ends[-1]
-
-    async with started(config) as engine:
-        with (
-            torch.cuda.device(GPUS - 1),
-            Publisher(config.weight_bus, host="127.0.0.1", run_id=RUN, incarnation=1, transport_factory=factory) as bus,
-        ):
-            follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
-            follower.follow(bus.address, RUN)
-            await until(lambda: bus.members() or follower.failure, "it joins")
-            assert follower.failure is None, follower.failure
-            for version in range(1, UPDATES + 1):
-                request = engine.generate([2, 3, 4], Sampling(max_new_tokens=400), 8, request_id=f"r{version}")  # type: ignore[attr-defined]
-                running = asyncio.create_task(request)
-                await asyncio.sleep(0.3)
-                tensors = changed(tensors, sparse=delta)
-                want = {name: slice_digest(tensor) for name, tensor in tensors.items()}
-                ends[0].fault = {CORRUPT: "flip", CUT: "cut"}.get(version, "")
-                async with decoding(engine) as seconds:
-                    began = time.monotonic()
-                    report = await asyncio.to_thread(bus.publish, version, tensors.items(), want)
-                    await until(lambda now=version: now in live, f"v{version} is live")  # type: ignore[misc]
-                    took = time.monotonic() - began
-                if version == CUT:
-                    assert took > TIMEOUT_S and len(seconds) > TIMEOUT_S and max(seconds) < AT_ONCE_S, (
-                        f"while a broadcast hung for {took:.1f} s, a request took up to {max(seconds):.1f} s"
-                    )
-                print(f"tp {tensor_parallel} v{version}: {report.seconds}, paused {follower.gauges['pause_s']:.3f} s")
-                await until(lambda now=version: now in live, f"v{version} is live")  # type: ignore[misc]
-                assert await engine.digest() == want  # type: ignore[attr-defined]
-                for completion in await running:
-                    assert set(completion.versions.tolist()) <= {version - 1, version}
-            assert live == list(range(1, UPDATES + 1)) and dark == []
-            assert ends[0].fault == "" and bus.stats()["epochs"] > 1
-            await asyncio.to_thread(follower.stop)
+    async with following(stage_in_engine(folder, tensor_parallel, delta=delta), Faulty) as run:
+        for version in range(1, UPDATES + 1):
+            request = run.engine.generate([2, 3, 4], Sampling(max_new_tokens=400), 8, request_id=f"r{version}")
+            running = asyncio.create_task(request)
+            await asyncio.sleep(0.3)
+            tensors = changed(tensors, sparse=delta)
+            want = {name: slice_digest(tensor) for name, tensor in tensors.items()}
+            run.end.fault = {CORRUPT: "flip", CUT: "cut"}.get(version, "")
+            async with decoding(run.engine) as seconds:
+                began = time.monotonic()
+                report = await asyncio.to_thread(run.bus.publish, version, tensors.items(), want)
+                await until(lambda now=version: now in run.live, f"v{version} is live")  # type: ignore[misc]
+                took = time.monotonic() - began
+            if version == CUT:
+                assert took > TIMEOUT_S and len(seconds) > TIMEOUT_S and max(seconds) < AT_ONCE_S, (
+                    f"while a broadcast hung for {took:.1f} s, a request took up to {max(seconds):.1f} s"
+                )
+            print(f"tp {tensor_parallel} v{version}: {report.seconds}, paused {run.follower.gauges['pause_s']:.3f} s")
+            assert await run.engine.digest() == want
+            for completion in await running:
+                assert set(completion.versions.tolist()) <= {version - 1, version}
+        assert run.live == list(range(1, UPDATES + 1)) and run.dark == []
+        assert run.end.fault == "" and run.bus.stats()["epochs"] > 1
 
 
 @pytest.mark.parametrize("delta", [False, True], ids=["whole", "changes"])

@@ -80,9 +80,7 @@ def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config)
     """One whole step, put together as the learner's main loop does, and why it was not applied."""
     rows, tokens = rows_of(batch, config)
     objective = Objective(config.algorithm)
-    sums = accumulate_gradients(
-        policy, rows, objective, temperature=config.rollout.temperature, global_tokens=tokens
-    )
+    sums = accumulate_gradients(policy, rows, objective, temperature=config.rollout.temperature, global_tokens=tokens)
     lr = lr_at(batch.step, config.learner)
     return sums, apply_update(policy, optimizer, sums, max_grad_norm=config.learner.max_grad_norm, lr=lr)
 

@@ -1,8 +1,7 @@
 """A reference learner, as plain as possible: the parity oracle of the FSDP2 path and of whole runs.
 
-One process, transformers and torch.optim only: no sharding, no microbatches, no replay, no weight bus, and
-nothing imported from `learner`. One forward per step. Formulas are written out anew, so that a mistake in the
-package is not a mistake here as well.
+One process, one forward per step, transformers and torch.optim only. Formulas are written out anew, so that a mistake
+in the package is not a mistake here as well.
 
 How closely to compare: with adam_epsilon 1e-6 every element agrees to 1e-6. With the default 1e-8 a gradient of 1e-9 or
 so, which is rounding and nothing else, makes an update as large as any other, so single elements (2 of 100,000 in
@@ -38,16 +37,9 @@ class Recorded:
 def train(
     model_folder: Path, steps: list[list[Recorded]], config: Config, *, first_step: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Train on recorded trajectories.
+    """Parameters by name (tied ones once) after training on the trajectories of each step, all ranks together.
 
-    Args:
-        model_folder: Hugging Face folder to start from.
-        steps: the trajectories of each step, all ranks together, in any order.
-        config: algorithm, rollout.temperature and learner sections are used.
-        first_step: number of the first of these steps; the model in the folder is version first_step − 1.
-
-    Returns:
-        Parameters after the last step, float32, by name (tied ones once).
+    The model in the folder is version first_step − 1.
     """
     model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True, dtype=torch.float32).eval()
     learner = config.learner
@@ -55,12 +47,8 @@ def train(
         model.parameters(), betas=learner.betas, eps=learner.adam_epsilon, weight_decay=learner.weight_decay
     )
     for step, trajectories in enumerate(steps, start=first_step):
-        advantages = group_advantages(trajectories, config)
-        kept = [
-            (t, a)
-            for t, a in zip(trajectories, advantages, strict=True)
-            if a or not config.algorithm.drop_zero_advantage
-        ]
+        pairs = zip(trajectories, group_advantages(trajectories, config), strict=True)
+        kept = [(t, a) for t, a in pairs if a or not config.algorithm.drop_zero_advantage]
         tokens = sum(sum(t.loss_mask) for t, _ in kept)
         if tokens == 0:
             continue
@@ -96,19 +84,14 @@ def step_loss(model: torch.nn.Module, kept: list[tuple[Recorded, float]], step: 
     for row, (t, _) in enumerate(kept):
         ids[row, : len(t.prompt_ids) + len(t.response_ids)] = torch.tensor(t.prompt_ids + t.response_ids)
     logprobs = torch.log_softmax(model(input_ids=ids).logits.float() / config.rollout.temperature, dim=-1)
-    rows, columns, chosen, behaviour, advantages, lags = [], [], [], [], [], []
+    found, columns = [], []
     for row, (t, advantage) in enumerate(kept):
         for i, token in enumerate(t.response_ids):
             if t.loss_mask[i]:
-                rows.append(row)
-                columns.append(len(t.prompt_ids) + i - 1)
-                chosen.append(token)
-                behaviour.append(t.logprobs[i])
-                advantages.append(advantage)
-                lags.append(float(step - 1 - t.versions[i]))
-    return token_losses(
-        logprobs[rows, columns, chosen], torch.tensor(behaviour), torch.tensor(advantages), torch.tensor(lags), config
-    ).sum()
+                found.append(logprobs[row, len(t.prompt_ids) + i - 1, token])
+                columns.append([t.logprobs[i], advantage, float(step - 1 - t.versions[i])])
+    behaviour, advantages, lags = torch.tensor(columns).unbind(1)
+    return token_losses(torch.stack(found), behaviour, advantages, lags, config).sum()
 
 
 def token_losses(

@@ -15,16 +15,14 @@ ENTRY = """[{number}]:
 """
 
 
-def report(*entries: tuple[int, int, int], root: tuple[int, int, int]) -> str:
+def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
     """What torchrun prints when ranks (rank, exit code, pid) have failed."""
-
-    def shown(number: int, entry: tuple[int, int, int]) -> str:
-        rank, code, pid = entry
-        signal = "  (SIGKILL)" if code == -9 else ""
-        return ENTRY.format(number=number, rank=rank, code=f"{code:<2}", pid=pid, signal=signal)
-
-    others = "".join(shown(number, entry) for number, entry in enumerate(entries, 1)) or "  <NO_OTHER_FAILURES>\\n"
-    return f"Failures:\n{others}------\nRoot Cause (first observed failure):\n{shown(0, root)}======\n"
+    entries = [
+        ENTRY.format(number=number, rank=rank, code=f"{code:<2}", pid=pid, signal="  (SIGKILL)" if code == -9 else "")
+        for number, (rank, code, pid) in enumerate([root, *others])
+    ]
+    shown = "".join(entries[1:]) or "  <NO_OTHER_FAILURES>\n"
+    return f"Failures:\n{shown}------\nRoot Cause (first observed failure):\n{entries[0]}======\n"
 
 
 def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path: Path) -> None:
@@ -50,21 +48,16 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
 
 
 def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> None:
-    lines = [
-        "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%",
-        "2026-11-22 07:00:05,000 replay INFO reading a.jsonl: 2,000 rows, 80%",
-    ]
-    step = "echo '{line}'; until [ -e go-{number} ]; do sleep 0.01; done"  # until the test has seen the line
-    steps = [step.format(line=line, number=number) for number, line in enumerate(lines, start=1)]
-    (tmp_path / "run.sh").write_text("\n".join([*steps, "echo ready at 7\n"]))
-    child = children.start("x", ["sh", "-c", f"cd {tmp_path} && . ./run.sh"], tmp_path / "x.log", {})
+    line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
+    waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"
+    child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; echo ready at 7"], tmp_path / "x.log", {})
     shown: list[str] = []
 
     def show(text: str) -> None:
         shown.append(text)
-        (tmp_path / f"go-{len(shown)}").touch()
+        (tmp_path / "seen").touch()
 
     found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
     child.process.wait()
-    assert found is not None and found[1] == "7"
-    assert shown == ["reading a.jsonl: 1,000 rows, 40%", "reading a.jsonl: 2,000 rows, 80%"]
+    assert found is not None and found[1] == "7" and shown == ["reading a.jsonl: 1,000 rows, 40%"]
+    assert children.wait_for_line(child, "^never$", 20, progress="^$", show=show) is None, "it has ended"

@@ -40,14 +40,10 @@ def rows(tmp_path):
 
 
 def test_every_data_source_has_its_own_metrics(rows):
-    assert evaluation.values(RESULT, rows) == {
-        "val-core/sums/greedy": 0.5,
-        "val-aux/sums/greedy/response_length": 2.0,
-        "val-aux/sums/greedy/seconds": 1.5,
-        "val-core/parity/greedy": 0.25,
-        "val-aux/parity/greedy/response_length": 2.0,
-        "val-aux/parity/greedy/seconds": 1.5,
-    }
+    scores = {"val-core/sums/greedy": 0.5, "val-core/parity/greedy": 0.25}
+    scores |= {f"val-aux/{source}/greedy/response_length": 2.0 for source in ("sums", "parity")}
+    scores |= {f"val-aux/{source}/greedy/seconds": 1.5 for source in ("sums", "parity")}
+    assert evaluation.values(RESULT, rows) == scores
 
 
 def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
@@ -55,13 +51,7 @@ def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert path.name == "version_3_greedy.jsonl"
     assert [row["prompt"] for row in written] == [row["prompt"] for row in ROWS[:3]]
-    assert [(row["ground_truth"], row["text"], row["reward"]) for row in written] == [
-        ("2", "2", 1.0),
-        ("odd", "even", 0.25),
-        ("4", "5", 0.0),
-    ]
-
-
-def test_a_file_that_changed_during_the_run_is_refused(rows, tmp_path):
+    found = [(row["ground_truth"], row["text"], row["reward"]) for row in written]
+    assert found == [("2", "2", 1.0), ("odd", "even", 0.25), ("4", "5", 0.0)]
     with pytest.raises(DataError, match=r"version 3: 3 answers, data\.eval has 2 rows now"):
         evaluation.write_rows(str(tmp_path), RESULT, rows[:2])

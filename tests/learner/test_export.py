@@ -26,9 +26,15 @@ def trained_policy(folder: Path, mesh: DeviceMesh) -> Policy:
     return policy
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("llama", False), ("qwen2", True)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("limit", [SMALL, export.FILE_BYTES])
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype", "limit"),
+    [
+        ("qwen3", True, "float32", SMALL),
+        ("qwen3", True, "bfloat16", export.FILE_BYTES),
+        ("llama", False, "bfloat16", SMALL),
+        ("qwen2", True, "float32", export.FILE_BYTES),
+    ],
+)
 def test_transformers_loads_equal_tensors(
     tmp_path: Path,
     mesh: DeviceMesh,

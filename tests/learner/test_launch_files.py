@@ -1,20 +1,23 @@
-"""The start scripts' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
+"""The start commands' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 import configs
-from configs.loading import PRESETS, ConfigError
+from configs import ConfigError
+from configs.loading import PRESETS
 from learner.launch.__main__ import main
 from learner.launch.hosts import kubernetes
 from learner.launch.hosts.host_file import parse_hosts
+from replay import keys as make_keys
 
 ROOT = Path(__file__).parents[2]
 FOUR = "qwen3-14b-4nodes"
@@ -25,19 +28,26 @@ node2 10.0.0.3 gpus=8
 
 node3 10.0.0.4
 """
+Launch = Callable[..., str]
 
 
-def script(name: str, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = ["bash", f"scripts/{name}.sh", *arguments]
-    env = {**os.environ, "SLIPSTREAM_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **(environment or {})}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
+    """`python -m learner.launch` in this process; what it shows, or where it fails, what it says."""
+
+    def run(*words: str, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["learner.launch", *words])
+        found, shown = main(), capsys.readouterr()
+        assert found == code, shown.err
+        return shown.out if code == 0 else shown.err
+
+    return run
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("keys") / "keys"
-    command = [sys.executable, "-m", "replay.keys", "--out", str(folder), "--clients", "node1,nodes"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    make_keys.make(folder, ["node1", "nodes"], force=False)
     return folder
 
 
@@ -47,65 +57,64 @@ def four(tmp_path: Path, keys: Path) -> list[str]:
     return ["--config", FOUR, "--set", f"network.keys={keys}", "--set", f"run.dir={tmp_path}/runs"]
 
 
+@pytest.fixture
+def hosts(tmp_path: Path) -> list[str]:
+    (tmp_path / "hosts").write_text(HOSTS)
+    return ["--hosts", str(tmp_path / "hosts")]
+
+
 def table_rows(text: str) -> list[list[str]]:
-    lines = text.split("\n\n")[0].splitlines()
-    return [re.split(r" {2,}", line) for line in lines[1:]]
+    return [re.split(r" {2,}", line) for line in text.split("\n\n")[0].splitlines()[1:]]
 
 
-def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path: Path, four: list[str]) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text(HOSTS)
-    shown = script("start_learner", "--hosts", str(hosts), "--dry-run", *four)
-    assert shown.returncode == 0, shown.stderr
-    assert table_rows(shown.stdout) == [
+def test_a_dry_run_over_four_hosts_shows_what_would_run_where(
+    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str]
+) -> None:
+    shown = launch("learner", *hosts, "--dry-run", *four)
+    assert table_rows(shown) == [
         ["node0", "10.0.0.1", "replay", "-", "replay 29500"],
         ["node0", "10.0.0.1", "learner ranks 0-7", "0-7", "weight bus 29600, rendezvous 29400"],
         ["node1", "10.0.0.2", "learner ranks 8-15", "0-7", "-"],
     ]
-    assert "ubuntu@gpu0 'cd " in shown.stdout and "-m learner.launch.hosts.node --stdin --role learner" in shown.stdout
-    _, after_node0 = shown.stdout.split("ubuntu@gpu0 '")
-    of_node0, of_node1 = after_node0.split("\nnode1: ssh")
+    assert "ubuntu@gpu0 'cd " in shown and "-m learner.launch.hosts.node --stdin --role learner" in shown
+    of_node0, of_node1 = shown.split("ubuntu@gpu0 '")[1].split("\nnode1: ssh")
     assert "server.key_secret (mode 0600)" in of_node0 and "clients/learner.key_secret" in of_node0
     assert "clients/node1.key_secret" in of_node1 and "server.key_secret" not in of_node1
-    assert "of 16 learner ranks" in shown.stderr
 
-    shown = script("start_rollout_nodes", "--hosts", str(hosts), "--dry-run", *four)
-    assert shown.returncode == 0, shown.stderr
-    rows = table_rows(shown.stdout)
+    shown = launch("rollout", *hosts, "--dry-run", *four)
+    rows = table_rows(shown)
     assert [row[:4] for row in rows[:2]] == [
         ["node2", "10.0.0.3", "rollout-node2-0", "0-1"],
         ["node2", "10.0.0.3", "rollout-node2-1", "2-3"],
     ]
     assert len(rows) == 8 and {row[0] for row in rows} == {"node2", "node3"}
-    assert "CUDA_VISIBLE_DEVICES=6,7" in shown.stdout and "clients/nodes.key_secret" in shown.stdout
+    assert "CUDA_VISIBLE_DEVICES=6,7" in shown and "clients/nodes.key_secret" in shown
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
-def test_slurm(tmp_path: Path, four: list[str]) -> None:
-    made = script("start_learner", "--slurm", *four)
-    assert made.returncode == 0, made.stderr
+def test_slurm(tmp_path: Path, launch: Launch, four: list[str]) -> None:
+    launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     text = file.read_text()
-    assert subprocess.run(["bash", "-n", str(file)], check=False).returncode == 0
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
     steps = re.findall(r"^step (\w+) (\w+)", text, re.MULTILINE)
     assert steps == [("learner", "node0"), ("learner", "node1"), ("rollout", "node2"), ("rollout", "node3")]
-    shipped = configs.load(file.with_name("slurm.yaml"))
-    assert shipped.placement == configs.load(FOUR).placement
+    assert configs.load(file.with_name("slurm.yaml")).placement == configs.load(FOUR).placement
 
-    shown = script("start_rollout_nodes", "--slurm", "--dry-run", *four)
-    assert shown.returncode == 0, shown.stderr
-    alone = shown.stdout[shown.stdout.index("#!/usr/bin/env bash") :]
+    shown = launch("rollout", "--slurm", "--dry-run", *four)
+    alone = shown[shown.index("#!/usr/bin/env bash") :]
     assert subprocess.run(["bash", "-n"], input=alone, text=True, check=False).returncode == 0
     assert "#SBATCH --nodes=2" in alone and 'step rollout node2 --replay "$REPLAY"' in alone
     assert "step learner" not in alone
 
 
-def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_path: Path, four: list[str]) -> None:
+def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(
+    tmp_path: Path, launch: Launch, four: list[str]
+) -> None:
     """With commands in place of Slurm's: machines are asked for their addresses, steps get a host file, and its end is
     that of the first step."""
-    script("start_learner", "--slurm", *four)
+    launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -120,13 +129,8 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     )
     for command in commands.iterdir():
         command.chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": "m[1-4]",
-        "SLURM_CPUS_ON_NODE": "8",
-    }
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8"}
+    environment = {**os.environ, **slurm, "PATH": f"{commands}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", str(file)], env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 7, (done.stdout, done.stderr)
     hosts = parse_hosts(file.with_name("hosts-42").read_text(), "hosts-42")
@@ -138,16 +142,13 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
-def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
+def test_kubernetes(tmp_path: Path, launch: Launch, four: list[str]) -> None:
     folder = tmp_path / "manifests"
-    made = script("start_learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
-    assert made.returncode == 0, made.stderr
+    launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
     config_map, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
     hosts = parse_hosts(config_map["data"]["hosts"], "hosts")
-    assert (
-        hosts["node0"].address == f"{FOUR}-learner-0-0.{FOUR}"
-        and hosts["node3"].address == f"{FOUR}-rollout-0-1.{FOUR}"
-    )
+    assert hosts["node0"].address == f"{FOUR}-learner-0-0.{FOUR}"
+    assert hosts["node3"].address == f"{FOUR}-rollout-0-1.{FOUR}"
     assert yaml.safe_load(config_map["data"]["config.yaml"])["network"]["keys"] == kubernetes.KEYS
 
     assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
@@ -163,11 +164,10 @@ def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
         (container,) = pod["containers"]
         assert container["image"] == "registry/slip:1" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
         words = container["command"]
+        options = dict(itertools.pairwise(words))
         assert words[-1] == "--resume-if-begun"
-        assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", words[words.index("--set") + 1])
-        assert (
-            words[words.index("--role") + 1] == role and words[words.index("--index") + 1] == "$(JOB_COMPLETION_INDEX)"
-        )
+        assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
+        assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
         probe = container["readinessProbe"]["exec"]["command"]
         assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "learner.launch.hosts.ready" in probe[2]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
@@ -180,25 +180,22 @@ def test_kubernetes(tmp_path: Path, four: list[str]) -> None:
         assert (folder / f"keys-{role}.yaml").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dry_run_shows_no_secret(four: list[str], keys: Path) -> None:
-    shown = script("start_learner", "--kubernetes", "--dry-run", *four)
-    assert shown.returncode == 0, shown.stderr
+def test_a_dry_run_shows_no_secret(launch: Launch, four: list[str], keys: Path) -> None:
+    shown = launch("learner", "--kubernetes", "--dry-run", *four)
     secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
-    assert secrets and all(found and found[1] not in shown.stdout for found in secrets)
-    assert "a Secret with key files, not shown here" in shown.stdout
+    assert secrets and all(found and found[1] not in shown for found in secrets)
+    assert "a Secret with key files, not shown here" in shown
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_every_preset_dry_runs(name: str, tmp_path: Path) -> None:
+def test_every_preset_dry_runs(name: str, tmp_path: Path, launch: Launch) -> None:
     config = configs.load(name)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{share.node} 10.0.0.{i + 1} gpus=8\n" for i, share in enumerate(config.shares)))
     arguments = ["--hosts", str(hosts), "--dry-run", "--config", name, "--set", "network.insecure=true"]
-    shown = [script(each, *arguments) for each in ("start_learner", "start_rollout_nodes")]
-    assert [done.returncode for done in shown] == [0, 0], [done.stderr for done in shown]
-    rows = [row for done in shown for row in table_rows(done.stdout)]
+    rows = [row for role in ("learner", "rollout") for row in table_rows(launch(role, *arguments))]
     assert sum(row[2].startswith("rollout") for row in rows) == config.num_rollout_servers
-    assert sum(row[2].startswith("learner") for row in rows) == sum(bool(share.learner) for share in config.shares)
+    assert sum(row[2].startswith("learner") for row in rows) == len(config.learner_nodes)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +218,7 @@ def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -
 
 
 @pytest.mark.parametrize(
-    ("hosts", "settings", "words"),
+    ("text", "settings", "words"),
     [
         ("node0 10.0.0.1\n", [], ["node1", "not in the host file", "add a line"]),
         (HOSTS.replace("gpus=8 ssh", "gpus=4 ssh"), [], ["node0:7", "needs 8 GPUs", "node0 has 4"]),
@@ -230,26 +227,19 @@ def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_does(
-    tmp_path: Path, four: list[str], hosts: str, settings: list[str], words: list[str]
+    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str], text: str, settings: list[str], words: list[str]
 ) -> None:
-    file = tmp_path / "hosts"
-    file.write_text(hosts)
-    more = [word for setting in settings for word in ("--set", setting)]
-    done = script("start_learner", "--hosts", str(file), *four, *more, environment={"SLIPSTREAM_SSH": "false"})
-    assert done.returncode == 2 and "slipstream: refused: " in done.stderr, done.stderr
-    assert [word for word in words if word not in done.stderr] == [], done.stderr
+    (tmp_path / "hosts").write_text(text)
+    said = launch("learner", *hosts, *four, *[word for setting in settings for word in ("--set", setting)], code=2)
+    assert said.startswith("slipstream: refused: ") and [word for word in words if word not in said] == [], said
 
 
 @pytest.mark.parametrize("where", [["--slurm"], ["--kubernetes"], ["--hosts", "hosts"]])
-def test_the_device_of_another_machine_is_not_that_of_this_one(
-    where: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch", "learner", *where, "--dry-run", "--set", "placement.device=auto"])
-    assert main() == 2 and "refused: placement.device: 'auto'" in capsys.readouterr().err
+def test_the_device_of_another_machine_is_not_that_of_this_one(where: list[str], launch: Launch) -> None:
+    said = launch("learner", *where, "--dry-run", "--set", "placement.device=auto", code=2)
+    assert "refused: placement.device: 'auto'" in said
 
 
 def test_the_name_of_a_job_set_is_one_of_dns() -> None:
-    def name(run: str) -> Any:
-        return kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"]))
-
-    assert (name("My_Run.7"), name("x" * 80)) == ("my-run-7", "x" * 40)
+    names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
+    assert names == ["my-run-7", "x" * 40]

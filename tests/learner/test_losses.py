@@ -10,7 +10,7 @@ from configs.algorithm import Algorithm
 from learner.losses import LOSSES, LossInputs, LossOutput, build_loss
 
 
-def run(name: str, *, grad: bool = False, **columns: list[float]) -> tuple[LossOutput, torch.Tensor]:
+def run(name: str, **columns: list[float]) -> tuple[LossOutput, torch.Tensor]:
     """One row of tokens through a loss; missing columns have lag 0, mask 1, advantage 1."""
     n = len(columns["logprobs"])
     defaults: dict[str, Any] = {"lags": [0.0] * n, "mask": [1.0] * n, "advantages": [1.0] * n}
@@ -41,37 +41,30 @@ def test_decoupled_ppo_at_lag_zero_is_ppo_clip() -> None:
         "behaviour_logprobs": [-0.9, -1.1, -1.0],
         "advantages": [1.0, -1.0, -0.5],
     }
-    plain, grad_plain = run("ppo_clip", **columns)
-    decoupled, grad_decoupled = run("decoupled_ppo", **columns)
+    (plain, logprobs), (decoupled, others) = (run(name, **columns) for name in ("ppo_clip", "decoupled_ppo"))
     plain.loss.sum().backward()
     decoupled.loss.sum().backward()
     assert torch.equal(plain.loss, decoupled.loss)
-    assert grad_plain.grad is not None and grad_decoupled.grad is not None
-    assert torch.equal(grad_plain.grad, grad_decoupled.grad)
+    assert logprobs.grad is not None and others.grad is not None and torch.equal(logprobs.grad, others.grad)
 
 
-def test_decoupled_ppo_splits_the_ratio_by_lag() -> None:
-    delta, lag, advantage = 0.3, 3.0, 1.5
-    output, logprobs = run(
-        "decoupled_ppo", logprobs=[delta - 2], behaviour_logprobs=[-2.0], advantages=[advantage], lags=[lag]
-    )
-    prox, ratio = math.exp(0.75 * delta), math.exp(0.25 * delta)
-    assert output.loss.item() == pytest.approx(-prox * advantage * ratio)
+@pytest.mark.parametrize(
+    ("column", "loss", "slope"),
+    [
+        # log ratio .3 at lag 3: .225 of it is the weight, .075 the ratio
+        ((-1.7, -2.0, 1.5, 3.0), -1.5 * math.exp(0.3), -1.5 * math.exp(0.3)),
+        # clipped: no gradient around the clip
+        ((-0.8, -2.0, 1.0, 1.0), -math.exp(0.6) * 1.28, 0.0),
+        # the proximal weight e^2 is capped at 2
+        ((-0.1, -4.1, -1.0, 1.0), 2.0 * math.exp(2.0), 2.0 * math.exp(2.0)),
+    ],
+)
+def test_decoupled_ppo_splits_the_ratio_by_lag(column: tuple[float, ...], loss: float, slope: float) -> None:
+    names = ("logprobs", "behaviour_logprobs", "advantages", "lags")
+    output, logprobs = run("decoupled_ppo", **{name: [value] for name, value in zip(names, column, strict=True)})
+    assert output.loss.item() == pytest.approx(loss, rel=1e-5)
     output.loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.item() == pytest.approx(-prox * advantage * ratio)
-
-
-def test_decoupled_ppo_lets_no_gradient_around_the_clip() -> None:
-    output, logprobs = run("decoupled_ppo", logprobs=[-0.8], behaviour_logprobs=[-2.0], lags=[1.0])
-    assert output.loss.item() == pytest.approx(-math.exp(0.6) * 1.28)
-    output.loss.sum().backward()
-    assert logprobs.grad is not None and logprobs.grad.item() == 0
-
-
-def test_decoupled_ppo_caps_the_proximal_weight() -> None:
-    output, _ = run("decoupled_ppo", logprobs=[-0.1], behaviour_logprobs=[-4.1], advantages=[-1.0], lags=[1.0])
-    assert output.loss.item() == pytest.approx(2.0 * math.exp(2.0), rel=1e-5)
+    assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope, rel=1e-5)
 
 
 def test_policy_gradient_corrects_nothing() -> None:

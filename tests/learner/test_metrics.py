@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.data import Tracking
-from learner.report.metrics import Metrics, MetricsError, Spans, finite, read_rows
+from learner.report.metrics import Metrics, MetricsError, Spans, evaluation_scores, finite, read_rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,11 +39,8 @@ def test_a_row_is_one_line_and_on_disk_at_once(tmp_path: Path) -> None:
     recorder = open_metrics(tmp_path)
     recorder.log(1, {"critic/score/mean": np.float32(0.5), "training/lag_histogram": {"0": 3, "1": np.int64(4)}})
     (row,) = strict(tmp_path / "metrics.jsonl")
-    assert row["step"] == row["training/global_step"] == 1
-    assert row["critic/score/mean"] == 0.5
-    assert row["training/lag_histogram"] == {"0": 3, "1": 4}
-    assert row["metrics/nonfinite"] == 0
-    assert row["time"] > 1.6e9
+    values = {"step": 1, "training/global_step": 1, "critic/score/mean": 0.5, "metrics/nonfinite": 0}
+    assert row == values | {"training/lag_histogram": {"0": 3, "1": 4}, "time": row["time"]} and row["time"] > 1.6e9
     recorder.close()
 
 
@@ -55,6 +52,11 @@ def test_evaluations_and_the_closing_row_carry_their_version(tmp_path: Path) -> 
     evaluation, final = strict(tmp_path / "metrics.jsonl")
     assert (evaluation["version"], evaluation["val-core/sort6/greedy"], "step" in evaluation) == (10, 0.75, False)
     assert (final["version"], final["final"], final["weight_sync/seconds"]) == (80, True, 0.25)
+
+
+def test_several_data_sources_keep_their_names() -> None:
+    scores = evaluation_scores({"version": 3, "val-core/a/greedy": 0.5, "val-core/b/greedy": 0.25})
+    assert scores == {"a/greedy": 0.5, "b/greedy": 0.25}
 
 
 def test_nonfinite_numbers_become_null_and_are_counted(tmp_path: Path) -> None:
@@ -72,14 +74,16 @@ def test_nonfinite_numbers_become_null_and_are_counted(tmp_path: Path) -> None:
 numbers = st.floats() | st.integers(-(2**53), 2**53) | st.booleans()
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), numbers | st.dictionaries(st.text(), numbers)))
 def test_every_number_survives_or_is_counted(values: dict[str, Any]) -> None:
+    def leaves(tree: dict[str, Any]) -> list[Any]:
+        return [v for item in tree.values() for v in (item.values() if isinstance(item, dict) else [item])]
+
     plain, nonfinite = finite(values)
     json.dumps(plain, allow_nan=False)
-    leaves = [v for item in plain.values() for v in (item.values() if isinstance(item, dict) else [item])]
-    assert leaves.count(None) == nonfinite
-    originals = [v for item in values.values() for v in (item.values() if isinstance(item, dict) else [item])]
-    assert [v for v in leaves if v is not None] == [v for v in originals if math.isfinite(v)]
+    assert leaves(plain).count(None) == nonfinite
+    assert [v for v in leaves(plain) if v is not None] == [v for v in leaves(values) if math.isfinite(v)]
 
 
 @pytest.mark.parametrize("value", ["0.5", None, [1.0]])
@@ -101,34 +105,28 @@ def test_spans_add_up_nest_and_start_again() -> None:
     assert span.take() == {}
 
 
-def test_resume_moves_later_rows_aside(tmp_path: Path) -> None:
+def test_resume_moves_later_rows_aside_and_a_new_start_all(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
     recorder = open_metrics(tmp_path)
     for step in range(1, 6):
         recorder.log(step, {"critic/score/mean": step / 10})
         recorder.log_evaluation(step, {"val-core/x/greedy": 0.0})
     recorder.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
+    with path.open("a") as file:
         file.write('{"step": 6, "ti')  # the process was killed here
 
     recorder = open_metrics(tmp_path, resume_step=3)
     recorder.log(4, {"critic/score/mean": 9.0})
     recorder.close()
-    rows = strict(tmp_path / "metrics.jsonl")
+    rows = strict(path)
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4]
     assert [row["version"] for row in rows if "version" in row] == [1, 2, 3]
     assert rows[-1]["critic/score/mean"] == 9.0
     discarded = (tmp_path / "metrics.discarded.jsonl").read_text().splitlines()
     assert [json.loads(line).get("step") for line in discarded[:-1]] == [4, None, 5, None]
     assert discarded[-1] == '{"step": 6, "ti'
-
-
-def test_a_start_from_nothing_keeps_no_old_row(tmp_path: Path) -> None:
-    for _ in range(2):
-        recorder = open_metrics(tmp_path)
-        recorder.log_evaluation(0, {"val-core/x/greedy": 0.5})
-        recorder.log(1, {})
-        recorder.close()
-    assert len(strict(tmp_path / "metrics.jsonl")) == len(strict(tmp_path / "metrics.discarded.jsonl")) == 2
+    open_metrics(tmp_path).close()
+    assert path.read_text() == ""
 
 
 def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path: Path) -> None:
@@ -170,46 +168,31 @@ def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-class WandbDouble:
-    """Stands for the wandb module, which needs an account or a server: records what it is told."""
+def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[dict[str, Any]] = []
+    rows: list[dict[str, float] | str] = []
 
-    def __init__(self) -> None:
-        self.starts: list[dict[str, Any]] = []
-        self.rows: list[dict[str, float]] = []
-        self.finished = 0
-
-    def init(self, **arguments: Any) -> Any:
-        self.starts.append(arguments)
+    def init(**arguments: Any) -> Any:
+        """Stands for wandb.init, which needs an account or a server."""
+        starts.append(arguments)
         return SimpleNamespace(
             id=arguments["id"] or "abc123",
-            log=self.rows.append,
+            log=rows.append,
             define_metric=lambda name, step_metric: None,
-            finish=self.finish,
+            finish=lambda: rows.append("finished"),
         )
 
-    def finish(self) -> None:
-        self.finished += 1
-
-
-def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    double = WandbDouble()
-    monkeypatch.setitem(sys.modules, "wandb", double)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for resume_step in (None, 1):
         recorder = open_metrics(tmp_path, resume_step, wandb="offline", wandb_project="p")
         recorder.log(2, {"training/lag_histogram": {"1": 40}})
         recorder.log_evaluation(1, {"val-core/x/greedy": 0.5})
         recorder.close()
-    assert [start["id"] for start in double.starts] == [None, "abc123"]
-    assert double.starts[0] | {"id": None} == double.starts[1] | {"id": None}
-    assert double.starts[0]["config"] == {"run": {"seed": 7}}
-    assert (double.starts[0]["mode"], double.starts[0]["project"], double.starts[0]["resume"]) == (
-        "offline",
-        "p",
-        "allow",
-    )
-    assert double.rows[0]["training/global_step"] == 2 and double.rows[0]["training/lag_histogram/1"] == 40
-    assert double.rows[1] == {"training/version": 1, "val-core/x/greedy": 0.5}
-    assert double.finished == 2
+    assert [start["id"] for start in starts] == [None, "abc123"]
+    wanted = {"mode": "offline", "project": "p", "resume": "allow", "config": {"run": {"seed": 7}}}
+    assert all(start.items() >= wanted.items() for start in starts)
+    step = {"training/global_step": 2, "training/lag_histogram/1": 40, "metrics/nonfinite": 0}
+    assert rows == [step, {"training/version": 1, "val-core/x/greedy": 0.5}, "finished"] * 2
 
 
 # ---- docs/metrics.md --------------------------------------------------------------------------------------

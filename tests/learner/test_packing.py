@@ -70,11 +70,14 @@ def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_los
     assert microbatch.lags.tolist() == [[1, 0, 0]]
 
 
-def test_without_padding_an_empty_microbatch_is_a_dummy_too() -> None:
-    result = packed(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [False, True], unpadded=True)
+@pytest.mark.parametrize(("unpadded", "weights"), [(False, [[0]]), (True, [[]])])
+def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero(unpadded: bool, weights: list[Any]) -> None:
+    batch = batch_of(ONE, STEP, num_microbatches=3)
+    result = packed(batch, [1.5, -0.5], [False, True], unpadded=unpadded)
     assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
-    assert [m.mask.tolist() for m in result.microbatches] == [[[]], [[1]], [[]]]
-    assert [m.row.starts.tolist() for m in result.microbatches if m.row] == [[0, 2]] * 3
+    assert [m.mask.tolist() for m in result.microbatches] == [weights, [[1]], weights]
+    assert [m.row.starts.tolist() for m in result.microbatches if m.row] == [[0, 2]] * (3 * unpadded)
+    assert result.global_tokens == 1
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,13 +94,6 @@ def test_both_layouts_say_the_same_of_the_same_tokens(seed: int, ranks: int, mic
                 for m in (padded, unpadded)
             ]
             assert torch.equal(*measured)
-
-
-def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero() -> None:
-    result = packed(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [False, True])
-    assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
-    assert [float(m.mask.sum()) for m in result.microbatches] == [0, 1, 0]
-    assert result.global_tokens == 1
 
 
 def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:

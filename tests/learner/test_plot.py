@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +89,7 @@ def test_smoothing_is_the_mean_of_the_past(values: list[float], width: int) -> N
         assert math.isclose(value, math.fsum(past) / len(past), abs_tol=1e-9)
 
 
-def test_command_line(tmp_path: Path) -> None:
-    write(tmp_path, STEP, EVALUATION)
-    command = [sys.executable, "-m", "learner.report.plot"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run([*command, str(tmp_path)], cwd=root, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "plots" / "summary.png")), done.stderr
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.main([str(write(tmp_path, STEP, EVALUATION))]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "plots" / "summary.png")
     assert plot.main([str(tmp_path / "nowhere")]) == 2

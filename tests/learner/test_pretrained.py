@@ -41,12 +41,6 @@ def test_logits_equal_those_of_transformers(
     assert ("lm_head.weight" in dict(policy.named_parameters())) is not tied
 
 
-def test_padding_on_the_right_does_not_change_what_stands_left_of_it(tmp_path: Path, mesh: DeviceMesh) -> None:
-    policy = build(save_model(tmp_path), mesh)
-    short, long = torch.tensor([[5, 6, 7]]), torch.tensor([[5, 6, 7, 0, 0], [9, 8, 7, 6, 5]])
-    torch.testing.assert_close(logits(policy, long)[:1, :3], logits(policy, short), rtol=0, atol=1e-5)
-
-
 def test_several_files_with_an_index(tmp_path: Path, mesh: DeviceMesh) -> None:
     expected = load_file(save_model(tmp_path) / "model.safetensors")
     names = sorted(expected)

@@ -3,8 +3,6 @@
 import itertools
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,10 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from configs import Config, ConfigError, load
 from learner.launch import prompt_check
+from learner.launch.preflight import check_input
 from learner.launch.prompt_check import check_prompts
 from rollout_server.tasks import Task
 
-ROOT = Path(__file__).parents[2]
 SYMBOLS = ["<unk>", "<eos>", *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
 CHAT = (
     "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
@@ -60,18 +58,14 @@ def refused(config: Config, path: str) -> str:
     return str(caught.value)
 
 
-def test_messages_without_a_chat_template_are_refused(model: Path, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_rendered_are_refused(model: Path, tmp_path: Path) -> None:
     path = file_of(tmp_path, SAID, SAID)
     said = refused(config_of(model), path)
     assert f"{path}: none of the first 2 rows" in said and "no chat template; set model.chat_template" in said
+    template = json.dumps("{{ raise_exception('system messages only') }}")
+    assert "row 1: system messages only" in refused(config_of(model, f"model.chat_template={template}"), path)
     settings = f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64"
     assert check_prompts(config_of(model, *settings), path) == 2
-
-
-def test_a_template_that_refuses_every_row_is_refused(model: Path, tmp_path: Path) -> None:
-    template = "{{ raise_exception('system messages only') }}"
-    said = refused(config_of(model, f"model.chat_template={json.dumps(template)}"), file_of(tmp_path, SAID))
-    assert "row 1: system messages only" in said
 
 
 def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model: Path, tmp_path: Path) -> None:
@@ -114,18 +108,14 @@ def test_a_broken_tokenizer_is_refused_by_file(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_a_dry_run_refuses_what_no_server_could_render(model: Path, tmp_path: Path, key: str) -> None:
+def test_preflight_refuses_what_no_server_could_render(model: Path, tmp_path: Path, key: str) -> None:
     header = b'{"__metadata__": {}}'
     (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     files = {"data.train": file_of(tmp_path, "1+1="), "data.eval": file_of(tmp_path, "1+1=")}
     files[key] = str(tmp_path / "chat.jsonl")
     Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
-    command = [sys.executable, "-m", "learner.main", "--dry-run", "--model", str(model)]
-    for setting in (f"run.dir={tmp_path}", *map("=".join, files.items())):
-        command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and f"refused: {files[key]}: none of the first 1 rows" in done.stderr, done.stderr
-    assert "no chat template" in done.stderr
+    with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
+        check_input(config_of(model, *map("=".join, files.items())))
 
 
 def test_a_large_file_is_not_read_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

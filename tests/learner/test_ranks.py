@@ -13,17 +13,8 @@ from learner import ranks
 from learner.ranks import RanksError, device_of, join_ranks
 from replay.channel.interfaces import InterfaceError
 
-SET_BY_JOINING = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_CUMEM_ENABLE",
-    "NCCL_NVLS_ENABLE",
-)
+SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
+SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +39,7 @@ def test_alone_without_torchrun() -> None:
 
 def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with (
-        pytest.raises(RanksError, match="torchrun started 3 ranks, the placement has 2"),
-        join_ranks(config(split="1:2")),
-    ):
+    with pytest.raises(RanksError, match="started 3 ranks, the placement has 2"), join_ranks(config(split="1:2")):
         pass
 
 
@@ -94,9 +82,7 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch: pytest.M
     told: dict[str, Any] = {}
 
     def init(backend: str, **keywords: Any) -> None:
-        told.update(
-            keywords, backend=backend, cumem=os.environ["NCCL_CUMEM_ENABLE"], nvls=os.environ["NCCL_NVLS_ENABLE"]
-        )
+        told.update(keywords, backend=backend, nccl=(os.environ["NCCL_CUMEM_ENABLE"], os.environ["NCCL_NVLS_ENABLE"]))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
@@ -109,4 +95,4 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch: pytest.M
         assert (place.rank, place.world_size, place.device) == (1, 2, torch.device("cuda", 0))
         assert place.mesh == ("cuda", (2,))
     assert told["backend"] == "nccl" and told["device_id"] == told["current"] == torch.device("cuda", 0)
-    assert (told["cumem"], told["nvls"]) == ("0", "1"), "defaults give way to what is set"
+    assert told["nccl"] == ("0", "1"), "defaults give way to what is set"

@@ -11,6 +11,7 @@ import torch
 from one_rank import built, logits
 from recorded import batch_of, random_step, train_on
 from reference import train
+from safetensors.torch import load_file
 from tiny_models import make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,11 +28,6 @@ CONDITIONED = {"adam_epsilon": 1e-6}
 learning rate. A larger ε bounds that, and so lets the comparison be tight for every single element."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("qwen3"))
-
-
 def configured(folder: Path, **sections: Any) -> Config:
     return make_config(folder, **{"replay": {"async_lag": 2}, **sections})
 
@@ -42,51 +38,49 @@ def largest_difference(policy: Policy, expected: dict[str, torch.Tensor]) -> flo
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
+def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Policy:
+    policy, optimizer = built(config, mesh)
+    for step, trajectories in enumerate(STEPS, start=1):
+        _, reason = train_on(batch_of(trajectories, step, num_microbatches=num_microbatches), policy, optimizer, config)
+        assert not reason
+    return policy
+
+
+SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
+
+
 @pytest.mark.parametrize(
-    "algorithm",
+    ("family", "learner", "algorithm"),
     [
-        {"loss": "ppo_clip"},
-        {"loss": "decoupled_ppo", "normalize_by_std": False},
-        {"loss": "policy_gradient", "i_know_this_is_biased": True, "drop_zero_advantage": False},
+        ("qwen3", {}, {"loss": "ppo_clip"}),
+        ("qwen3", {"attention": "varlen"}, {"loss": "ppo_clip"}),
+        ("qwen3", {}, {"loss": "decoupled_ppo", "normalize_by_std": False}),
+        ("qwen3", {}, {"loss": "policy_gradient", "i_know_this_is_biased": True, "drop_zero_advantage": False}),
+        ("llama", SCHEDULE, {"loss": "ppo_clip"}),
     ],
 )
-def test_five_steps_agree_with_the_reference(folder: Path, mesh: DeviceMesh, algorithm: dict[str, Any]) -> None:
-    config = configured(folder, algorithm=algorithm, rollout={"temperature": 0.9}, learner=CONDITIONED)
-    policy, optimizer = built(config, mesh)
-    start = dict(policy.named_full_tensors("float32"))
-    for step, trajectories in enumerate(STEPS, start=1):
-        _, reason = train_on(batch_of(trajectories, step, num_microbatches=2), policy, optimizer, config)
-        assert not reason
-    expected = train(folder, STEPS, config)
-    assert largest_difference(policy, expected) <= 1e-6
-    assert largest_difference(policy, start) > 1e-3
+def test_five_steps_agree_with_the_reference(
+    tmp_path: Path, mesh: DeviceMesh, family: str, learner: dict[str, Any], algorithm: dict[str, Any]
+) -> None:
+    folder = save_model(tmp_path, family, tied=family == "qwen3")
+    sections = {"rollout": {"temperature": 0.9}, "learner": CONDITIONED | learner, "algorithm": algorithm}
+    config = configured(folder, **sections)
+    policy = five_steps(mesh, config, 2)
+    assert largest_difference(policy, train(folder, STEPS, config)) <= 1e-6
+    assert largest_difference(policy, load_file(folder / "model.safetensors")) > 1e-3
 
 
-def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
-    policy, optimizer = built(config, mesh)
-    for step, trajectories in enumerate(STEPS, start=1):
-        train_on(batch_of(trajectories, step), policy, optimizer, config)
-    expected = train(folder, STEPS, config)
+def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3)
+    policy, expected = five_steps(mesh, config, 1), train(qwen3, STEPS, config)
     found = dict(policy.named_full_tensors("float32"))
     differences = torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected])
     assert float(differences.max()) <= 1e-5
     assert float((differences > 1e-6).float().mean()) <= 1e-4
 
 
-def test_the_untied_family_and_a_schedule_agree_as_well(tmp_path: Path, mesh: DeviceMesh) -> None:
-    folder = save_model(tmp_path, "llama", tied=False)
-    config = configured(
-        folder, learner={"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05, **CONDITIONED}
-    )
-    policy, optimizer = built(config, mesh)
-    for step, trajectories in enumerate(STEPS, start=1):
-        train_on(batch_of(trajectories, step), policy, optimizer, config)
-    assert largest_difference(policy, train(folder, STEPS, config)) <= 1e-6
-
-
-def test_the_number_of_microbatches_does_not_matter(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder, learner=CONDITIONED)
+def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3, learner=CONDITIONED)
     outcomes = []
     for num_microbatches in (1, 3, 20):  # of 20, some hold no trajectory at all
         policy, optimizer = built(config, mesh)
@@ -100,8 +94,8 @@ def test_the_number_of_microbatches_does_not_matter(folder: Path, mesh: DeviceMe
         assert max(float((other[n] - weights[n]).abs().max()) for n in weights) < 1e-6
 
 
-def test_metrics_are_means_over_the_tokens_in_the_loss(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
+def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     rows = [t for t in STEPS[3] if t.group != 0]
     current, behaviour, lags = [], [], []
@@ -134,8 +128,8 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(folder: Path, mesh: Devic
     assert 0 < metrics["actor/entropy"] < math.log(64)
 
 
-def test_a_batch_without_advantage_is_a_skip_that_says_so(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
+def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
     equal = [dataclasses.replace(t, reward=1.0) for t in STEPS[0]]
@@ -149,8 +143,8 @@ def infinite_slope(inputs: LossInputs) -> LossOutput:
     return finish(inputs, (inputs.logprobs - inputs.logprobs.detach()).sqrt())
 
 
-def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
+def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
 
@@ -173,8 +167,8 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(folder: Path, me
     assert not reason and policy.parameter_digest() != before
 
 
-def test_a_wrong_token_count_is_an_error(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder)
+def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3)
     policy, _ = built(config, mesh)
     one = torch.ones(1, 3)
     microbatch = Microbatch(
@@ -184,12 +178,12 @@ def test_a_wrong_token_count_is_an_error(folder: Path, mesh: DeviceMesh) -> None
         accumulate_gradients(policy, Packed([microbatch], 4), build_loss(config.algorithm), temperature=1.0)
 
 
-def test_bfloat16_compute_keeps_float32_masters(folder: Path, mesh: DeviceMesh) -> None:
-    config = configured(folder, learner={"compute_dtype": "bfloat16"})
+def test_bfloat16_compute_keeps_float32_masters(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = configured(qwen3, learner={"compute_dtype": "bfloat16"})
     policy, optimizer = built(config, mesh)
     assert logits(policy, torch.tensor([[1, 2]])).dtype == torch.bfloat16
     _, reason = train_on(batch_of(STEPS[0], 1, num_microbatches=2), policy, optimizer, config)
-    expected = train(folder, STEPS[:1], config)
+    expected = train(qwen3, STEPS[:1], config)
     assert not reason
     assert {p.dtype for _, p in policy.named_parameters()} == {torch.float32}
     assert 0 < largest_difference(policy, expected) < 5 * config.learner.lr

@@ -1,4 +1,4 @@
-"""One of two gloo ranks: `python two_ranks.py RANK FOLDER`. Goes through everything that needs a second rank.
+"""One of two gloo ranks: `RANK=R python two_ranks.py FOLDER`. Goes through everything that needs a second rank.
 
 Imports cost seconds, so one pair of processes makes all observations and writes them to FOLDER/rank_R.json (weights:
 safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them.
@@ -6,6 +6,7 @@ safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them.
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,27 @@ def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) 
         assert not reason
         seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
     return seen
+
+
+def status_bytes(key: str) -> int:
+    """A size in /proc/self/status: VmRSS is what is resident now, VmHWM the most that ever was."""
+    match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def loading(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+    """How memory grows with a model, after a tiny one, so that what loading needs once is not counted."""
+    build_policy(configured(folder, "qwen3"), mesh, CPU)
+    before = status_bytes("VmRSS")
+    shards = (policy := build_policy(configured(folder, "large"), mesh, CPU)).shards()
+    return {
+        "growth": status_bytes("VmHWM") - before,
+        "held": sum(shard.local.nbytes for shard in shards),
+        "whole": sum(shard.numel * 4 for shard in shards),
+        "names": [shard.name for shard in shards],
+        "digest": policy.parameter_digest(),
+    }
 
 
 def synthetic(rank: int, folder: Path) -> dict[str, Any]:
@@ -189,11 +211,12 @@ def export_fails(folder: Path, policy: Policy) -> list[str]:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     seen: dict[str, Any] = {}
     with process_group(folder / "store", rank, 2) as mesh:
+        seen["loading"] = loading(folder, mesh)
         seen["synthetic"] = synthetic(rank, folder)
         sharding.GATHER_BYTES = 20_000  # several spans
         for name in ("qwen3", "llama"):

@@ -58,7 +58,6 @@ class Books:
 
 
 def opened(folder: Path, fsync: Any = "never") -> tuple[JournalWriter, list[Entry]]:
-    """As replay opens its journal: what is there, and a writer that goes on."""
     reader = JournalReader(folder)
     found = entries(folder, reader, cut=True)
     return JournalWriter(folder, "run", fsync=fsync, after=reader), found

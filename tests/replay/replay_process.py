@@ -119,9 +119,6 @@ class Peer:
         self.beaten_at = 0.0
         self.heard = 0
 
-    def hello(self) -> m.Hello:
-        raise NotImplementedError
-
     def come_back(self) -> None:
         raise NotImplementedError
 
@@ -164,24 +161,16 @@ class RolloutServer(Peer):
 
     def __init__(self, replay: Replay, identity: str = "rollout-0") -> None:
         super().__init__(replay, identity)
-        self.version = 0
         self.leases: dict[Key, m.Lease] = {}
         self.unacked: dict[Key, m.Group] = {}
         self.acks: list[tuple[Key, str]] = []
         self.come_back()
 
-    def hello(self) -> m.Hello:
-        return m.Hello(role="rollout_server", name=self.identity, pid=1, host="h", fingerprint=self.replay.fingerprint)
-
     def come_back(self) -> None:
-        self.dealer.send(self.hello())
-        self.ask()
-        for group in self.unacked.values():
-            self.dealer.send(group)
-
-    def ask(self, version: int | None = None) -> None:
-        self.version = self.version if version is None else version
-        self.dealer.send(m.LeaseRequest(capacity=64, version=self.version, incarnation=1))
+        fingerprint = self.replay.fingerprint
+        hello = m.Hello(role="rollout_server", name=self.identity, pid=1, host="h", fingerprint=fingerprint)
+        for message in (hello, m.LeaseRequest(capacity=64, version=0, incarnation=1), *self.unacked.values()):
+            self.dealer.send(message)
 
     def beat(self) -> None:
         super().beat()
@@ -205,11 +194,11 @@ class RolloutServer(Peer):
     def answer(self, key: Key, tokens: int = 40) -> None:
         """Send the group of a lease that is held."""
         lease = self.leases.pop(key)
-        self.unacked[key] = answer_to(lease, max(lease.min_version, self.version), tokens)
+        self.unacked[key] = answer_to(lease, tokens)
         self.dealer.send(self.unacked[key])
 
 
-def answer_to(lease: m.Lease, version: int, tokens: int) -> m.Group:
+def answer_to(lease: m.Lease, tokens: int) -> m.Group:
     rng = np.random.default_rng([lease.index, lease.attempt])
     total = 2 * tokens
     return make_group(
@@ -219,7 +208,7 @@ def answer_to(lease: m.Lease, version: int, tokens: int) -> m.Group:
         attempt=lease.attempt,
         token_ids=rng.integers(0, 100, total, dtype=np.int32),
         logprobs=-rng.random(total, dtype=np.float32),
-        versions=np.full(total, version, dtype=np.int32),
+        versions=np.full(total, lease.min_version, dtype=np.int32),
     )
 
 

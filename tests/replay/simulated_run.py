@@ -38,8 +38,8 @@ def service(journal=None, num_rows=40, **overrides):
     cfg = config(**{"placement__split": "1:1", **overrides})
     made = bare_service(cfg, journal=journal, num_rows=num_rows)
     learner(made, "l")
-    made.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
-    made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 0.0)
+    joins(made, "a")
+    joins(made, "b")
     return made
 
 
@@ -55,6 +55,17 @@ def learner(made, identity, *, now=0.0, **fields):
     made.handle(identity, m.Hello(**hello), now)
 
 
+def joins(made, identity, now=0.0):
+    """A rollout server says Hello."""
+    made.handle(identity, m.Hello(role="rollout_server", name=f"rollout-{identity}", pid=2, host="h"), now)
+
+
+def trains(made, rank, step, digest):
+    """Rank 0 takes the batch of a step and commits it."""
+    made.handle(rank, m.Take(step=step, rank=0), 1.0)
+    made.handle(rank, m.Committed(step=step, digest=digest), 1.0)
+
+
 def sent(made, identity, kind):
     """Messages of a kind that replay has for a peer; they are taken from its outbox."""
     found = [x for who, x in made.outbox if who == identity and isinstance(x, kind)]
@@ -62,17 +73,17 @@ def sent(made, identity, kind):
     return found
 
 
-def lease(made, server="a", *, capacity=1, version=0, incarnation=1, now=0.0):
+def lease(made, identity="a", *, capacity=1, version=0, incarnation=1, now=0.0):
     """Leases that a server gets for asking."""
-    made.handle(server, m.LeaseRequest(capacity=capacity, version=version, incarnation=incarnation), now)
-    return sent(made, server, m.Lease)
+    made.handle(identity, m.LeaseRequest(capacity=capacity, version=version, incarnation=incarnation), now)
+    return sent(made, identity, m.Lease)
 
 
-def make_step(made, step, *, versions=(0,), digest=None, server="a", rank="l", incarnation=1):
+def make_step(made, step, *, versions=(0,)):
     """Lease and finish groups until batch `step` is out, and commit it; its group ids."""
-    made.handle(rank, m.Take(step=step, rank=0), 0.0)
-    for given in lease(made, server, capacity=50, version=step - 1, incarnation=incarnation):
-        made.handle(server, group_message(given, list(versions)), 0.0)
-    batch = sent(made, rank, m.Batch)[-1]
-    made.handle(rank, m.Committed(step=step, digest=digest or f"d{step}"), 0.0)
+    made.handle("l", m.Take(step=step, rank=0), 0.0)
+    for given in lease(made, capacity=50, version=step - 1):
+        made.handle("a", group_message(given, list(versions)), 0.0)
+    batch = sent(made, "l", m.Batch)[-1]
+    made.handle("l", m.Committed(step=step, digest=f"d{step}"), 0.0)
     return [tuple(group) for group in batch.group_ids]

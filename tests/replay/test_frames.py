@@ -28,6 +28,7 @@ from replay.channel.frames import (
     registry,
 )
 from tests.replay.simulation.samples import make_result
+from tests.security.fuzz.mutations import Mutator
 from tests.security.fuzz.samples import Samples
 
 EVERY = {**m.TO_REPLAY, **m.FROM_REPLAY}
@@ -53,16 +54,6 @@ def sealed(header: Any, arrays: list[bytes]) -> list[bytes]:
     return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], arrays), *arrays]
 
 
-def accept(frames: list[bytes]) -> None:
-    """Decode what may be broken: a message comes out or WireError does; any other exception fails the test."""
-    try:
-        envelope = decode(frames, EVERY)
-    except WireError as error:
-        assert str(error)
-    else:
-        assert type(envelope.message) in EVERY.values()
-
-
 @settings(max_examples=100, deadline=None)
 @given(message=MESSAGES, run_id=st.text(max_size=10), sequence=st.integers(0, 2**62))
 def test_every_message_survives_the_trip(message: Message, run_id: str, sequence: int) -> None:
@@ -83,35 +74,16 @@ def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
         decode(frames, EVERY)
 
 
-@settings(max_examples=150, deadline=None)
-@given(message=MESSAGES, data=st.data())
-def test_flipped_and_cut_bytes_raise_only_wire_errors(message: Message, data: st.DataObject) -> None:
-    frames = wire(message)
-    number = data.draw(st.integers(0, len(frames) - 1))
-    frame = bytearray(frames[number])
-    for _ in range(data.draw(st.integers(1, 4))):
-        if frame:
-            frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    frames[number] = bytes(frame[: data.draw(st.integers(0, len(frame)))] + data.draw(st.binary(max_size=3)))
-    accept(frames)
-
-
-@settings(max_examples=150, deadline=None)
-@given(message=MESSAGES, data=st.data())
-def test_headers_with_another_value_somewhere_raise_only_wire_errors(message: Message, data: st.DataObject) -> None:
-    """The header stays msgpack, one of its parts becomes anything: types, names, dtypes and shapes are checked."""
-    frames = wire(message)
-    header = msgpack.unpackb(frames[0])
-    places: list[tuple[Any, Any]] = [(header, key) for key in header]
-    places += [(header["fields"], key) for key in header["fields"]]
-    places += [(entry, position) for entry in header["arrays"] for position in range(3)]
-    holder, key = data.draw(st.sampled_from(places))
-    value = data.draw(PLAIN | st.sampled_from(["Ack", "float64", "object", [2**62], [-1], [1, 1], [True], {}, []]))
-    if isinstance(holder, dict) and data.draw(st.booleans()):
-        del holder[key]
+@settings(max_examples=300, deadline=None)
+@given(message=MESSAGES, seed=st.integers(0, 2**32))
+def test_flipped_and_cut_bytes_raise_only_wire_errors(message: Message, seed: int) -> None:
+    """And whatever else the fuzzer does to frames, headers and values; half of them get the right checksum again."""
+    try:
+        envelope = decode(Mutator(random.Random(seed)).mutate(wire(message)), EVERY)
+    except WireError as error:
+        assert str(error)
     else:
-        holder[key] = value
-    accept(sealed(header, frames[1:]))
+        assert type(envelope.message) in EVERY.values()
 
 
 ACK = m.Ack(pass_=0, index=7, attempt=1, status="accepted")

@@ -1,7 +1,6 @@
 """The real replay process and its journal: killed at any point, on a full disk, beside a damaged journal."""
 
 import asyncio
-import random
 import resource
 import time
 from collections import Counter
@@ -17,8 +16,7 @@ from learner import batches
 from learner.batches import BatchReader
 from replay import messages as m
 from replay.channel import AsyncRouter
-from replay.journal import JournalError, JournalReader
-from replay.journal.format import segments
+from replay.journal import JournalReader
 from replay.serve import keep_company
 
 
@@ -108,21 +106,6 @@ def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_sil
     assert set(asyncio.run(serve_late())) == {"StatusRequest"}
 
 
-def test_what_fails_while_replay_reads_ends_it():
-    def fail() -> None:
-        raise JournalError("damaged")
-
-    async def read() -> None:
-        router = AsyncRouter("127.0.0.1", 0, RUN_ID, m.TO_REPLAY)
-        try:
-            await keep_company(router, fail)
-        finally:
-            router.close()
-
-    with pytest.raises(JournalError, match="damaged"):
-        asyncio.run(read())
-
-
 def limit_files(process: Replay, size: int) -> None:
     """Let the live process write no byte of a file behind `size`; -1 lifts the limit."""
     assert process.process is not None
@@ -172,40 +155,3 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
         process.start("--recover")
         process.kill()
         assert journalled_groups(process) == {key}
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(600)
-def test_20_kills_at_random_points_change_nothing_that_was_decided(tmp_path):
-    """Every prompt is trained once and in order, whatever step of whatever exchange replay was killed in."""
-    rng, kills = random.Random(20), 0
-    with a_run(tmp_path, lease_s=1.5) as (process, server, learner):
-        step, die_at = 1, 0
-        while kills < 20 or step < 8:
-            if (
-                kills < 20 and server.heard + learner.heard >= die_at
-            ):  # a few milliseconds later: anywhere in what follows
-                time.sleep(rng.random() * 0.005)
-                process.kill()
-                assert server.accepted <= journalled_groups(process) or len(segments(process.journal)) > 1
-                process.start("--recover")
-                kills += 1
-                die_at = server.heard + learner.heard + rng.choice([0, 2, 4, 8, 12, 20])
-            for key in rng.sample(sorted(server.leases), min(len(server.leases), rng.randrange(4))):
-                server.answer(key)
-            learner.ask(step)
-            for peer in rng.sample([server, learner], 2):
-                peer.pump(0.002)
-            if step in learner.proceeds:
-                learner.commit(step)
-                if rng.random() < 0.3:
-                    learner.said.append(m.Checkpointed(step=step, kept=[step]))
-                    learner.dealer.send(learner.said[-1])
-                server.ask(step)
-                step += 1
-        for number, batches in sorted(learner.batches.items()):
-            assert all(contents(batch) == contents(batches[0]) for batch in batches), f"batch {number} changed"
-        trained = [group for number in range(1, step) for group in learner.batches[number][0].group_ids]
-        assert trained == [[0, index] for index in range(GROUPS_PER_STEP * (step - 1))]
-        assert {status for _, status in server.acks} <= {"accepted", "superseded"}
-        assert len(server.acks) >= GROUPS_PER_STEP * (step - 1)

@@ -1,15 +1,15 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
-from simulated_run import group_message, learner, lease, make_step, sent, service
+import pytest
+from simulated_run import group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
-from replay.desks.leases import SlotState
+from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
 
 
 def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (first,) = sent(made, "a", m.Lease)
+    (first,) = lease(made)
     made.handle("b", m.LeaseRequest(capacity=1, version=0), 0.0)
     sent(made, "b", m.Lease)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -41,12 +41,11 @@ def test_reward_errors_past_their_limit_end_the_run():
 
 def test_renewals_without_progress_end_the_lease():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
+    (given,) = lease(made)
     now = 0.0
     while made.buffer.count(SlotState.LEASED) and now < 100:
         now += 1.0
-        made.handle("a", m.Renew(leases=[[lease.pass_, lease.index, lease.attempt, 3]]), now)
+        made.handle("a", m.Renew(leases=[[given.pass_, given.index, given.attempt, 3]]), now)
         made.handle("a", m.LeaseRequest(capacity=0, version=0), now)
         made.tick(now)
     assert 15 < now <= 22, "lease_s is 10: one lease of grace for waiting and scoring"
@@ -72,19 +71,11 @@ def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
             made.granting.expire(100.0 * end + 50.0)
         else:
             made.lost("b", "closed", 100.0 * end)
-            made.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0 * end)
+            joins(made, "b", 100.0 * end)
     assert not [name for name in made.counters if name.startswith("dropped/")]
     lease(made, "b", now=5000.0)
     made.granting.expire(6000.0)
     assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
-
-
-def test_a_prompt_is_poison_by_its_failures_however_often_it_was_interrupted():
-    made = service(replay__max_attempts=2)
-    for reason in ("aborted", "reward_error", "aborted", "engine_error"):
-        given = next(x for x in lease(made) if x.index == 0)
-        made.handle("a", m.Cancel(pass_=0, index=0, attempt=given.attempt, reason=reason), 1.0)
-    assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
 
 
 def test_only_who_holds_a_lease_renews_it():
@@ -139,11 +130,9 @@ def test_status_says_why_no_batch_can_be_formed():
     gives_up(made, 3)
     make_step(made, 1)
     learner(made, "l2", version=0)
-    made.handle("l2", m.Take(step=1, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
+    trains(made, "l2", 1, "other")
     made.handle("a", m.LeaseRequest(capacity=4, version=1, incarnation=1), 0.0)
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="d2"), 0.0)
+    trains(made, "l2", 2, "d2")
     made.handle("l2", m.Take(step=3, rank=0), 0.0)
     made.handle("x", m.StatusRequest(), 1.0)
     found = sent(made, "x", m.Status)[-1].state["waiting"]
@@ -166,3 +155,18 @@ def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert sent(made, "l", m.Batch) and made.run.flat_drops == 0
+
+
+def test_the_first_that_has_a_version_gets_its_part_until_the_others_have_had_their_time():
+    shares = Shares()
+    assert shares.most([3, 3, 3, 3], needed=4, work=64, now=10.0) == 64, "nobody can take it anyway"
+    assert shares.most([4, 3, 3, 3], needed=4, work=64, now=11.0) == 16
+    assert shares.most([4, 4, 3, 3], needed=4, work=65, now=11.0 + WAIT_FOR_OTHERS_S) == 17, "rounded up"
+    assert shares.most([4, 4, 3, 3], needed=4, work=64, now=11.1 + WAIT_FOR_OTHERS_S) == 64, "one of them is slow"
+    assert shares.most([5, 4, 4, 3], needed=5, work=64, now=20.0) == 16, "the next version, the next wait"
+    assert shares.most([5, 5, 5, 5], needed=5, work=64, now=20.1) == 64, "all have it"
+
+
+@pytest.mark.parametrize("versions", [[], [7]])
+def test_one_server_or_none_waits_for_nobody(versions):
+    assert Shares().most(versions, needed=7, work=64, now=0.0) == 64

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from simulated_run import group_message, learner, lease, make_step, sent, service
+from simulated_run import group_message, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
@@ -64,8 +64,7 @@ def diverged_at_2(made):
     new, running = lease(made, version=2, capacity=2)
     made.handle("a", group_message(new, [2]), 0.0)
     resumed_at(made, 1)
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
+    trains(made, "l2", 2, "other")
     sent(made, "a", m.Lease)
     return old, new, running
 
@@ -91,8 +90,7 @@ def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
         ids = make_step(made, step, versions=[step - 1])
     lease(made, version=3, capacity=2)
     resumed_at(made, 1)
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
+    trains(made, "l2", 2, "other")
     assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
 
 
@@ -117,8 +115,7 @@ def test_a_finished_group_is_judged_by_the_incarnations_that_sampled_it():
     of_the_lost, of_the_line, *_ = lease(made, version=1, capacity=9)
     made.handle("l", m.Take(step=2, rank=0), 0.0)  # from here on version 2 is possible; its commit never comes
     resumed_at(made, 1)
-    made.handle("l2", m.Take(step=2, rank=0), 1.0)
-    made.handle("l2", m.Committed(step=2, digest="d2"), 1.0)
+    trains(made, "l2", 2, "d2")
     lease(made, version=2, incarnation=2, capacity=0)
     for given, policies in ((of_the_lost, [[1, 1], [1, 2]]), (of_the_line, [[1, 1], [2, 2]])):
         group = dataclasses.replace(group_message(given, [1, 2]), policies=policies)
@@ -135,8 +132,7 @@ def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_g
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
     made.granting.expire(100.0)
     resumed_at(made, 0)
-    made.handle("l2", m.Take(step=1, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=1, digest="other"), 0.0)
+    trains(made, "l2", 1, "other")
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=2), 0.0)
     made.handle("a", group_message(first, [1]), 0.0)
     assert sent(made, "a", m.Ack)[-1].status == "superseded"
@@ -190,8 +186,7 @@ def test_a_version_that_died_with_its_learner_before_its_commit_is_not_trusted()
     here, running = unproven(made)
     resumed_at(made, 1)
     assert {(x.pass_, x.index) for x in sent(made, "a", m.Cancel)} >= {(x.pass_, x.index) for x in (here, running)}
-    made.handle("l2", m.Take(step=2, rank=0), 0.0)
-    made.handle("l2", m.Committed(step=2, digest="other"), 0.0)
+    trains(made, "l2", 2, "other")
     assert made.counters["diverged"] == 0, "nobody knows what it was"
     for given in (here, running):
         made.handle("a", group_message(given, [1, 2]), 0.0)

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
+from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
@@ -63,7 +63,7 @@ def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not()
     assert set(again.missing) == {"a", "b"}
     again.handle("a", m.Heartbeat(), 101.0)
     assert "say Hello first" in sent(again, "a", m.Refused)[-1].reason
-    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    joins(again, "a", 101.0)
     again.handle("a", group_message(first, [0]), 102.0)
     assert sent(again, "a", m.Ack)[-1].status == "accepted"
     again.tick(109.0)
@@ -103,7 +103,7 @@ def test_a_group_that_was_accepted_and_not_acked_is_a_duplicate_after_the_restar
     (given,) = lease(made)
     made.handle("a", group_message(given, [0]), 1.0)
     again = restarted(made)
-    again.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 101.0)
+    joins(again, "a", 101.0)
     again.handle("a", group_message(given, [0]), 101.0)
     assert sent(again, "a", m.Ack)[-1].status == "accepted" and again.counters["duplicate_groups"] == 1
 
@@ -184,8 +184,7 @@ def test_a_divergence_that_was_half_written_is_completed():
     made = busy()
     running = next(slot.group_id for slot in made.buffer.slots.values() if slot.state is SlotState.LEASED)
     learner(made, "l2", version=1, digest="d1")
-    made.handle("l2", m.Take(step=2, rank=0), 2.0)
-    made.handle("l2", m.Committed(step=2, digest="other"), 2.0)
+    trains(made, "l2", 2, "other")
     kinds = [record.kind for record in made.journal.records]
     for count in range(kinds.index("diverged") - 1, len(kinds) + 1):
         again = restarted(made, records=count)
@@ -193,20 +192,6 @@ def test_a_divergence_that_was_half_written_is_completed():
             assert again.buffer.line.ahead(2) == [] and again.buffer.line.digest(2) == "other"
             assert again.run.policies.lost == [(0, 1, 2)]
             assert again.buffer.slots[running].voided >= 1
-
-
-def test_what_a_start_called_back_stays_called_back():
-    made = service()
-    make_step(made, 1)
-    here, running, *_ = lease(made, version=1, capacity=4)
-    made.handle("l", m.Take(step=2, rank=0), 0.0)
-    made.handle("a", m.LeaseRequest(capacity=4, version=2, incarnation=1), 0.0)  # published; the commit was lost
-    learner(made, "l2", version=1, digest="d1")
-    again = restarted(made)
-    assert same(made, again)
-    for given in (here, running):
-        slot = again.buffer.slots[given.pass_, given.index]
-        assert (slot.state, slot.voided, slot.group) == (SlotState.QUEUED, 1, None)
 
 
 def test_nothing_leaves_while_the_disk_is_full():
@@ -240,6 +225,16 @@ def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
     assert released[-1][0] == min(
         [made.journal.segment, *(s.location.segment for s in made.buffer.slots.values() if s.location)]
     )
+
+
+def test_files_of_batches_that_may_come_again_are_kept():
+    made = service(replay__async_lag=0)
+    for step in (1, 2):
+        make_step(made, step, versions=[step - 1])
+    made.handle("l", m.Checkpointed(step=2, kept=[1, 2]), 2.0)
+    assert made.journal.released == 1
+    made.handle("l", m.Checkpointed(step=2, kept=[2]), 2.0)
+    assert made.journal.released == made.journal.segment == 3
 
 
 def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
@@ -281,8 +276,7 @@ def test_the_line_for_a_replay_is_the_surviving_one():
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "d2", 3: "d3"}
     assert [t.group_id for t in player.buffer.line.steps[3].groups] == make_step_3
     learner(made, "l2", version=1, digest="d1")
-    made.handle("l2", m.Take(step=2, rank=0), 2.0)
-    made.handle("l2", m.Committed(step=2, digest="other"), 2.0)
+    trains(made, "l2", 2, "other")
     player = bare_service(config(placement__split="1:1"), journal=made.journal)
     whole_line(player.run, made.journal.records)
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "other"}
@@ -299,7 +293,7 @@ def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_doe
     again.evaluations.board.modes = [True]
     again.restore(made.journal.records, 100.0)
     learner(again, "l", incarnation=1, now=100.0)
-    again.handle("b", m.Hello(role="rollout_server", name="rollout-b", pid=3, host="h"), 100.0)
+    joins(again, "b", 100.0)
     again.handle("b", m.LeaseRequest(capacity=0, version=0, incarnation=1), 100.0)
     assert not sent(again, "b", m.EvaluationLease)
     again.handle("b", m.Heartbeat(), 109.0)

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulated_run import bare_service, config, group_message, learner, lease, make_step, sent, service
+from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.channel import WireError
@@ -15,13 +15,19 @@ from tests.replay.simulation.world import rows
 
 def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
+    (given,) = lease(made)
     for _ in range(2):
-        made.handle("a", group_message(lease, [0]), 1.0)
+        made.handle("a", group_message(given, [0]), 1.0)
     assert [a.status for a in sent(made, "a", m.Ack)] == ["accepted", "accepted"]
     assert made.buffer.count(SlotState.BUFFERED) == 1
     assert made.counters["duplicate_groups"] == 1
+
+
+def evaluating(num_prompts, modes=(True,)):
+    """A service whose learner may ask for evaluations."""
+    made = service(data__eval="x", evaluation__num_prompts=num_prompts)
+    made.evaluations.rows, made.evaluations.board.modes = rows(num_prompts), list(modes)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -41,9 +47,8 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
 )
 def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
-    made.handle("a", dataclasses.replace(group_message(lease, [0]), **change), 1.0)
+    (given,) = lease(made)
+    made.handle("a", dataclasses.replace(group_message(given, [0]), **change), 1.0)
     ack = sent(made, "a", m.Ack)[-1]
     assert ack.status == "rejected" and message in ack.reason
     assert made.buffer.count(SlotState.BUFFERED) == 0
@@ -53,8 +58,7 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     made = service(replay__async_lag=0)
     made.batch_desk.num_ranks = 2
     made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
-    made.handle("a", m.LeaseRequest(capacity=9, version=0), 0.0)
-    for given in sent(made, "a", m.Lease):
+    for given in lease(made, capacity=9):
         made.handle("a", group_message(given, [0]), 1.0)
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert not sent(made, "l", m.Batch), "a batch goes out when all ranks have asked"
@@ -82,8 +86,7 @@ def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_
 
 def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     made = service(replay__lease_s=60)
-    made.handle("a", m.LeaseRequest(capacity=2, version=0), 0.0)
-    assert len(sent(made, "a", m.Lease)) == 2
+    assert len(lease(made, capacity=2)) == 2
     made.handle("b", m.Heartbeat(), 10.0)
     made.tick(10.5)
     assert made.peers.get("a") is None and made.counters["servers_lost"] == 1
@@ -116,12 +119,10 @@ def test_peers_that_disagree_are_refused_by_name():
 
 def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     made = service()
-    made.handle("a", m.LeaseRequest(capacity=8, version=0), 0.0)
-    leases = sent(made, "a", m.Lease)
+    leases = lease(made, capacity=8)
     for given in leases:
         made.handle("a", group_message(given, [0]), 1.0)
-    made.handle("l", m.Take(step=1, rank=0), 1.0)
-    made.handle("l", m.Committed(step=1, digest="d"), 1.0)
+    trains(made, "l", 1, "d")
     made.handle("l", m.CursorRequest(step=1), 1.0)
     (cursor,) = sent(made, "l", m.Cursor)
 
@@ -132,16 +133,14 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     assert resumed.counters["resume_without_journal"] == 4
     restored = {name: count for name, count in resumed.counters.items() if name != "resume_without_journal"}
     assert restored == cursor.state["counters"], "restored, and not added to what was counted before"
-    resumed.handle("a", m.Hello(role="rollout_server", name="rollout-a", pid=2, host="h"), 0.0)
+    joins(resumed, "a", 0.0)
     resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
     again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
     assert again == [(x.pass_, x.index) for x in leases[4:]] + [(0, 8), (0, 9), (0, 10), (0, 11)], again
 
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
-    made = service(data__eval="x", evaluation__num_prompts=3)
-    made.evaluations.rows = rows(3)
-    made.evaluations.board.modes = [True, False]
+    made = evaluating(3, modes=[True, False])
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     made.handle("b", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -157,9 +156,7 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
 
 
 def test_an_evaluation_that_fails_everywhere_is_given_up():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     for server in ("a", "b"):
         made.handle(server, m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -260,9 +257,8 @@ def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
 def test_token_ids_beyond_the_vocabulary_are_rejected():
     made = service()
     made.granting.vocab_size = 5
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    (lease,) = sent(made, "a", m.Lease)
-    made.handle("a", group_message(lease, [0]), 1.0)
+    (given,) = lease(made)
+    made.handle("a", group_message(given, [0]), 1.0)
     assert "token id 5 of a vocabulary of 5" in sent(made, "a", m.Ack)[-1].reason
 
 
@@ -307,9 +303,7 @@ def test_a_cursor_waits_for_a_commit_that_was_lost():
 
 
 def test_only_a_server_that_was_asked_evaluates():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
@@ -320,15 +314,12 @@ def test_only_a_server_that_was_asked_evaluates():
 
 
 def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = rows(1)
-    made.evaluations.board.modes = [True]
+    made = evaluating(1)
     make_step(made, 1)
     made.handle("l", m.Evaluate(version=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
     learner(made, "l2", version=0)
     made.handle("a", make_result(1), 1.0)
     assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
-    made.handle("l2", m.Take(step=1, rank=0), 1.0)
-    made.handle("l2", m.Committed(step=1, digest="d1"), 1.0)
+    trains(made, "l2", 1, "d1")
     assert sent(made, "l2", m.EvaluationResult) and sent(made, "l2", m.EvaluationClosed)

@@ -1,12 +1,30 @@
-"""Fixtures of the rollout server's tests."""
+"""Fixtures of the rollout server's tests. Those that are coroutines run under a deadline."""
 
+import asyncio
 import importlib.util
+import inspect
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+DEADLINE_S = 60.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A coroutine runs in a loop of its own, or beside the session's SGLang where it asks for that as `served`."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters}
+    if "served" in arguments:
+        arguments.pop("served")(test, arguments)
+    else:
+        asyncio.run(asyncio.wait_for(test(**arguments), DEADLINE_S))
+    return True
 
 
 @pytest.fixture
@@ -26,8 +44,8 @@ def grader(tmp_path: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def sglang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Runs scenarios beside the session's SGLang, which serves a tiny random Qwen3."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The session's SGLang, which serves a tiny random Qwen3; the test runs in its process, with `Served` for this."""
     import torch
 
     if torch.version.cuda or torch.version.hip:

@@ -1,4 +1,4 @@
-"""A process of its own for the SGLang of a test session; tests send it scenarios.
+"""A process of its own for the SGLang of a test session; tests run in it.
 
 Its own, because what SGLang needs on a CPU changes a process (stand-ins on `sys.path`, before transformers comes in);
 one for all tests, because it takes a quarter of a minute to start.
@@ -22,16 +22,16 @@ DEADLINE_S = 170.0
 
 
 class Host:
-    """Runs `async def scenario(served, *arguments)` of a test module beside the engine; what it raises comes back."""
+    """Runs `async def test(served, ...)` of a test module beside the engine; what it raises comes back."""
 
     def __init__(self, folder: Path) -> None:
         self._pool = ProcessPoolExecutor(
             1, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(os.getpid(), folder)
         )
 
-    def __call__(self, scenario: Callable[..., Coroutine[Any, Any, None]], *arguments: object) -> None:
-        """Run a scenario; the engine is started where none runs."""
-        self._pool.submit(_run, scenario, arguments).result(DEADLINE_S)
+    def __call__(self, test: Callable[..., Coroutine[Any, Any, None]], arguments: dict[str, object]) -> None:
+        """Run a test; the engine is started where none runs."""
+        self._pool.submit(_run, test, arguments).result(DEADLINE_S)
 
     def close(self) -> None:
         """End the engine and its process."""
@@ -66,10 +66,10 @@ def _served() -> "Served":
     return Served(_folder)
 
 
-def _run(scenario: Callable[..., Coroutine[Any, Any, None]], arguments: tuple[object, ...]) -> None:
+def _run(test: Callable[..., Coroutine[Any, Any, None]], arguments: dict[str, object]) -> None:
     served = _served()
     served.start()
-    served.run(scenario(served, *arguments))
+    served.run(test(served, **arguments))
 
 
 def _kill_children() -> None:

@@ -1,68 +1,32 @@
 """Forced lengths (scripts/bench/server.py) through the real generator, torch engine, tokenizer and rewards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch_oracle import DEADLINE_S
+from small_generator import PROMPT, config_of, generating, until
 
 from configs import Config
 from replay import messages as m
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.rewards.pool import RewardPool
-from rollout_server.tasks import Task
+from rollout_server.generate import LeaseFailed
 from scripts.bench.model import SHAPES, make
-from scripts.bench.server import ForcedLengths, forced_length
+from scripts.bench.server import forced_length
 
 GROUP, CAP, MEDIAN, SIGMA = 6, 40, 12, 0.7
-PROMPT = {
-    "prompt": "w5 w9 w300",
-    "ground_truth": "",
-    "data_source": "bench",
-    "extra_info": {},
-    "columns": {},
-}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = tmp_path_factory.mktemp("models") / "tiny"
     make("tiny", path, 0)
-    return path
-
-
-@asynccontextmanager
-async def generating(folder: Path, median: int = 0, sigma: float = SIGMA) -> AsyncIterator[Generator]:
-    config = Config.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
-            "rollout": {"group_size": GROUP, "max_new_tokens": CAP},
-        }
-    )
-    engine = TorchEngine(folder, max_context=8 + CAP, max_running=64)
-    try:
-        async with RewardPool(config.reward) as rewards:
-            parts = (config, engine, Task(config), rewards)
-            yield ForcedLengths(*parts, median=median, sigma=sigma) if median else Generator(*parts)
-    finally:
-        await engine.close()
+    return config_of(path, GROUP, CAP)
 
 
 def lease(seed: int) -> m.Lease:
     return m.Lease(pass_=0, index=seed, attempt=1, min_version=0, lease_s=60.0, seed=seed, prompt=PROMPT)
-
-
-def run(main: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def expected(seed: int) -> list[int]:
@@ -92,80 +56,60 @@ def test_lengths_are_lognormal() -> None:
     assert abs(((logs - logs.mean()) ** 3).mean() / 0.7**3) < 0.15, "symmetric in the logarithm"
 
 
-def test_answers_have_their_lengths_and_no_token_stops_them(folder: Path) -> None:
-    async def main() -> None:
-        async with generating(folder, MEDIAN) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
-            first, again, other = await asyncio.gather(
-                generator.group(lease(3), "0/3/1"),
-                generator.group(lease(3), "0/3/2"),
-                generator.group(lease(4), "0/4/1"),
-            )
-            assert generator.running_tokens() == {}
-        assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)
-        assert first.lengths.tolist() != other.lengths.tolist()
-        assert first.finish_reasons == ["length"] * GROUP
-        assert first.token_ids.tolist() == again.token_ids.tolist()
-        answers = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
-        assert len({tuple(answer[:4].tolist()) for answer in answers}) == GROUP, "each has a random stream of its own"
-
-    run(main)
+async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config) -> None:
+    async with generating(config, MEDIAN, SIGMA) as generator:
+        generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
+        first, again, other = await asyncio.gather(
+            generator.group(lease(3), "0/3/1"),
+            generator.group(lease(3), "0/3/2"),
+            generator.group(lease(4), "0/4/1"),
+        )
+        assert generator.running_tokens() == {}
+    assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)
+    assert first.lengths.tolist() != other.lengths.tolist()
+    assert first.finish_reasons == ["length"] * GROUP
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    answers = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
+    assert len({tuple(answer[:4].tolist()) for answer in answers}) == GROUP, "each has a random stream of its own"
 
 
-def test_without_a_median_stop_tokens_end_answers(folder: Path) -> None:
-    async def main() -> None:
-        async with generating(folder) as generator:
-            generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
-            group = await generator.group(lease(3), "0/3/1")
-        assert group.lengths.tolist() == [1] * GROUP
-        assert group.finish_reasons == ["stop"] * GROUP
-
-    run(main)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("waited in vain")
+async def test_without_a_median_stop_tokens_end_answers(config: Config) -> None:
+    async with generating(config) as generator:
+        generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
+        group = await generator.group(lease(3), "0/3/1")
+    assert group.lengths.tolist() == [1] * GROUP
+    assert group.finish_reasons == ["stop"] * GROUP
 
 
 @pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])
-def test_a_lease_is_renewed_and_aborted_by_its_own_name(folder: Path, median: int) -> None:
-    async def main() -> None:
-        async with generating(folder, median, sigma=0.0) as generator:
-            await generator.engine.pause("keep_kv")
-            doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
-            other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
-            await until(lambda: len(generator.running_tokens()) == 2)
-            await generator.engine.resume()
-            await until(lambda: generator.running_tokens().get("0/1/1"))
-            await generator.engine.pause("keep_kv")
-            assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
-            generator.abort("0/1/1")
-            generator.abort("nobody")
-            await generator.engine.resume()
-            with pytest.raises(LeaseFailed, match="aborted"):
-                await doomed
-            assert (await other).lengths.size == GROUP
-
-    run(main)
+async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int) -> None:
+    async with generating(config, median, sigma=0.0) as generator:
+        await generator.engine.pause("keep_kv")
+        doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
+        other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
+        await until(lambda: len(generator.running_tokens()) == 2)
+        await generator.engine.resume()
+        await until(lambda: generator.running_tokens().get("0/1/1"))
+        await generator.engine.pause("keep_kv")
+        assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
+        generator.abort("0/1/1")
+        generator.abort("nobody")
+        await generator.engine.resume()
+        with pytest.raises(LeaseFailed, match="aborted"):
+            await doomed
+        assert (await other).lengths.size == GROUP
 
 
-def test_when_one_answer_is_refused_the_others_end(folder: Path) -> None:
-    async def main() -> None:
-        async with generating(folder, CAP * 100) as generator:
-            await generator.engine.pause("keep_kv")
-            blocker = asyncio.create_task(
-                generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
-            )
-            await until(generator.running_tokens)
-            with pytest.raises(EngineError, match="already running"):
-                await generator.group(lease(1), "0/1/1")
-            await generator.engine.resume()
-            await until(lambda: not generator.running_tokens())
-            assert (await blocker)[0].finish_reason == "abort"
-            assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"
-
-    run(main)
+async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None:
+    async with generating(config, CAP * 100) as generator:
+        await generator.engine.pause("keep_kv")
+        blocker = asyncio.create_task(
+            generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
+        )
+        await until(generator.running_tokens)
+        with pytest.raises(EngineError, match="already running"):
+            await generator.group(lease(1), "0/1/1")
+        await generator.engine.resume()
+        await until(lambda: not generator.running_tokens())
+        assert (await blocker)[0].finish_reason == "abort"
+        assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"

@@ -1,7 +1,7 @@
 """Partial rollouts from server to server: a real engine, generator and server dies midway, another one goes on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch_oracle import DEADLINE_S, Gate, hf_tensors, load_model, logprobs_of
+from small_generator import PROMPT, config_of, generating, until
+from torch_oracle import Gate, hf_tensors, load_model, logprobs_of
 
 from configs import Config
 from replay import messages as m
@@ -21,17 +22,12 @@ from replay.desks.leases import Slot, SlotState
 from replay.desks.partials import Partials
 from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
-from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports, prefixes_of
-from rollout_server.rewards.pool import RewardPool
 from rollout_server.server import RolloutServer
-from rollout_server.tasks import Task
 from scripts.bench.model import SHAPES, make
-from scripts.bench.server import ForcedLengths, forced_length
+from scripts.bench.server import forced_length
 
 GROUP, CAP, STEP, SEED = 4, 30, 12, 11
-PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}
 GROUP_ID = (0, 3)
 BOUNDS = Bounds(1, SHAPES["tiny"]["vocab_size"])
 
@@ -43,18 +39,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for seed, path in enumerate(paths):
         make("tiny", path, seed)
     return paths[0], paths[1]
-
-
-def config_of(folder: Path, *, partial_rollouts: bool = True, **rollout: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
-            "rollout": {"group_size": GROUP, "max_new_tokens": CAP, **rollout},
-            "replay": {"partial_rollouts": partial_rollouts},
-            "network": {"heartbeat_s": 0.01},
-        }
-    )
 
 
 class Wire:
@@ -78,15 +62,9 @@ class Wire:
 @asynccontextmanager
 async def server_of(config: Config, median: int = 0) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
-    engine = TorchEngine(config.model.path, max_context=8 + CAP, max_running=64, seed=config.run.seed)
-    try:
-        async with RewardPool(config.reward) as rewards:
-            parts = (config, engine, Task(config), rewards)
-            generator = ForcedLengths(*parts, median=median) if median else Generator(*parts)
-            generator.task.stop_token_ids = ()
-            yield RolloutServer(config, generator, wire, name="server", fingerprint={}), wire  # type: ignore[arg-type]
-    finally:
-        await engine.close()
+    async with generating(config, median) as generator:
+        generator.task.stop_token_ids = ()
+        yield RolloutServer(config, generator, wire, name="server", fingerprint={}), wire  # type: ignore[arg-type]
 
 
 def lease(attempt: int, **prefix: Any) -> m.Lease:
@@ -99,14 +77,6 @@ def lease(attempt: int, **prefix: Any) -> m.Lease:
     return decoded
 
 
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("waited in vain")
-
-
 @asynccontextmanager
 async def working(server: RolloutServer, given: m.Lease) -> AsyncIterator[asyncio.TaskGroup]:
     """The server works on a lease, and beats."""
@@ -115,10 +85,6 @@ async def working(server: RolloutServer, given: m.Lease) -> AsyncIterator[asynci
         beating = tasks.create_task(server.beat())
         yield tasks
         beating.cancel()
-
-
-def run(main: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 class Killed(Exception):
@@ -147,33 +113,29 @@ async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, m
 
 
 @pytest.mark.parametrize("median", [0, 12], ids=["one request", "one for each answer"])
-def test_a_second_server_goes_on_from_what_the_first_one_told(
+async def test_a_second_server_goes_on_from_what_the_first_one_told(
     median: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(folders[0])
+    config = config_of(folders[0], GROUP, CAP, partial_rollouts=True)
     models = [load_model(folder) for folder in folders]
     lengths = [CAP] * GROUP
     if median:
         lengths = [forced_length(SEED, i, median=median, sigma=0.7, limit=CAP) for i in range(GROUP)]
         assert min(lengths) < STEP < max(lengths), "some have ended when the server dies"
-
-    async def main() -> None:
-        partials = await told_before_it_died(config, monkeypatch, median)
-        fields = partials.prefix(GROUP_ID, 0)
-        begun = fields["prefix_lengths"].tolist()
-        assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
-        ended = ["length" if told == length else "" for told, length in zip(begun, lengths, strict=True)]
-        assert fields["prefix_finished"] == ended and len(set(ended)) == (2 if median else 1)
-        async with server_of(config, median) as (server, wire):
-            await server.engine.pause("keep_kv")
-            await server.engine.load(hf_tensors(models[1]).items(), 1)
-            await server.engine.resume()
-            async with working(server, lease(2, **fields)):
-                await until(lambda: wire.of(m.Group))
-            (group,) = wire.of(m.Group)
-        check_group(group, config, models, lengths, fields)
-
-    run(main)
+    partials = await told_before_it_died(config, monkeypatch, median)
+    fields = partials.prefix(GROUP_ID, 0)
+    begun = fields["prefix_lengths"].tolist()
+    assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
+    ended = ["length" if told == length else "" for told, length in zip(begun, lengths, strict=True)]
+    assert fields["prefix_finished"] == ended and len(set(ended)) == (2 if median else 1)
+    async with server_of(config, median) as (server, wire):
+        await server.engine.pause("keep_kv")
+        await server.engine.load(hf_tensors(models[1]).items(), 1)
+        await server.engine.resume()
+        async with working(server, lease(2, **fields)):
+            await until(lambda: wire.of(m.Group))
+        (group,) = wire.of(m.Group)
+    check_group(group, config, models, lengths, fields)
 
 
 def check_group(group: m.Group, config: Config, models: list[Any], lengths: list[int], fields: dict[str, Any]) -> None:
@@ -194,93 +156,82 @@ def check_group(group: m.Group, config: Config, models: list[Any], lengths: list
         assert float((by_version[0] - by_version[1]).abs().min()) > 1e-4, "the weights are told apart"
 
 
-def test_answers_that_wait_for_their_rewards_are_told_whole(
+async def test_answers_that_wait_for_their_rewards_are_told_whole(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has forgotten them by then."""
+    partials, released = Partials(GROUP, CAP), asyncio.Event()
+    slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
+    async with server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire):
+        score = server.generator.rewards.score
 
-    async def main() -> None:
-        partials, released = Partials(GROUP, CAP), asyncio.Event()
-        slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
-        async with server_of(config_of(folders[0])) as (server, wire):
-            score = server.generator.rewards.score
+        async def slow(samples: Any) -> Any:
+            await released.wait()
+            return await score(samples)
 
-            async def slow(samples: Any) -> Any:
-                await released.wait()
-                return await score(samples)
-
-            monkeypatch.setattr(server.generator.rewards, "score", slow)
-            async with working(server, lease(1)):
-                await until(lambda: sum(entry[4] > 0 for entry in wire.told()) == GROUP)
-                for message in wire.of(m.Renew):
-                    assert partials.take(message, {0: slot}, BOUNDS) == []
-                released.set()
-                await until(lambda: wire.of(m.Group))
-            (group,) = wire.of(m.Group)
-        fields = partials.prefix(GROUP_ID, 0)
-        assert fields["prefix_finished"] == group.finish_reasons
-        assert fields["prefix_token_ids"].tolist() == group.token_ids.tolist()
-        assert server.generator.progress("0/3/1", [0] * GROUP)[0].token_ids.size == 0, "and forgotten here"
-
-    run(main)
+        monkeypatch.setattr(server.generator.rewards, "score", slow)
+        async with working(server, lease(1)):
+            await until(lambda: sum(entry[4] > 0 for entry in wire.told()) == GROUP)
+            for message in wire.of(m.Renew):
+                assert partials.take(message, {0: slot}, BOUNDS) == []
+            released.set()
+            await until(lambda: wire.of(m.Group))
+        (group,) = wire.of(m.Group)
+    fields = partials.prefix(GROUP_ID, 0)
+    assert fields["prefix_finished"] == group.finish_reasons
+    assert fields["prefix_token_ids"].tolist() == group.token_ids.tolist()
+    assert server.generator.progress("0/3/1", [0] * GROUP)[0].token_ids.size == 0, "and forgotten here"
 
 
-def test_nothing_is_told_where_the_key_is_off(folders: tuple[Path, Path]) -> None:
-    async def main() -> None:
-        async with server_of(config_of(folders[0], partial_rollouts=False)) as (server, wire):
-            await server.engine.pause("keep_kv")
-            async with working(server, lease(1)):
-                await until(lambda: len(wire.of(m.Renew)) > 1)
-                await server.engine.resume()
-                await until(lambda: wire.of(m.Group))
-            renewed = wire.of(m.Renew)
-        assert all(r.leases[0][:3] == [*GROUP_ID, 1] and not r.progress and not r.token_ids.size for r in renewed)
-
-    run(main)
+async def test_nothing_is_told_where_the_key_is_off(folders: tuple[Path, Path]) -> None:
+    async with server_of(config_of(folders[0], GROUP, CAP)) as (server, wire):
+        await server.engine.pause("keep_kv")
+        async with working(server, lease(1)):
+            await until(lambda: len(wire.of(m.Renew)) > 1)
+            await server.engine.resume()
+            await until(lambda: wire.of(m.Group))
+        renewed = wire.of(m.Renew)
+    assert all(r.leases[0][:3] == [*GROUP_ID, 1] and not r.progress and not r.token_ids.size for r in renewed)
 
 
-def test_a_server_that_joins_again_tells_everything_again(
+async def test_a_server_that_joins_again_tells_everything_again(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Replay may have started anew; what comes before its Hello is not heard."""
     gate = Gate(monkeypatch, STEP)
+    async with (
+        server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire),
+        working(server, lease(1)) as tasks,
+    ):
+        await gate.reached()
+        pausing = await gate.posted(server.engine.pause("keep_kv"))
+        gate.release()
+        await pausing
+        beats = len(wire.sent)
+        await until(lambda: len(wire.sent) >= beats + 4)
+        assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
+        wire.sent.clear()
+        await server.handle(m.Refused(reason="say Hello first"), tasks)
+        await until(wire.told)
+        assert type(wire.sent[0]) is m.Hello
+        assert wire.told() == [[0, answer, 0, STEP + 1, 0] for answer in range(GROUP)]
+        await server.engine.resume()
+        await until(lambda: wire.of(m.Group))
 
-    async def main() -> None:
-        async with server_of(config_of(folders[0])) as (server, wire), working(server, lease(1)) as tasks:
-            await gate.reached()
-            pausing = await gate.posted(server.engine.pause("keep_kv"))
-            gate.release()
-            await pausing
-            beats = len(wire.sent)
-            await until(lambda: len(wire.sent) >= beats + 4)
-            assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
-            wire.sent.clear()
-            await server.handle(m.Refused(reason="say Hello first"), tasks)
-            await until(wire.told)
-            assert type(wire.sent[0]) is m.Hello
-            assert wire.told() == [[0, answer, 0, STEP + 1, 0] for answer in range(GROUP)]
+
+async def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]) -> None:
+    async with server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire):
+        await server.engine.pause("keep_kv")
+        async with working(server, lease(1)) as tasks:
+            await until(lambda: server.generator.running_tokens())
+            await server.handle(lease(1), tasks)
+            await until(lambda: len(wire.of(m.Renew)) > 1)
             await server.engine.resume()
             await until(lambda: wire.of(m.Group))
-
-    run(main)
-
-
-def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]) -> None:
-    async def main() -> None:
-        async with server_of(config_of(folders[0])) as (server, wire):
-            await server.engine.pause("keep_kv")
-            async with working(server, lease(1)) as tasks:
-                await until(lambda: server.generator.running_tokens())
-                await server.handle(lease(1), tasks)
-                await until(lambda: len(wire.of(m.Renew)) > 1)
-                await server.engine.resume()
-                await until(lambda: wire.of(m.Group))
-                await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
-                beats = len(wire.of(m.Renew))
-                await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
-            assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
-
-    run(main)
+            await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
+            beats = len(wire.of(m.Renew))
+            await until(lambda: len(wire.of(m.Heartbeat)) > beats + 3)
+        assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
 
 
 # ---- what a Renew says, without an engine -----------------------------------------------------------------

@@ -1,24 +1,19 @@
 """Updates straight into a real SGLang's schedulers, by a real publisher over gloo (weight_bus.apply: direct)."""
 
 import asyncio
-import itertools
 import threading
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 import torch
-from sglang_follower import Follower, following, until
-from sglang_host import Host
-from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
+from sglang_follower import Faulty, Follower, Learner, following, until
+from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
 
-from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
-from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
+from weight_bus import EngineSpoiled, RemovedFromBus, Subscriber, TransportError
 from weight_bus.transports.direct import DirectGloo
 
-RUNS = itertools.count()
 OVERRIDES = (
     "weight_bus.apply=direct",
     f"weight_bus.bucket_bytes={BUCKET_BYTES}",
@@ -40,41 +35,27 @@ class Reluctant:
         return lambda *_: pytest.fail(f"{name} was called")
 
 
-class NamedPublisher(Publisher):
-    """A publisher of a run of its own, for SGLang keeps the names of its groups."""
-
-    def __init__(self, served: Served, factory: Callable[..., DirectGloo] | None = None) -> None:
-        self.run_id = f"direct-{next(RUNS)}"
-        super().__init__(
-            served.config(*OVERRIDES).weight_bus,
-            host="127.0.0.1",
-            run_id=self.run_id,
-            incarnation=1,
-            transport_factory=factory,
-        )
+class Direct(Faulty, DirectGloo):
+    """Sends into schedulers."""
 
 
-def followed(served: Served, publisher: NamedPublisher, *overrides: str) -> AbstractAsyncContextManager[Follower]:
+def publishing(served: Served) -> Learner:
+    return Learner(served, Direct, *OVERRIDES)
+
+
+def followed(served: Served, publisher: Learner, *overrides: str) -> AbstractAsyncContextManager[Follower]:
     return following(served, publisher, publisher.run_id, *OVERRIDES, *overrides)
 
 
-async def publish(publisher: Publisher, version: int, model: Any) -> PublishReport:
-    return await asyncio.to_thread(publisher.publish, version, update_of(model).items(), digests(model))
-
-
-def test_updates_go_straight_into_the_engine_and_its_logprobs_follow(sglang: Host) -> None:
-    sglang(straight)
-
-
-async def straight(served: Served) -> None:
+async def test_updates_go_straight_into_the_engine_and_its_logprobs_follow(served: Served) -> None:
     first = served.version + 1
-    with NamedPublisher(served) as publisher:
+    with publishing(served) as publisher:
         async with followed(served, publisher) as follower:
             for version in range(first, first + 3):
                 model = random_model(100 + version)
                 kept = served.start_sample([3, 1, 2], max_new_tokens=90)
                 await served.under_way(kept)
-                report = await publish(publisher, version, model)
+                report = await publisher.send(version, model)
                 assert (report.served, report.failed) == (["one"], {}) and report.epoch == 1, "the group is kept"
                 assert await served.engine.digest() == digests(model)
                 (answer,) = await kept
@@ -87,7 +68,7 @@ async def straight(served: Served) -> None:
             assert follower.live[-1] == first + 3 and follower.dark == []
 
 
-async def a_round_that_is_called_off(served: Served, publisher: NamedPublisher, version: int) -> None:
+async def a_round_that_is_called_off(served: Served, publisher: Learner, version: int) -> None:
     """Another member does not pause: nothing is sent, the engine goes on, and is updated in a group of its own."""
     kept = served.start_sample([3, 1, 2], max_new_tokens=90)
     await served.under_way(kept)
@@ -104,7 +85,7 @@ async def a_round_that_is_called_off(served: Served, publisher: NamedPublisher, 
     thread.start()
     await until(lambda: len(publisher.members()) == 2, "it joins")
     model = random_model(7)
-    report = await publish(publisher, version, model)
+    report = await publisher.send(version, model)
     assert report.served == ["one"] and "no pause" in report.failed["other"], report
     assert report.epoch > 2 and await served.engine.digest() == digests(model)
     (answer,) = await kept
@@ -119,17 +100,13 @@ def _receive(subscriber: Subscriber) -> None:
         subscriber.receive(lambda *_: {}, activate=lambda *_: None, quarantine=lambda *_: None)
 
 
-def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(sglang: Host) -> None:
-    sglang(drained)
-
-
-async def drained(served: Served) -> None:
+async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(served: Served) -> None:
     version, model = served.version + 1, random_model(9)
-    with NamedPublisher(served) as publisher:
+    with publishing(served) as publisher:
         async with followed(served, publisher, "rollout.on_new_weights=drain") as follower:
             running = served.start_sample([3, 1, 2], max_new_tokens=90)
             await served.under_way(running)
-            report = await publish(publisher, version, model)
+            report = await publisher.send(version, model)
             assert (report.served, report.failed) == ([], {}) and "drains" in report.held["one"], report
             await until(lambda: not served.engine._open.is_set(), "new requests wait")
             waiting = [served.start_sample([5, 6, 7]) for _ in range(3)]
@@ -143,34 +120,15 @@ async def drained(served: Served) -> None:
     served.model, served.version = model, version
 
 
-class Faulty(DirectGloo):
-    """Something happens to the second bucket of the first update."""
-
-    def __init__(self, config: WeightBus, host: str, fault: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(config, host)
-        self._fault: Callable[[torch.Tensor], None] | None = fault
-
-    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `Collective.broadcast`."""
-        if index == 1 and self._fault is not None:
-            fault, self._fault = self._fault, None
-            bucket = bucket.clone()
-            fault(bucket)
-        super().broadcast(bucket, index)
-
-
-def test_bytes_that_changed_on_the_way_are_found_live_and_healed_by_a_refill(sglang: Host) -> None:
-    sglang(changed)
-
-
-async def changed(served: Served) -> None:
+async def test_bytes_that_changed_on_the_way_are_found_live_and_healed_by_a_refill(served: Served) -> None:
     def flip(bucket: torch.Tensor) -> None:
         bucket[5] ^= 1
 
     version, model = served.version + 1, random_model(3)
-    with NamedPublisher(served, lambda config, host: Faulty(config, host, flip)) as publisher:
+    with publishing(served) as publisher:
+        publisher.end.fault = flip
         async with followed(served, publisher) as follower:
-            await publish(publisher, version, model)
+            await publisher.send(version, model)
             await until(lambda: follower.live, "it is healed")
             assert follower.live == [version]
             assert len(follower.dark) == 1 and "1 tensors of the engine differ" in follower.dark[0]
@@ -179,18 +137,15 @@ async def changed(served: Served) -> None:
     served.model, served.version = model, version
 
 
-def test_a_publisher_lost_in_a_transfer_ends_the_engine_by_name(sglang: Host) -> None:
-    sglang(lost)
-
-
-async def lost(served: Served) -> None:
+async def test_a_publisher_lost_in_a_transfer_ends_the_engine_by_name(served: Served) -> None:
     def cut(_: torch.Tensor) -> None:
         raise TransportError("the publisher was cut off", "closed")
 
     version, model = served.version + 1, random_model(4)
-    with NamedPublisher(served, lambda config, host: Faulty(config, host, cut)) as publisher:
+    with publishing(served) as publisher:
+        publisher.end.fault = cut
         async with followed(served, publisher) as follower:
-            report = await publish(publisher, version, model)
+            report = await publisher.send(version, model)
             assert report.served == [] and "bucket 2 did not arrive in the engine" in report.failed["one"], report
             assert "its engine is spoiled and restarts" in report.failed["one"] and publisher.members() == {}
             await until(lambda: follower.failure, "the follower fails")

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_host import Host
 from sglang_served import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -19,7 +18,6 @@ from sglang_served import (
 )
 from torch_oracle import error, logprobs_of
 
-from configs.schema import Config
 from rollout_server.engines.base import EngineError, Sampling
 
 PROMPT = [(5 * i + 1) % 40 for i in range(24)]
@@ -30,11 +28,7 @@ async def refused(call: Any, match: str) -> None:
         await call
 
 
-def test_answers_of_version_0_and_their_digests(sglang: Host) -> None:
-    sglang(first_version)
-
-
-async def first_version(served: Served) -> None:
+async def test_answers_of_version_0_and_their_digests(served: Served) -> None:
     await served.update(0, "drain")
     assert await served.engine.digest() == digests(served.model)  # taken anew, without an update
     answers = await served.sample(PROMPT, 4)
@@ -52,30 +46,18 @@ async def first_version(served: Served) -> None:
     assert stopped.finish_reason == "stop" and stopped.token_ids.tolist() == greedy.token_ids[: first + 1].tolist()
 
 
-def test_its_processes_take_the_threads_that_they_are_given(sglang: Host) -> None:
-    sglang(threads)
-
-
-async def threads(served: Served) -> None:
+async def test_its_processes_take_the_threads_that_they_are_given(served: Served) -> None:
     assert served.config().rollout.num_threads == 1
     for pid in served.engine.sglang.pids():
         assert b"OMP_NUM_THREADS=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
-def test_logprobs_are_those_at_the_sampling_temperature(sglang: Host) -> None:
-    sglang(warm)
-
-
-async def warm(served: Served) -> None:
+async def test_logprobs_are_those_at_the_sampling_temperature(served: Served) -> None:
     (answer,) = await served.sample(PROMPT, temperature=0.6)
     assert error(answer, logprobs_of(served.model, PROMPT, answer, temperature=0.6)) <= TOLERANCE
 
 
-def test_requests_that_do_not_fit_are_refused(sglang: Host) -> None:
-    sglang(do_not_fit)
-
-
-async def do_not_fit(served: Served) -> None:
+async def test_requests_that_do_not_fit_are_refused(served: Served) -> None:
     await refused(served.sample([1] * PROMPT_TOKENS, max_new_tokens=NEW_TOKENS + 1), "exceeds the context of")
     await refused(served.sample([]), "each must be at least 1")
     await refused(served.sample([3, 40]), "token id 40 is outside the vocabulary of 40")
@@ -83,32 +65,7 @@ async def do_not_fit(served: Served) -> None:
     await refused(served.engine.load(staged(served.model), 99), "while the engine decodes; pause it first")
 
 
-@pytest.mark.parametrize(
-    ("override", "match"),
-    [
-        ("rollout.sglang.max_totl_tokens=9", r"no such argument; did you mean 'rollout\.sglang\.max_total_tokens'"),
-        ("rollout.sglang.model_path=x", r"rollout\.sglang\.model_path: Slipstream decides it; set model\.path"),
-    ],
-)
-def test_arguments_that_the_installed_sglang_does_not_take_are_refused(override: str, match: str, sglang: Host) -> None:
-    sglang(wrong_argument, override, match)
-
-
-async def wrong_argument(served: Served, override: str, match: str) -> None:
-    from rollout_server.engines.sglang.engine import SGLangEngine
-
-    key, _, value = override.partition("=")
-    config: Config = served.config()
-    config.rollout.sglang[key.removeprefix("rollout.sglang.")] = value
-    with pytest.raises(EngineError, match=match):
-        SGLangEngine(config)
-
-
-def test_a_half_updated_engine_does_not_serve_until_it_is_healed(sglang: Host) -> None:
-    sglang(half_updated)
-
-
-async def half_updated(served: Served) -> None:
+async def test_a_half_updated_engine_does_not_serve_until_it_is_healed(served: Served) -> None:
     before = served.version
     model = random_model(201)
     await served.engine.pause("keep_kv")
@@ -129,11 +86,7 @@ async def half_updated(served: Served) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
-def test_a_pause_that_fails_lets_requests_go_on(mode: str, sglang: Host) -> None:
-    sglang(failed_pause, mode)
-
-
-async def failed_pause(served: Served, mode: str) -> None:
+async def test_a_pause_that_fails_lets_requests_go_on(served: Served, mode: str) -> None:
     async def refuse() -> None:
         raise EngineError("no pause")
 
@@ -152,11 +105,7 @@ async def failed_pause(served: Served, mode: str) -> None:
     check_logprobs(served.model, PROMPT, old)
 
 
-def test_without_recorded_versions_no_token_is_called_newer_than_it_is(sglang: Host) -> None:
-    sglang(no_spans)
-
-
-async def no_spans(served: Served) -> None:
+async def test_without_recorded_versions_no_token_is_called_newer_than_it_is(served: Served) -> None:
     served.spans = {}
     task = served.start_sample(PROMPT, max_new_tokens=90)
     await served.under_way(task)
@@ -170,11 +119,7 @@ async def no_spans(served: Served) -> None:
     assert old["end"] <= first_new <= old["end"] + 17, (spans, first_new)  # what a stream interval leaves in doubt
 
 
-def test_an_evaluation_keeps_its_version_until_it_is_over(sglang: Host) -> None:
-    sglang(evaluation)
-
-
-async def evaluation(served: Served) -> None:
+async def test_an_evaluation_keeps_its_version_until_it_is_over(served: Served) -> None:
     version, model = served.version, served.model
     await served.engine.pin(version)
     request = served.engine.generate

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sglang_host import Host
 from sglang_served import Served, check_logprobs
 
 PROMPT = [(7 * i + 3) % 40 for i in range(40)]
@@ -20,11 +19,7 @@ def check_cached(served: Served, expected: int) -> None:
     assert served.cached[-1] == expected, f"{served.cached[-1]} cached tokens, expected {expected}"
 
 
-def test_a_no_request_meets_kv_of_older_weights(sglang: Host) -> None:
-    sglang(prefix_cache)
-
-
-async def prefix_cache(served: Served) -> None:
+async def test_a_no_request_meets_kv_of_older_weights(served: Served) -> None:
     await served.sample(PROMPT)
     await served.sample(PROMPT)
     check_cached(served, len(PROMPT) - 1)
@@ -35,11 +30,7 @@ async def prefix_cache(served: Served) -> None:
         check_logprobs(served.model, PROMPT, answer)
 
 
-def test_a_what_a_request_computed_over_an_update_serves_no_other(sglang: Host) -> None:
-    sglang(mixed_kv)
-
-
-async def mixed_kv(served: Served) -> None:
+async def test_a_what_a_request_computed_over_an_update_serves_no_other(served: Served) -> None:
     task = served.start_sample(PROMPT, max_new_tokens=60)
     await served.under_way(task)
     await served.update(102, "keep_kv")
@@ -51,12 +42,8 @@ async def mixed_kv(served: Served) -> None:
     check_logprobs(served.model, prompt, answer)
 
 
-def test_a_a_version_that_is_loaded_again_with_other_weights_is_another_one(sglang: Host) -> None:
+async def test_a_a_version_that_is_loaded_again_with_other_weights_is_another_one(served: Served) -> None:
     """As after a learner's restart, which makes the versions after its checkpoint a second time."""
-    sglang(same_version_again)
-
-
-async def same_version_again(served: Served) -> None:
     await served.update(103, "keep_kv")
     await served.sample(PROMPT)
     await served.update(104, "keep_kv", version=served.version)
@@ -66,11 +53,7 @@ async def same_version_again(served: Served) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
-def test_b_an_update_with_requests_in_flight_ends_no_process(mode: str, sglang: Host) -> None:
-    sglang(update_in_flight, mode)
-
-
-async def update_in_flight(served: Served, mode: str) -> None:
+async def test_b_an_update_with_requests_in_flight_ends_no_process(served: Served, mode: str) -> None:
     pids = served.engine.sglang.pids()
     tasks = [served.start_sample([*PROMPT, i], max_new_tokens=60) for i in range(4)]
     for task in tasks:
@@ -83,11 +66,7 @@ async def update_in_flight(served: Served, mode: str) -> None:
     assert served.engine.sglang.pids() == pids
 
 
-def test_c_what_an_update_interrupts_comes_back_whole(sglang: Host) -> None:
-    sglang(interrupted)
-
-
-async def interrupted(served: Served) -> None:
+async def test_c_what_an_update_interrupts_comes_back_whole(served: Served) -> None:
     old = served.model
     task = served.start_sample(PROMPT, 3, max_new_tokens=60)
     await served.under_way(task)
@@ -99,11 +78,7 @@ async def interrupted(served: Served) -> None:
         check_logprobs(new, PROMPT, answer, served.version)
 
 
-def test_c_what_a_caller_aborts_keeps_its_tokens_and_says_so(sglang: Host) -> None:
-    sglang(aborted)
-
-
-async def aborted(served: Served) -> None:
+async def test_c_what_a_caller_aborts_keeps_its_tokens_and_says_so(served: Served) -> None:
     task, other = (served.start_sample(PROMPT, 2, max_new_tokens=90) for _ in range(2))
     await served.under_way(task)
     served.engine.abort(task.get_name())

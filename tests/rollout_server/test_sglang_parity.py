@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_host import Host
 from sglang_served import NEW_TOKENS, TOLERANCE, Served, check_logprobs, digests, random_model, staged
 from torch_oracle import logprobs_of, logprobs_over_kept_kv
 
@@ -101,11 +100,7 @@ def check_kept_kv(old: Any, new: Any, prompt: list[int], answer: Completion) -> 
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv", "drain"])
-def test_logprobs_are_those_of_the_claimed_weights_over_20_updates(mode: str, sglang: Host) -> None:
-    sglang(twenty_updates, mode)
-
-
-async def twenty_updates(served: Served, mode: str) -> None:
+async def test_logprobs_are_those_of_the_claimed_weights_over_20_updates(served: Served, mode: str) -> None:
     load = Load(served, random.Random(mode))
     models = {served.version: served.model}
     served.cached.clear()

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_host import Host
 from sglang_served import NEW_TOKENS, Served, check_logprobs
 
 from rollout_server.engines.base import EngineError, Partial, Sampling
@@ -46,11 +45,7 @@ async def shown_midway(served: Served, n: int, name: str) -> list[Partial]:
     return shown
 
 
-def test_an_answer_goes_on_under_other_weights(sglang: Host) -> None:
-    sglang(goes_on)
-
-
-async def goes_on(served: Served) -> None:
+async def test_an_answer_goes_on_under_other_weights(served: Served) -> None:
     old, before = served.model, served.version
     shown = await shown_midway(served, 3, "first")
     new = await served.update(301, "keep_kv")
@@ -73,11 +68,7 @@ async def goes_on(served: Served) -> None:
         await served.engine.generate(PROMPT, LONG, 1, request_id="x", prefixes=[one(40)])
 
 
-def test_greedy_tokens_after_a_prefix_are_those_of_the_model(sglang: Host) -> None:
-    sglang(greedy_after_a_prefix)
-
-
-async def greedy_after_a_prefix(served: Served) -> None:
+async def test_greedy_tokens_after_a_prefix_are_those_of_the_model(served: Served) -> None:
     shown = await shown_midway(served, 1, "first")
     sampling = Sampling(max_new_tokens=NEW_TOKENS, greedy=True)
     (answer,) = await served.engine.generate(PROMPT, sampling, 1, request_id="second", prefixes=shown)
@@ -88,11 +79,7 @@ async def greedy_after_a_prefix(served: Served) -> None:
 
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
-def test_what_is_shown_over_an_update_is_never_newer_than_it_is(mode: str, sglang: Host) -> None:
-    sglang(shown_over_an_update, mode)
-
-
-async def shown_over_an_update(served: Served, mode: str) -> None:
+async def test_what_is_shown_over_an_update_is_never_newer_than_it_is(served: Served, mode: str) -> None:
     before = served.version
     task = served.loop.create_task(served.engine.generate(PROMPT, LONG, 2, request_id="a"), name="a")
     await served.under_way(task)

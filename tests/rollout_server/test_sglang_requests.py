@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from configs.loading import load
 from rollout_server.engines import staging_in
 from rollout_server.engines.base import EngineError, Sampling
-from rollout_server.engines.sglang.arguments import LOADER, memory_share, server_arguments
+from rollout_server.engines.sglang.arguments import DECIDED, LOADER, memory_share, server_arguments
 from rollout_server.engines.sglang.requests import (
     Answer,
     Part,
-    finish_reason,
     tokens_of,
     versions_from_boundaries,
     versions_from_spans,
@@ -95,44 +94,10 @@ def test_tokens_and_logprobs_of_an_output() -> None:
         tokens_of({"output_ids": [7, 9, 1], "meta_info": meta})
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ({"type": "stop", "matched": 2}, "stop"),
-        ({"type": "length", "length": 9}, "length"),
-        ({"type": "abort"}, "abort"),
-        (None, "abort"),
-    ],
-)
-def test_finish_reasons(said: dict[str, Any] | None, reason: str) -> None:
-    assert finish_reason(said) == reason
-
-
 # ---- arguments --------------------------------------------------------------------------------------------
 
-KNOWN = [
-    "model_path",
-    "tp_size",
-    "device",
-    "dtype",
-    "max_running_requests",
-    "host",
-    "api_key",
-    "admin_api_key",
-    "custom_weight_loader",
-    "log_level",
-    "skip_tokenizer_init",
-    "weight_version",
-    "trust_remote_code",
-    "context_length",
-    "attention_backend",
-    "disable_radix_cache",
-    "max_total_tokens",
-    "sleep_on_idle",
-    "schedule_policy",
-    "stream_interval",
-    "random_seed",
-]
+DEFAULTS = ["log_level", "attention_backend", "max_total_tokens", "sleep_on_idle", "stream_interval", "random_seed"]
+KNOWN = [*DECIDED, *DEFAULTS, "disable_radix_cache", "schedule_policy"]
 
 
 def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN) -> dict[str, Any]:

@@ -19,9 +19,6 @@ BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
 needs_cpu_torch = pytest.mark.skipif(
     bool(torch.version.cuda or torch.version.hip), reason=f"torch {torch.__version__} is no CPU build"
 )
-needs_sglang = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed (scripts/install.sh dev,sglang-cpu)"
-)
 
 
 def python(program: str, *path: Path) -> subprocess.CompletedProcess[str]:
@@ -146,15 +143,6 @@ def test_missing_packages_have_stand_ins_and_calling_it_again_changes_nothing(tm
 
 
 @needs_cpu_torch
-def test_packages_that_work_are_not_hidden(tmp_path: Path) -> None:
-    for name in ("sglang", *STOOD_IN_FOR):
-        package(tmp_path, name)
-    said = report(tmp_path)
-    assert said["first"] == said["again"] == said["added"] == []
-    assert said["files"] == {name: str(tmp_path / name / "__init__.py") for name in STOOD_IN_FOR}
-
-
-@needs_cpu_torch
 def test_a_package_that_cannot_be_imported_is_hidden_and_the_others_are_not(tmp_path: Path) -> None:
     package(tmp_path, "sglang")
     package(tmp_path, "triton")
@@ -164,36 +152,6 @@ def test_a_package_that_cannot_be_imported_is_hidden_and_the_others_are_not(tmp_
     assert said["first"] == ["sgl_kernel", "torchvision"]
     assert said["files"]["triton"] == str(tmp_path / "triton" / "__init__.py")  # type: ignore[index]
     assert said["files"]["torchvision"] == str(stand_in_folder("torchvision") / "torchvision" / "__init__.py")  # type: ignore[index]
-
-
-@needs_cpu_torch
-def test_spawned_processes_find_the_stand_ins_too(tmp_path: Path) -> None:
-    main = tmp_path / "main.py"
-    main.write_text(
-        "import multiprocessing\n"
-        "def show():\n    import sgl_kernel\n    print(sgl_kernel.__file__)\n"
-        "if __name__ == '__main__':\n"
-        "    from rollout_server.engines.sglang.cpu import prepare_cpu\n    prepare_cpu()\n"
-        "    child = multiprocessing.get_context('spawn').Process(target=show)\n    child.start()\n    child.join()\n"
-    )
-    done = python(f"import runpy; runpy.run_path({str(main)!r}, run_name='__main__')", package(tmp_path, "sglang"))
-    assert done.stdout.strip() == str(stand_in_folder("sgl_kernel") / "sgl_kernel" / "__init__.py"), done.stderr
-
-
-@needs_cpu_torch
-@needs_sglang
-def test_sglang_itself_can_be_imported() -> None:
-    program = """
-from rollout_server.engines.sglang.cpu import prepare_cpu
-prepare_cpu()
-import sglang.srt.entrypoints.engine, sglang.srt.managers.scheduler, sglang.srt.managers.detokenizer_manager
-import sglang.srt.model_executor.model_runner
-from sglang.srt.models import llama, qwen2, qwen3
-from sglang.srt.utils import is_cpu, is_cuda
-print(is_cpu(), is_cuda(), qwen3.Qwen3ForCausalLM.__name__)
-"""
-    done = python(program)
-    assert done.stdout.split() == ["True", "False", "Qwen3ForCausalLM"], done.stderr
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from sglang_host import Host
 from sglang_served import Served
 
 from rollout_server.engines.base import EngineStartFailed
@@ -53,18 +52,14 @@ def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
 
 
 @pytest.mark.slow  # two starts of SGLang; what the message is made of has the tests above
-def test_a_scheduler_that_cannot_load_its_model_is_named_by_its_error(sglang: Host, tmp_path: Path) -> None:
-    sglang(cannot_load, tmp_path)
-
-
-async def cannot_load(served: Served, folder: Path) -> None:
+async def test_a_scheduler_that_cannot_load_its_model_is_named_by_its_error(served: Served, tmp_path: Path) -> None:
     from rollout_server.engines.sglang.engine import SGLangEngine
 
-    shutil.copytree(served.folder, folder, dirs_exist_ok=True)
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, "vocab_size": described["vocab_size"] + 1}))
+    shutil.copytree(served.folder, tmp_path, dirs_exist_ok=True)
+    described = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**described, "vocab_size": described["vocab_size"] + 1}))
     with pytest.raises(EngineStartFailed) as failed:
-        SGLangEngine(served.config(f"model.path={folder}"))
+        SGLangEngine(served.config(f"model.path={tmp_path}"))
     text = str(failed.value)
     assert "did not start: " in text and "OOM" not in text, text
     assert text.partition("did not start: ")[2].split()[0].rstrip(":").endswith("Error"), text

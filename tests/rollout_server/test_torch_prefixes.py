@@ -12,12 +12,12 @@ from torch_oracle import (
     PROMPT,
     STEP,
     Gate,
+    Models,
     error,
     hf_tensors,
     load_model,
     logprobs_of,
     make_model,
-    run,
     sample,
     save_folder,
     serving,
@@ -64,159 +64,131 @@ def check(answer: Completion, models: dict[int, Any], prompt: list[int] = PROMPT
     assert error(answer, expected[torch.tensor(row), torch.arange(len(row))]) <= 1e-5
 
 
-def test_an_answer_goes_on_in_another_engine_with_other_weights(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+async def test_an_answer_goes_on_in_another_engine_with_other_weights(
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
-
-    async def main() -> None:
-        shown = await died_midway(folder, monkeypatch)
-        assert [part.token_ids.size for part in shown] == [STEP + 1] * 3
-        async with serving(folder) as engine:
-            await update(engine, new, 1)
-            answers = await engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown)
-            assert (await engine.health()).generated_tokens == 3 * (LIMIT - STEP - 1)
-        for part, answer in zip(shown, answers, strict=True):
-            assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * (LIMIT - STEP - 1)
-            assert answer.token_ids[: STEP + 1].tolist() == part.token_ids.tolist()
-            assert answer.finish_reason == "length"
-            check(answer, {0: old, 1: new})
-            assert error(answer, logprobs_of(new, PROMPT, answer)) > 1e-3, "the weights are told apart"
-
-    run(main())
+    shown = await died_midway(folder, monkeypatch)
+    assert [part.token_ids.size for part in shown] == [STEP + 1] * 3
+    async with serving(folder) as engine:
+        await update(engine, new, 1)
+        answers = await engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown)
+        assert (await engine.health()).generated_tokens == 3 * (LIMIT - STEP - 1)
+    for part, answer in zip(shown, answers, strict=True):
+        assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * (LIMIT - STEP - 1)
+        assert answer.token_ids[: STEP + 1].tolist() == part.token_ids.tolist()
+        assert answer.finish_reason == "length"
+        check(answer, {0: old, 1: new})
+        assert error(answer, logprobs_of(new, PROMPT, answer)) > 1e-3, "the weights are told apart"
 
 
-def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
-    models: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch
+async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
+    models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, old, new = models
     third = make_model(seed=2)
-
-    async def main() -> None:
-        shown = await died_midway(folder, monkeypatch)
-        async with serving(folder) as engine:
-            await update(engine, new, 1)
-            gate = Gate(monkeypatch, 5)
-            answers = await gate.posted(engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown))
-            await gate.reached()
-            pausing = await gate.posted(engine.pause("recompute_kv"))
-            gate.release()
-            await pausing
-            assert engine.running_tokens() == {"b": 3 * (STEP + 1 + 6)}
-            since = engine.progress("b", [STEP + 1, STEP + 2, 0])
-            assert [part.versions.tolist() for part in since] == [[1] * 6, [1] * 5, [0] * (STEP + 1) + [1] * 6]
-            shown_later = engine.progress("b")
-            await engine.load(hf_tensors(third).items(), 2)
-            await engine.resume()
-            for answer in await answers:
-                assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * 6 + [2] * (LIMIT - STEP - 7)
-                check(answer, {0: old, 1: new, 2: third})
-        async with serving(folder) as engine:
-            await update(engine, third, 2)
-            for answer in await engine.generate(PROMPT, LONG, 3, request_id="c", prefixes=shown_later):
-                assert sorted(set(answer.versions.tolist())) == [0, 1, 2]
-                check(answer, {0: old, 1: new, 2: third})
-
-    run(main())
+    shown = await died_midway(folder, monkeypatch)
+    async with serving(folder) as engine:
+        await update(engine, new, 1)
+        gate = Gate(monkeypatch, 5)
+        answers = await gate.posted(engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown))
+        await gate.reached()
+        pausing = await gate.posted(engine.pause("recompute_kv"))
+        gate.release()
+        await pausing
+        assert engine.running_tokens() == {"b": 3 * (STEP + 1 + 6)}
+        since = engine.progress("b", [STEP + 1, STEP + 2, 0])
+        assert [part.versions.tolist() for part in since] == [[1] * 6, [1] * 5, [0] * (STEP + 1) + [1] * 6]
+        shown_later = engine.progress("b")
+        await engine.load(hf_tensors(third).items(), 2)
+        await engine.resume()
+        for answer in await answers:
+            assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * 6 + [2] * (LIMIT - STEP - 7)
+            check(answer, {0: old, 1: new, 2: third})
+    async with serving(folder) as engine:
+        await update(engine, third, 2)
+        for answer in await engine.generate(PROMPT, LONG, 3, request_id="c", prefixes=shown_later):
+            assert sorted(set(answer.versions.tolist())) == [0, 1, 2]
+            check(answer, {0: old, 1: new, 2: third})
 
 
-def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+async def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     save_folder(tmp_path)
-
-    async def main() -> None:
-        async with serving(tmp_path, seed=4) as engine:
-            whole = await engine.generate(PROMPT, LONG, 6, request_id="a")
-            cut = [Partial.of(answer) for answer in whole]
-            parts = [
-                Partial(token_ids=p.token_ids[:i], logprobs=p.logprobs[:i], versions=p.versions[:i])
-                for i, p in zip([0, 3, 11, 12, 29, 39], cut, strict=True)
-            ]
-            again = await engine.generate(PROMPT, LONG, 6, request_id="b", prefixes=parts)
-            repeated = await engine.generate(PROMPT, LONG, 6, request_id="c", prefixes=parts)
-            other = await engine.generate(
-                PROMPT, Sampling(max_new_tokens=LIMIT, seed=9), 6, request_id="d", prefixes=parts
-            )
-        for answer, expected, third, different in zip(again, whole, repeated, other, strict=True):
-            assert answer.token_ids.tolist() == expected.token_ids.tolist() == third.token_ids.tolist()
-            assert np.abs(answer.logprobs - expected.logprobs).max() <= 1e-5
-            if answer.token_ids.size < LIMIT - 2:
-                assert different.token_ids.tolist() != answer.token_ids.tolist()
-        assert other[1].token_ids.tolist() != whole[1].token_ids.tolist()
-
-    run(main())
+    async with serving(tmp_path, seed=4) as engine:
+        whole = await engine.generate(PROMPT, LONG, 6, request_id="a")
+        cut = [Partial.of(answer) for answer in whole]
+        parts = [
+            Partial(token_ids=p.token_ids[:i], logprobs=p.logprobs[:i], versions=p.versions[:i])
+            for i, p in zip([0, 3, 11, 12, 29, 39], cut, strict=True)
+        ]
+        again = await engine.generate(PROMPT, LONG, 6, request_id="b", prefixes=parts)
+        repeated = await engine.generate(PROMPT, LONG, 6, request_id="c", prefixes=parts)
+        other = await engine.generate(PROMPT, Sampling(max_new_tokens=LIMIT, seed=9), 6, request_id="d", prefixes=parts)
+    for answer, expected, third, different in zip(again, whole, repeated, other, strict=True):
+        assert answer.token_ids.tolist() == expected.token_ids.tolist() == third.token_ids.tolist()
+        assert np.abs(answer.logprobs - expected.logprobs).max() <= 1e-5
+        if answer.token_ids.size < LIMIT - 2:
+            assert different.token_ids.tolist() != answer.token_ids.tolist()
+    assert other[1].token_ids.tolist() != whole[1].token_ids.tolist()
 
 
-def test_tokens_after_a_prefix_are_drawn_from_the_models_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize("began", [[], [4, 6, 1]], ids=["at the start", "after a prefix"])
+async def test_tokens_are_drawn_from_the_models_distribution(began: list[int], tmp_path: Path) -> None:
     model = load_model(save_folder(tmp_path, vocab_size=8))
-    draws, began = 4000, [4, 6, 1]
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=512) as engine:
-            answers = await sample_on(engine, [1, 2, 3], [prefix(began)] * draws)
-        counts = Counter(int(answer.token_ids[3]) for answer in answers)
-        with torch.inference_mode():
-            logits = model(torch.tensor([[1, 2, 3, *began]])).logits[0, -1]
-        expected = torch.softmax(logits / 1.5, -1).double() * draws
-        chi_square = sum((counts[token] - float(e)) ** 2 / float(e) for token, e in enumerate(expected))
-        # 7 degrees of freedom: 29.9 is passed by chance once in 10,000 seeds, and this seed is fixed.
-        assert chi_square < 29.9
-
-    async def sample_on(engine: TorchEngine, prompt: list[int], prefixes: list[Partial]) -> list[Completion]:
-        sampling = Sampling(max_new_tokens=4, temperature=1.5)
-        return await engine.generate(prompt, sampling, len(prefixes), request_id="a", prefixes=prefixes)
-
-    run(main())
+    draws, prompt, position = 4000, [1, 2, 3], len(began)
+    sampling = Sampling(max_new_tokens=position + 1, temperature=1.5)
+    async with serving(tmp_path, max_running=512) as engine:
+        answers = await engine.generate(prompt, sampling, draws, request_id="a", prefixes=[prefix(began)] * draws)
+    counts = Counter(int(answer.token_ids[position]) for answer in answers)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + began])).logits[0, -1]
+    expected = torch.softmax(logits / 1.5, -1).double() * draws
+    chi_square = sum((counts[token] - float(e)) ** 2 / float(e) for token, e in enumerate(expected))
+    # 7 degrees of freedom: 29.9 is passed by chance once in 10,000 seeds, and this seed is fixed.
+    assert chi_square < 29.9
 
 
-def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(tmp_path: Path) -> None:
+async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(tmp_path: Path) -> None:
     save_folder(tmp_path)
     ended = [
         prefix([5, 6], 3, finish_reason="length"),
         prefix([7, 2], 4),
         prefix([9] * 8, 5),
     ]
-
-    async def main() -> None:
-        async with serving(tmp_path) as engine:
-            sampling = Sampling(max_new_tokens=8, stop_token_ids=(2,))
-            answers = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=ended)
-            assert (await engine.health()).generated_tokens == 0 and engine.running_tokens() == {}
-            mixed = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=[*ended[:2], prefix([])])
-            assert (await engine.health()).generated_tokens == mixed[2].token_ids.size > 0
-            await sample(engine, PROMPT, "next", max_new_tokens=2)
-        assert [answer.finish_reason for answer in answers] == ["length", "stop", "length"]
-        for part, answer in [*zip(ended, answers, strict=True), *zip(ended[:2], mixed, strict=False)]:
-            assert answer.token_ids.tolist() == part.token_ids.tolist()
-            assert answer.logprobs.tolist() == part.logprobs.tolist()
-            assert answer.versions.tolist() == part.versions.tolist()
-
-    run(main())
+    async with serving(tmp_path) as engine:
+        sampling = Sampling(max_new_tokens=8, stop_token_ids=(2,))
+        answers = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=ended)
+        assert (await engine.health()).generated_tokens == 0 and engine.running_tokens() == {}
+        mixed = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=[*ended[:2], prefix([])])
+        assert (await engine.health()).generated_tokens == mixed[2].token_ids.size > 0
+        await sample(engine, PROMPT, "next", max_new_tokens=2)
+    assert [answer.finish_reason for answer in answers] == ["length", "stop", "length"]
+    for part, answer in [*zip(ended, answers, strict=True), *zip(ended[:2], mixed, strict=False)]:
+        assert answer.token_ids.tolist() == part.token_ids.tolist()
+        assert answer.logprobs.tolist() == part.logprobs.tolist()
+        assert answer.versions.tolist() == part.versions.tolist()
 
 
-def test_an_answer_that_waits_is_shown_and_aborted_with_its_prefix(
+async def test_an_answer_that_waits_is_shown_and_aborted_with_its_prefix(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_folder(tmp_path)
     gate = Gate(monkeypatch, 2)
-
-    async def main() -> None:
-        async with serving(tmp_path, max_running=1) as engine:
-            await gate.posted(sample(engine, [1], "first"))
-            await gate.reached()
-            sampling = Sampling(max_new_tokens=6)
-            given = [prefix([3, 4]), prefix([5], finish_reason="stop")]
-            waiting = await gate.posted(engine.generate(PROMPT, sampling, 2, request_id="w", prefixes=given))
-            pausing = await gate.posted(engine.pause("keep_kv"))
-            gate.release()
-            await pausing
-            shown = engine.progress("w", [1, 0])
-            assert [(p.token_ids.tolist(), p.finish_reason) for p in shown] == [([4], None), ([5], "stop")]
-            engine.abort("w")
-            answers = await waiting
-            assert [a.finish_reason for a in answers] == ["abort", "stop"]
-            assert [a.token_ids.tolist() for a in answers] == [[3, 4], [5]]
-
-    run(main())
+    async with serving(tmp_path, max_running=1) as engine:
+        await gate.posted(sample(engine, [1], "first"))
+        await gate.reached()
+        sampling = Sampling(max_new_tokens=6)
+        given = [prefix([3, 4]), prefix([5], finish_reason="stop")]
+        waiting = await gate.posted(engine.generate(PROMPT, sampling, 2, request_id="w", prefixes=given))
+        pausing = await gate.posted(engine.pause("keep_kv"))
+        gate.release()
+        await pausing
+        shown = engine.progress("w", [1, 0])
+        assert [(p.token_ids.tolist(), p.finish_reason) for p in shown] == [([4], None), ([5], "stop")]
+        engine.abort("w")
+        answers = await waiting
+        assert [a.finish_reason for a in answers] == ["abort", "stop"]
+        assert [a.token_ids.tolist() for a in answers] == [[3, 4], [5]]
 
 
 SETTLED = Sampling(max_new_tokens=3, stop_token_ids=(2,))
@@ -236,14 +208,3 @@ def test_prefixes_that_cannot_be_are_refused(case: str) -> None:
     prefixes, said = REFUSED[case]
     with pytest.raises(EngineError, match=said):
         settled(prefixes, 2, SETTLED, 40)
-
-
-def test_an_engine_asks_whether_its_prefixes_can_be(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-
-    async def main() -> None:
-        async with serving(tmp_path) as engine:
-            with pytest.raises(EngineError, match="prefix 0 has a token outside the vocabulary of 40"):
-                await engine.generate(PROMPT, LONG, 1, request_id="a", prefixes=[prefix([40])])
-
-    run(main())

@@ -38,24 +38,18 @@ def test_digests_of_live_tensors_are_those_of_the_hf_tensors(variant: str, tmp_p
     assert weights.digests() == expected
 
 
-def test_tied_lm_head_has_no_entry_and_decodes_from_the_embedding(tmp_path: Path) -> None:
-    weights = read(save_folder(tmp_path))
-    assert "lm_head.weight" not in weights.digests()
-    assert weights.lm_head is weights.embed
-
-
-@pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"])
-@pytest.mark.parametrize("edge", ["first", "last"])
-def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(part: str, edge: str, tmp_path: Path) -> None:
+def test_flipped_live_byte_changes_exactly_the_digest_of_its_tensor(tmp_path: Path) -> None:
     weights = read(save_folder(tmp_path, "qwen2"))
-    name = f"model.layers.1.self_attn.{part}"
-    rows = weights.layout[name]
     before = weights.digests()
-    live = weights.tensors[rows.live]
-    row = rows.start if edge == "first" else rows.start + rows.shape[0] - 1
-    live[row].view(-1).view(torch.uint8)[0] ^= 1
-    after = weights.digests()
-    assert [n for n in before if before[n] != after[n]] == [name]
+    for part in ("q_proj.weight", "k_proj.weight", "v_proj.weight", "k_proj.bias"):
+        name = f"model.layers.1.self_attn.{part}"
+        rows = weights.layout[name]
+        for row in (rows.start, rows.start + rows.shape[0] - 1):
+            byte = weights.tensors[rows.live][row].view(-1).view(torch.uint8)
+            byte[0] ^= 1
+            after = weights.digests()
+            assert [n for n in before if before[n] != after[n]] == [name], (part, row)
+            byte[0] ^= 1
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +117,7 @@ def test_copy_shares_no_memory(tmp_path: Path) -> None:
     for tensor in twin.tensors.values():
         tensor.zero_()
     assert weights.digests() == before
-    assert twin.layers[0].qkv is twin.tensors["layers.0.qkv"]
+    assert twin.layers[0]["qkv"] is twin.tensors["layers.0.qkv"]
 
 
 def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:

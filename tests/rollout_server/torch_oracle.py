@@ -57,6 +57,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
 }
+Models = tuple[Path, Any, Any]
+"""The fixture `models`: a folder with version 0, version 0 and version 1."""
 PROMPT = [3, 9, 17]
 LONG = Sampling(max_new_tokens=40, seed=1)
 STEP = 9
@@ -114,11 +116,6 @@ def error(answer: Completion, expected: torch.Tensor, span: slice = slice(None))
     got = torch.from_numpy(answer.logprobs)[span]
     assert got.shape == expected.shape
     return float((got - expected).abs().max())
-
-
-def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine under a deadline."""
-    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
 
 
 @asynccontextmanager

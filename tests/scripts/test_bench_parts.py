@@ -132,12 +132,6 @@ def test_the_table_has_every_case() -> None:
     assert lines[-1] == "1000 producers: no result: replay ended with code 1"
 
 
-def test_results_are_appended(tmp_path: Path) -> None:
-    for eta in (0.5, 0.75):
-        pipeline.append(tmp_path / "results" / "out.json", {"eta": eta})
-    assert json.loads((tmp_path / "results" / "out.json").read_text()) == [{"eta": 0.5}, {"eta": 0.75}]
-
-
 # ---- the probe ------------------------------------------------------------------------------------------
 
 

@@ -152,15 +152,11 @@ def test_the_quick_start_installs_the_engine_that_it_is_told_to_use(
     assert ("evaluation.every_steps=20" in run) == (installs != ["none"])
 
 
-@pytest.mark.parametrize(("device", "installs"), [("", ["dev", "dev,sglang-cpu"]), ("13.0", ["dev"])])
-def test_the_tests_install_sglang_where_it_can_run(device: str, installs: list[str], tmp_path: Path) -> None:
-    asked = asked_by("test.sh", tmp_path, device=device)
-    assert [line.split()[-1] for line in asked if line.startswith("install")] == installs
-    assert asked[-1].startswith("python -m pytest -p tests.lanes -n 2 ")
-
-
-def test_arguments_of_the_tests_go_to_pytest_as_they_are(tmp_path: Path) -> None:
-    assert asked_by("test.sh", tmp_path, "tests/replay", "-x")[-1] == "python -m pytest tests/replay -x"
+def test_the_tests_install_what_can_run_and_pass_arguments_on_to_pytest(tmp_path: Path) -> None:
+    for device, installs in (("", ["dev", "dev,sglang-cpu"]), ("13.0", ["dev"])):
+        asked = asked_by("test.sh", tmp_path / f"device{device}", device=device)
+        assert [line.split()[-1] for line in asked if line.startswith("install")] == installs
+        assert asked[-1].startswith("python -m pytest -p tests.lanes -n 2 ")
+    assert asked_by("test.sh", tmp_path / "one", "tests/replay", "-x")[-1] == "python -m pytest tests/replay -x"
     # all marks, the slow ones too, and what follows goes to pytest
-    asked = asked_by("test.sh", tmp_path / "all", "--all", "tests/replay")
-    assert asked[-1] == "python -m pytest -m  tests/replay"
+    assert asked_by("test.sh", tmp_path / "all", "--all", "tests/replay")[-1] == "python -m pytest -m  tests/replay"

@@ -1,20 +1,25 @@
-"""The real replay (router, main loop, service) in a thread, and peers that do not keep to the rules."""
+"""The real replay (router, main loop, service) in a thread, a router alone, and peers that do not keep to the rules."""
 
 import asyncio
+import dataclasses
 import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import zmq
+from numpy.typing import NDArray
 
 from configs import Config
-from replay.channel import AsyncRouter, Keys, Limits
-from replay.messages import TO_REPLAY
+from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, registry
+from replay.channel.frames import Message
+from replay.messages import FROM_REPLAY, TO_REPLAY, StatusRequest
 from replay.prompts import PromptSource
 from replay.serve import serve
 from replay.service import Service
@@ -30,35 +35,38 @@ def config(**placement: str) -> Config:
             "model": {"path": "unused"},
             "data": {"train": "unused"},
             "rollout": {"group_size": 2, "groups_per_step": 4, "max_new_tokens": 8},
-            "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3},
+            "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3, "partial_rollouts": True},
             "placement": {"device": "cpu"} | (placement or {"split": "1:1"}),
         }
     )
 
 
-def rows(count: int) -> list[dict[str, Any]]:
-    return [
+def service(num_prompts: int = 40, num_evaluated: int = 0, **placement: str) -> Service:
+    rows = [
         {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
-        for i in range(count)
+        for i in range(num_prompts)
     ]
+    prompts = PromptSource(rows, shuffle=False, seed=0)
+    return Service(config(**placement), prompts, rows[:num_evaluated], time.monotonic(), journal=MemoryJournal())
 
 
-def service(**placement: str) -> Service:
-    source = PromptSource(rows(40), shuffle=False, seed=0)
-    return Service(config(**placement), source, [], time.monotonic(), journal=MemoryJournal())
+class Replay(logging.Handler):
+    """A replay that serves, and what it has logged."""
 
-
-class Lines(logging.Handler):
-    """What was logged."""
+    address = ""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.lines: list[str] = []
 
+    @property
+    def port(self) -> int:
+        return int(self.address.rsplit(":", 1)[1])
+
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
 
-    def wait_for(self, part: str) -> str:
+    def line(self, part: str) -> str:
         """The first line that has this part, once there is one."""
         deadline = time.monotonic() + PATIENT_S
         while time.monotonic() < deadline:
@@ -69,61 +77,73 @@ class Lines(logging.Handler):
         raise AssertionError(f"no line with {part!r}: {self.lines}")
 
 
-class Replay:
-    """A replay that serves in a thread of its own."""
+@contextmanager
+def served(keys: Keys | None = None, **placement: str) -> Iterator[Replay]:
+    """A replay in a thread of its own; it must go on serving after what is done to it."""
+    replay, logger = Replay(), logging.getLogger("replay")
+    listening, stop = threading.Event(), threading.Event()
 
-    def __init__(self, keys: Keys | None, limits: Limits | None, placement: dict[str, str]) -> None:
-        self.address = ""
-        self.log = Lines()
-        self.failure: BaseException | None = None
-        self._keys, self._limits, self._placement = keys, limits, placement
-        self._ready, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="served-replay")
-        self._thread.start()
-        assert self._ready.wait(PATIENT_S)
-
-    @property
-    def port(self) -> int:
-        return int(self.address.rsplit(":", 1)[1])
-
-    def _run(self) -> None:
+    async def main() -> None:
+        router = AsyncRouter("127.0.0.1", 0, RUN, TO_REPLAY, keys=keys)
         try:
-            asyncio.run(self._serve())
-        except Exception as error:  # noqa: BLE001 - the test that stops this replay fails with it
-            self.failure = error
-            self._ready.set()
-
-    async def _serve(self) -> None:
-        router = AsyncRouter("127.0.0.1", 0, RUN, TO_REPLAY, self._limits, keys=self._keys)
-        try:
-            self.address = router.address
-            self._ready.set()
-            await serve(router, service(**self._placement), 0.2, self._stop.is_set)
+            replay.address = router.address
+            listening.set()
+            await serve(router, service(**placement), 0.2, stop.is_set)
         finally:
             router.close()
 
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(PATIENT_S)
-        assert not self._thread.is_alive()
-        if self.failure is not None:
-            raise self.failure
-
-
-@contextmanager
-def served(keys: Keys | None = None, limits: Limits | None = None, **placement: str) -> Iterator[Replay]:
-    """A replay; it must have survived what was done to it."""
-    logger = logging.getLogger("replay")
     level = logger.level
-    replay = Replay(keys, limits, placement)
-    logger.addHandler(replay.log)
+    logger.addHandler(replay)
     logger.setLevel(logging.INFO)
-    try:
-        yield replay
-    finally:
-        logger.removeHandler(replay.log)
-        logger.setLevel(level)
-        replay.stop()
+    with ThreadPoolExecutor(1) as thread:
+        serving = thread.submit(lambda: asyncio.run(main()))
+        try:
+            assert listening.wait(PATIENT_S)
+            yield replay
+            with Dealer(replay.address, "honest", FROM_REPLAY, keys=keys) as dealer:
+                dealer.send(StatusRequest())
+                assert dealer.poll(PATIENT_S) is not None, "a peer that keeps to the rules is not served any more"
+        finally:
+            logger.removeHandler(replay)
+            logger.setLevel(level)
+            stop.set()
+            serving.result(PATIENT_S)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Note(Message):
+    text: str = ""
+    data: NDArray[np.int32] = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+
+NOTES = registry(Note)
+
+
+def with_router(
+    body: Callable[[AsyncRouter], Coroutine[Any, Any, Any]],
+    keys: Keys | None = None,
+    limits: Limits | None = None,
+    kinds: Any = NOTES,
+) -> Any:
+    """What `body` makes of a router, within a minute."""
+
+    async def main() -> Any:
+        router = AsyncRouter("127.0.0.1", 0, RUN, kinds, limits, keys=keys)
+        try:
+            return await body(router)
+        finally:
+            router.close()
+
+    return asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+async def arrivals(router: AsyncRouter, count: int) -> list[tuple[str, Envelope | WireError]]:
+    found: list[tuple[str, Envelope | WireError]] = []
+    while len(found) < count:
+        assert await router.wait(PATIENT_S), f"{len(found)} of {count} messages came"
+        while (arrived := await router.receive()) is not None:
+            found.append(arrived)
+    return found
 
 
 @contextmanager
@@ -145,10 +165,8 @@ def raw_dealer(
         context.term()
 
 
-# ---- ZMTP 3.1 by hand -----------------------------------------------------------------------------------
-
-
 def greeting(mechanism: bytes) -> bytes:
+    """Of ZMTP 3.1, by hand."""
     return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
 
 
@@ -160,25 +178,16 @@ def ready(identity: bytes) -> bytes:
     return b"\x04" + bytes([len(body)]) + body
 
 
-def long_frame(size: int, *, command: bool = False, more: bool = False) -> bytes:
-    """The beginning of a frame of that size."""
-    return bytes([0x02 | 0x04 * command | 0x01 * more]) + size.to_bytes(8, "big")
-
-
-@contextmanager
-def plain_connection(port: int) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S) as connection:
-        yield connection
+def plain_connection(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S)
 
 
 def read_until_closed(connection: socket.socket) -> bytes:
     """What the server says before it closes the connection; fails when it does not."""
     said = b""
-    try:
+    with suppress(ConnectionResetError):
         while data := connection.recv(65536):
             said += data
-    except ConnectionResetError:
-        pass
     return said
 
 

@@ -1,31 +1,18 @@
 """Who may connect, while the server runs and the folder of keys changes."""
 
 import asyncio
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from served_replay import NOTES, PATIENT_S, Note, arrivals, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import AsyncRouter, ChannelError, Dealer, Envelope, Keys, WireError, load_keys, registry, roster
-from replay.channel.frames import Message
+from replay.channel import AsyncRouter, ChannelError, Dealer, Envelope, Keys, WireError, load_keys, roster
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
-
-RUN = "r1"
-PATIENT_S = 10.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Note(Message):
-    text: str = ""
-
-
-KINDS = registry(Note)
 
 
 @pytest.fixture
@@ -51,9 +38,6 @@ def public_of(keys: Keys) -> bytes:
     return bytes(z85.decode(keys.client_public))
 
 
-# ---- the roster alone -----------------------------------------------------------------------------------
-
-
 def test_additions_and_removals_are_seen_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     who = Roster(load_keys(folder))
     node1 = node(folder, "node1")
@@ -70,12 +54,8 @@ def test_additions_and_removals_are_seen_and_named(folder: Path, caplog: pytest.
         make_keys.remove(folder, "node2")
         who.admits(user, now=3 * LOOK_S)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.split(": key ")[1].split("/")[0] + line[line.rindex(" was ") :].split(",")[0] for line in lines] == [
-        "node2 was added",
-        "node1 was removed",
-        "node2 was removed",
-    ]
-    assert all(str(folder / "clients") in line for line in lines)
+    for line, name, what in zip(lines, ("node2", "node1", "node2"), ("added", "removed", "removed"), strict=True):
+        assert f"key {name}/" in line and f" was {what}" in line and str(folder / "clients") in line
 
 
 def test_a_folder_that_does_not_change_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,17 +79,9 @@ def test_both_keys_of_a_rotation_have_one_name_and_end_apart(folder: Path) -> No
     assert [who.admits(user, now=LOOK_S) for user in users] == [False, True]
 
 
-def broken(path: Path) -> None:
-    path.write_text("nonsense")
-
-
-def open_to_others(path: Path) -> None:
-    path.chmod(0o622)
-
-
-@pytest.mark.parametrize("spoil", [broken, open_to_others])
+@pytest.mark.parametrize("spoil", [lambda path: path.write_text("nonsense"), lambda path: path.chmod(0o622)])
 def test_a_key_that_cannot_be_trusted_is_left_out_and_the_others_stay(
-    folder: Path, spoil: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+    folder: Path, spoil: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     who = Roster(load_keys(folder))
     node1, learner = node(folder, "node1"), load_keys(folder)
@@ -129,41 +101,20 @@ def test_a_folder_that_is_gone_admits_nobody(folder: Path, caplog: pytest.LogCap
     assert "cannot be read, so nobody may connect" in caplog.text
 
 
-# ---- on sockets -----------------------------------------------------------------------------------------
-
-
-def with_router(folder: Path, body: Callable[[AsyncRouter], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        router = AsyncRouter("127.0.0.1", 0, RUN, KINDS, keys=load_keys(folder))
-        try:
-            await body(router)
-        finally:
-            router.close()
-
-    asyncio.run(asyncio.wait_for(run(), 60.0))
-
-
-async def arrival(router: AsyncRouter) -> tuple[str, Envelope | WireError]:
-    assert await router.wait(PATIENT_S)
-    arrived = await router.receive()
-    assert arrived is not None
-    return arrived
-
-
 async def hears(router: AsyncRouter, dealer: Dealer) -> Envelope | WireError:
     dealer.send(Note())
-    return (await arrival(router))[1]
+    return (await arrivals(router, 1))[0][1]
 
 
 @pytest.mark.usefixtures("at_once")
 def test_a_key_that_is_added_comes_in_without_a_restart(folder: Path) -> None:
     async def body(router: AsyncRouter) -> None:
         make_keys.add(folder, "node2")
-        with Dealer(router.address, "r2", KINDS, keys=node(folder, "node2")) as dealer:
+        with Dealer(router.address, "r2", NOTES, keys=node(folder, "node2")) as dealer:
             envelope = await hears(router, dealer)
             assert isinstance(envelope, Envelope) and envelope.sender == "node2"
 
-    with_router(folder, body)
+    with_router(body, load_keys(folder))
 
 
 def test_the_gate_itself_looks_again_after_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,13 +124,13 @@ def test_the_gate_itself_looks_again_after_a_while(folder: Path, monkeypatch: py
         for name in ("node2", "node3"):  # nothing is sent before the second one knocks, which would be a look too
             make_keys.add(folder, name)
             await asyncio.sleep(0.3)
-            with Dealer(router.address, name, KINDS, keys=node(folder, name)) as dealer:
+            with Dealer(router.address, name, NOTES, keys=node(folder, name)) as dealer:
                 assert dealer.poll(0.3) is None
-        dealer = Dealer(router.address, "r3", KINDS, keys=node(folder, "node3"))
+        dealer = Dealer(router.address, "r3", NOTES, keys=node(folder, "node3"))
         assert isinstance(await hears(router, dealer), Envelope)
         dealer.close()
 
-    with_router(folder, body)
+    with_router(body, load_keys(folder))
 
 
 @pytest.mark.usefixtures("at_once")
@@ -187,12 +138,11 @@ def test_a_removed_key_is_refused_at_its_next_message_and_cut_off(folder: Path) 
     async def body(router: AsyncRouter) -> None:
         own = node(folder, "node1")
         with (
-            Dealer(router.address, "r1", KINDS, keys=own) as dealer,
-            Dealer(router.address, "l0", KINDS, keys=load_keys(folder)) as learner,
+            Dealer(router.address, "r1", NOTES, keys=own) as dealer,
+            Dealer(router.address, "l0", NOTES, keys=load_keys(folder)) as learner,
         ):
-            assert isinstance(await hears(router, dealer), Envelope) and isinstance(
-                await hears(router, learner), Envelope
-            )
+            for each in (dealer, learner):
+                assert isinstance(await hears(router, each), Envelope)
             assert await router.send("r1", Note(text="a"))
             assert (await asyncio.to_thread(dealer.poll, PATIENT_S)) is not None
             make_keys.remove(folder, "node1")
@@ -204,22 +154,4 @@ def test_a_removed_key_is_refused_at_its_next_message_and_cut_off(folder: Path) 
             assert isinstance(await hears(router, learner), Envelope)
             assert await router.send("l0", Note(text="c"))
 
-    with_router(folder, body)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_a_node_moves_to_its_new_key_without_a_gap(folder: Path) -> None:
-    async def body(router: AsyncRouter) -> None:
-        old = node(folder, "node1")
-        with Dealer(router.address, "r1", KINDS, keys=old) as dealer:
-            await hears(router, dealer)
-            make_keys.rotate(folder, "node1")
-            with Dealer(router.address, "r2", KINDS, keys=node(folder, "node1")) as renewed:
-                for each in (dealer, renewed):
-                    envelope = await hears(router, each)
-                    assert isinstance(envelope, Envelope) and envelope.sender == "node1"
-                make_keys.remove_old(folder, "node1")
-                assert isinstance(await hears(router, renewed), Envelope)
-                assert isinstance(await hears(router, dealer), WireError)
-
-    with_router(folder, body)
+    with_router(body, load_keys(folder))

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber
+from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.digest import combined, slice_digest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix, ignore
@@ -161,6 +162,20 @@ def formation(endpoint: str, epoch: int, rank: int, size: int) -> Formation:
     return Formation(epoch=epoch, rank=rank, size=size, endpoint=endpoint, prefix=group_prefix("r", 1, epoch))
 
 
+def together(*calls: Callable[[], object]) -> list[TransportError | None]:
+    """Run each call in a thread of its own; what they raised."""
+
+    def run(call: Callable[[], object]) -> TransportError | None:
+        try:
+            call()
+        except TransportError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return list(threads.map(run, calls, timeout=20.0))
+
+
 # ---- as a process ---------------------------------------------------------------------------------------
 
 
@@ -218,7 +233,7 @@ class Watched(Faulty):
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         self._come(self._updates, "closing")
-        super().finish(arrived)
+        self._inner.finish(arrived)
 
 
 def planned(fault: str) -> tuple[tuple[int, str], signal.Signals]:

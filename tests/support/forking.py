@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -25,9 +26,10 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+TORCHRUN_POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PRELOADED = (
     "learner.learner",
     "learner.launch.launcher",
@@ -35,7 +37,7 @@ PRELOADED = (
     "replay.service",
     "rollout_server.server",
     "torch.distributed.run",
-    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+    TORCHRUN_POPEN,
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen2.modeling_qwen2",
 )
@@ -98,59 +100,39 @@ class Child(Program):
 
 
 class Popen(RealPopen):  # type: ignore[type-arg]
-    """subprocess.Popen inside a forked program: forks what is in FORKED."""
+    """subprocess.Popen inside a forked program: `python -m PROGRAM` of one in FORKED is forked."""
 
     def __new__(cls, args: Any, **settings: Any) -> Any:
-        return Child(args, **settings) if is_forked(args) else object.__new__(cls)
+        words = [] if isinstance(args, str | bytes) else [word for word in args[:4] if word != "-u"]
+        forks = words[:2] == [sys.executable, "-m"] and words[2] in FORKED
+        return Child(args, **settings) if forks else object.__new__(cls)
 
 
-def is_forked(args: Any) -> bool:
-    """Whether the command is `python -m PROGRAM` of a program in FORKED."""
-    if isinstance(args, str | bytes) or args[0] != sys.executable:
-        return False
-    rest = [word for word in args[1:4] if word != "-u"]
-    return rest[:1] == ["-m"] and rest[1] in FORKED
-
-
-def become(
-    argv: Sequence[str],
-    *,
-    ready: int,
-    args: Any = None,
-    env: Mapping[str, str] | None = None,
-    cwd: Any = None,
-    stdin: Any = None,
-    stdout: IO[Any] | None = None,
-    stderr: Any = None,
-    start_new_session: bool = False,
-) -> None:
-    """Run `python [-u] -m MODULE ARGUMENTS` in a process that was just forked; never returns."""
+def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
+    """Run `python [-u] -m MODULE ARGUMENTS` with Popen's settings in a process that was just forked; never returns."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        if start_new_session:
+        if settings.get("start_new_session"):
             os.setsid()
-        if stdout is not None:
+        if (stdout := settings.get("stdout")) is not None:
             os.dup2(stdout.fileno(), 1)
-        if stderr is not None:
+        if (stderr := settings.get("stderr")) is not None:
             os.dup2(1 if stderr == subprocess.STDOUT else stderr.fileno(), 2)
-        if env is not None:
+        if (env := settings.get("env")) is not None:
             os.environ.clear()
             os.environ.update(env)
-        if cwd is not None:
+        if (cwd := settings.get("cwd")) is not None:
             os.chdir(cwd)
         words = [word for word in argv[1:] if word != "-u"]
         set_title(argv)
         os.write(ready, b"x")
         os.closerange(3, 4096)
         random.seed()
-        subprocess.Popen = Popen  # type: ignore[misc]
-        handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-        sys.modules[handler].Popen = Popen  # type: ignore[attr-defined]
-        import logging
-
         logging.root.handlers.clear()
+        subprocess.Popen = Popen  # type: ignore[misc]
+        sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
         sys.argv = [words[1], *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         code = 0

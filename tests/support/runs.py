@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from learner.launch.children import Tail
+from scripts.chaos.processes import table
 from tests.support.forking import Started, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +38,8 @@ class Input:
 
     @property
     def settings(self) -> list[str]:
-        return [
-            f"model.path={self.folder}/model",
-            f"data.train={self.folder}/train.jsonl",
-            f"data.eval={self.folder}/eval.jsonl",
-            f"reward.function={self.reward}",
-        ]
+        paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
+        return [*(f"{key}={self.folder}/{name}" for key, name in paths.items()), f"reward.function={self.reward}"]
 
 
 def trained_input(temporary: pytest.TempPathFactory) -> Input:
@@ -87,9 +85,7 @@ class Run:
         return self.output.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in Tail(self.folder / "metrics.jsonl").new_lines()]
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "training/lag_histogram" in row]
@@ -137,10 +133,7 @@ class Run:
 
 @dataclass
 class Runs:
-    """Starts runs with small settings below a folder; `close` ends whatever is left of them.
-
-    Without a zygote every process is started for real.
-    """
+    """Starts runs with small settings below a folder; `close` ends what is left. Without a zygote all is for real."""
 
     folder: Path
     input: Input
@@ -155,15 +148,7 @@ class Runs:
         split: str = "1:1",
         arguments: Sequence[str] = (),
     ) -> Run:
-        """Start the launcher.
-
-        Args:
-            settings: `key=value`, over the small ones.
-            name: of the run and its folder.
-            steps: learner.total_steps.
-            split: placement.split.
-            arguments: further ones of the command.
-        """
+        """Start the launcher with `key=value` settings over the small ones."""
         small = [
             *self.input.settings,
             f"run.dir={self.folder}",
@@ -221,17 +206,7 @@ class Runs:
 
 def processes() -> list[tuple[int, str]]:
     """(pid, command line) of every process that is no zombie."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if state != "Z":
-                found.append((int(entry.name), command))
-    return found
+    return [(pid, command) for pid, _, state, command in table() if state != "Z"]
 
 
 def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:

@@ -13,10 +13,11 @@ from configs import Config
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
 from tests.support.bus_receiver import CONFIG, Rollout, Weights, digests, faulty, joined, learner, until, weights
-from weight_bus import Publisher
+from weight_bus import Publisher, PublishReport
 from weight_bus.delta.changes import ChangeMaker, ChangeReader, digest_of
 from weight_bus.intake import Intake
 from weight_bus.manifest import plan
+from weight_bus.transports import TransportFactory
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 DELTA = CONFIG.model_copy(update={"delta": True})
@@ -34,12 +35,20 @@ def stepped(named: Weights, version: int, share: float = 0.01) -> Weights:
 
 
 @contextmanager
-def bus(config: WeightBus = DELTA, *names: str) -> Iterator[tuple[Publisher, list[Rollout]]]:
+def bus(
+    config: WeightBus = DELTA, *names: str, factory: TransportFactory | None = None
+) -> Iterator[tuple[Publisher, list[Rollout]]]:
+    """Servers that hold version 0."""
     names = names or ("a", "b")
     with learner(config) as publisher:
-        servers = [Rollout(publisher, name, config=config) for name in names]
+        servers = [Rollout(publisher, name, config=config, factory=factory) for name in names]
         joined(publisher, *names)
+        assert sorted(send(publisher, 0, weights(0)).served) == [*names]
         yield publisher, servers
+
+
+def send(publisher: Publisher, version: int, named: Weights) -> PublishReport:
+    return publisher.publish(version, named.items(), digests(named))
 
 
 def same(server: Rollout, named: Weights) -> bool:
@@ -50,28 +59,26 @@ def same(server: Rollout, named: Weights) -> bool:
 def test_versions_travel_as_changes_and_arrive_bit_by_bit(compression: str) -> None:
     config = DELTA.model_copy(update={"compression": compression, "full_every": 5})
     with bus(config) as (publisher, servers):
-        named, sizes = weights(0), []
-        for version in range(12):
+        named, full, changes = weights(0), [0], []
+        for version in range(1, 12):
             named = stepped(named, version)
-            report = publisher.publish(version, named.items(), digests(named))
+            report = send(publisher, version, named)
             assert sorted(report.served) == ["a", "b"] and not report.failed
             assert all(same(server, named) for server in servers)
-            sizes.append(report.num_bytes)
-        full = [version for version, size in enumerate(sizes) if size == FULL]
-        assert full == [0, 5, 10] and max(s for s in sizes if s != FULL) * 25 < FULL
+            (full if report.num_bytes == FULL else changes).append(version)
+            assert report.num_bytes == FULL or report.num_bytes * 25 < FULL
+        assert full == [0, 5, 10] and len(changes) == 9
         assert publisher.stats()["changes"] == 9 and publisher.stats()["corrupt"] == 0
 
 
 def test_who_joins_late_gets_all_of_it_and_changes_afterwards() -> None:
+    second = stepped(weights(0), 1)
+    third = stepped(second, 2)
     with bus(DELTA, "a") as (publisher, _):
-        first = weights(0)
-        second = stepped(first, 1)
-        publisher.publish(0, first.items(), digests(first))
-        assert publisher.publish(1, second.items(), digests(second)).num_bytes < FULL / 25
+        assert send(publisher, 1, second).num_bytes < FULL / 25
         late = Rollout(publisher, "late", config=DELTA)
         until(lambda: late.engine.activated == [1], "it is filled")
-        third = stepped(second, 2)
-        report = publisher.publish(2, third.items(), digests(third))
+        report = send(publisher, 2, third)
         assert sorted(report.served) == ["a", "late"] and report.num_bytes < FULL / 25
         assert same(late, third)
 
@@ -100,13 +107,9 @@ def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
         if bucket.numel() < 60_000:  # a change; full buckets are larger
             bucket[5000] ^= 1  # a gap
 
-    with learner(DELTA) as publisher:
-        server = Rollout(publisher, "a", config=DELTA, factory=faulty(0, damage))
-        first = weights(0)
-        publisher.publish(0, first.items(), digests(first))
-        until(lambda: server.engine.activated == [0], "the first version")
-        second = stepped(first, 1)
-        report = publisher.publish(1, second.items(), digests(second))
+    second = stepped(weights(0), 1)
+    with bus(DELTA, "a", factory=faulty(0, damage)) as (publisher, (server,)):
+        report = send(publisher, 1, second)
         assert report.served == ["a"] and same(server, second) and report.num_bytes == FULL
         assert publisher.stats()["corrupt"] == 1
 
@@ -114,17 +117,13 @@ def test_a_change_that_is_damaged_on_the_way_costs_a_full_refill() -> None:
 @pytest.mark.parametrize("elsewhere", [True, False], ids=["elsewhere", "where it changes"])
 def test_a_bit_that_flips_in_staged_bytes_between_two_versions_is_never_served(elsewhere: bool) -> None:
     """Before the engine loads it, or by the digests of the live weights afterwards."""
+    first, second = weights(0), stepped(weights(0), 1)
+    changes = (second["layers.2.weight"] != first["layers.2.weight"]).view(-1)
+    place = int(torch.nonzero(~changes if elsewhere else changes)[7])
     with bus(DELTA, "a") as (publisher, (server,)):
-        first = weights(0)
-        publisher.publish(0, first.items(), digests(first))
-        second = stepped(first, 1)
-        changes = (second["layers.2.weight"] != first["layers.2.weight"]).view(-1)
-        place = int(torch.nonzero(~changes if elsewhere else changes)[7])
-        intake = server.subscriber._intake
-        assert isinstance(intake, Intake)
-        staged = dict(intake.staging.tensors())
+        staged = dict(server.subscriber._intake.staging.tensors())
         staged["layers.2.weight"].view(-1).view(torch.int16)[place] ^= 8
-        report = publisher.publish(1, second.items(), digests(second))
+        report = send(publisher, 1, second)
         assert report.served == ["a"] and report.num_bytes == FULL and same(server, second)
         stats = publisher.stats()
         assert stats["quarantines"] + stats["corrupt"] == 1
@@ -132,15 +131,11 @@ def test_a_bit_that_flips_in_staged_bytes_between_two_versions_is_never_served(e
 
 
 def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_after_it_came() -> None:
+    second = stepped(weights(0), 1)
     with bus() as (publisher, servers):
-        first = weights(0)
-        publisher.publish(0, first.items(), digests(first))
-        intake = servers[0].subscriber._intake
-        assert isinstance(intake, Intake)
-        intake._holds = "something else"
-        second = stepped(first, 1)
-        report = publisher.publish(1, second.items(), digests(second))
-        assert sorted(report.served) == ["a", "b"] and all(same(server, second) for server in servers)
+        servers[0].subscriber._intake._holds = "something else"
+        assert sorted(send(publisher, 1, second).served) == ["a", "b"]
+        assert all(same(server, second) for server in servers)
 
 
 def test_a_change_between_other_layouts_is_refused() -> None:

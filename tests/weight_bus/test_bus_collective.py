@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,33 +12,26 @@ import torch
 import torch.distributed as dist
 
 from scripts.chaos.probe import GatedStore
-from tests.support.bus_receiver import CONFIG, HOST, formation
+from tests.support.bus_receiver import CONFIG, HOST, formation, together
 from weight_bus import TransportError
-from weight_bus.transports import Formation
 from weight_bus.transports.gloo import Collective
 
 
 def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group() -> None:
-    root, members = Collective(CONFIG, HOST), [Collective(CONFIG, HOST) for _ in range(2)]
-    endpoint = root.serve()
-    assert endpoint.startswith("127.0.0.1:") and root.serve() == endpoint
+    members = [Collective(CONFIG, HOST) for _ in range(3)]
+    endpoint = members[0].serve()
+    assert endpoint.startswith("127.0.0.1:") and members[0].serve() == endpoint
     for epoch, size in ((1, 2), (2, 3), (3, 2)):
-        received = [torch.zeros(1000, dtype=torch.uint8) for _ in range(size - 1)]
+        buckets = [torch.full((1000,), epoch * (rank == 0), dtype=torch.uint8) for rank in range(size)]
 
-        def member(rank: int, epoch: int = epoch, size: int = size, received: list[torch.Tensor] = received) -> None:
-            members[rank - 1].form(formation(endpoint, epoch, rank, size))
-            members[rank - 1].broadcast(received[rank - 1], 0)
+        def take(rank: int, epoch: int = epoch, size: int = size, buckets: list[torch.Tensor] = buckets) -> None:
+            members[rank].form(formation(endpoint, epoch, rank, size))
+            members[rank].broadcast(buckets[rank], 0)
 
-        threads = [threading.Thread(target=member, args=(rank,)) for rank in range(1, size)]
-        for thread in threads:
-            thread.start()
-        root.form(formation(endpoint, epoch, 0, size))
-        root.broadcast(torch.full((1000,), epoch, dtype=torch.uint8), 0)
-        for thread in threads:
-            thread.join(10.0)
-        assert all(bool((bucket == epoch).all()) for bucket in received)
+        assert together(*(partial(take, rank) for rank in range(size))) == [None] * size
+        assert all(bool((bucket == epoch).all()) for bucket in buckets)
     assert not dist.is_initialized()
-    for transport in (root, *members):
+    for transport in members:
         transport.close()
 
 
@@ -71,10 +65,10 @@ def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_ope
         go_on = threading.Event()
         gate = SimpleNamespace(reach=lambda _, go_on=go_on: go_on.wait(20.0))
         member._meeting.at = lambda where, gate=gate: GatedStore(meet(where), gate)  # type: ignore[method-assign, return-value]
-        thread = threading.Thread(target=lambda epoch=epoch: failure(member, formation(endpoint, epoch, 1, 2)))
+        thread = threading.Thread(target=together, args=(partial(member.form, formation(endpoint, epoch, 1, 2)),))
         thread.start()
         started = time.monotonic()
-        failed = failure(root, formation(endpoint, epoch, 0, 2))
+        (failed,) = together(partial(root.form, formation(endpoint, epoch, 0, 2)))
         took, ports = time.monotonic() - started, listening()
         go_on.set()
         thread.join(20.0)
@@ -88,14 +82,6 @@ def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_ope
     assert ports == before + 1, "only the member still has its own"
     for transport in (root, member):
         transport.close()
-
-
-def failure(transport: Collective, entered: Formation) -> TransportError | None:
-    try:
-        transport.form(entered)
-    except TransportError as error:
-        return error
-    return None
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "127.0.0.1:", "127.0.0.1:port"])

@@ -1,10 +1,13 @@
-"""The control plane by itself: a copy of a message is no message."""
+"""The control plane: a copy of a message is no message, and versions arrive under keys (refusals: test_curve.py)."""
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
-from replay.channel import DuplicateMessage
-from tests.support.bus_receiver import HOST, RUN
+from replay import keys as make_keys
+from replay.channel import DuplicateMessage, load_keys
+from tests.support.bus_receiver import HOST, RUN, Rollout, digests, learner, publish, until, weights
+from weight_bus import BusClosed
 from weight_bus.control import Dealer, Router
 from weight_bus.messages import Goodbye, Heartbeat
 
@@ -36,3 +39,16 @@ def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is() -> None:
     finally:
         dealer.close()
         router.close()
+
+
+def test_versions_arrive_under_keys(tmp_path: Path) -> None:
+    make_keys.make(tmp_path / "learner", ["node1"], force=False)
+    make_keys.export(tmp_path / "learner", "node1", tmp_path / "node1")
+    with learner(keys=load_keys(tmp_path / "learner")) as publisher:
+        server = Rollout(publisher, "r0", keys=load_keys(tmp_path / "node1"))
+        for version in (0, 1):
+            assert publish(publisher, version).failed == {}
+            until(lambda version=version: version in server.engine.activated, f"v{version}")
+            assert digests(server.engine.live) == digests(weights(version))
+    server.join(10.0)
+    assert isinstance(server.ended, BusClosed) and "said goodbye" in str(server.ended)

@@ -41,19 +41,6 @@ def receiving(membership: Membership, *members: Member, version: int = 1) -> int
     return epoch
 
 
-def test_the_way_of_a_member_from_join_to_live() -> None:
-    membership = made()
-    one, two = admitted(membership, asks("one")), admitted(membership, asks("two"))
-    assert membership.needing(1, 0.0) == [one, two]
-    epoch = receiving(membership, one, two)
-    assert membership.in_group([one, two]) and not membership.in_group([one])
-    assert membership.staged(Staged(session=one.session, epoch=epoch, version=1), 1.0, 9.0) is one
-    assert (one.state, two.state) == (State.APPLYING, State.RECEIVING)
-    membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="d1"), 2.0)
-    assert (one.state, one.version) == (State.LIVE, 1)
-    assert membership.unsettled(1) == [two]
-
-
 def test_messages_of_older_epochs_and_ended_sessions_change_nothing() -> None:
     membership = made()
     one = admitted(membership, asks("one"))
@@ -112,15 +99,6 @@ def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause() 
 def test_who_joins_with_the_present_version_needs_its_digest(version: int, digest: str, state: State) -> None:
     joined = admitted(made(), asks("one", version=version, digest=digest), 0.0, version=4, digest="d4")
     assert joined.state is state
-
-
-def test_a_namesake_takes_the_place_and_fences_the_older_instance() -> None:
-    membership = made()
-    old = admitted(membership, asks("one", instance="a"))
-    admission = membership.join(asks("one", instance="b"), "x", 1.0, version=-1, digest="")
-    assert admission.replaced is old
-    assert membership.join(asks("one", 2, instance="a"), "y", 2.0, version=-1, digest="").refused
-    assert membership.members["one"].instance == "b"
 
 
 def test_silence_and_slowness_are_told_apart() -> None:

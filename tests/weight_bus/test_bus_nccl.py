@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,7 +12,18 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import CONFIG, HOST, Rollout, digests, formation, joined, learner, publish, weights
+from tests.support.bus_receiver import (
+    CONFIG,
+    HOST,
+    Rollout,
+    digests,
+    formation,
+    joined,
+    learner,
+    publish,
+    together,
+    weights,
+)
 from weight_bus import TransportError
 from weight_bus.transports import set_nccl_defaults
 from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG, NcclCollective
@@ -46,20 +56,6 @@ class OverGloo(NcclCollective):
         return {"backend": "nccl over gloo"}
 
 
-def together(*calls) -> list[BaseException | None]:
-    """Run each call in a thread of its own; what they raised."""
-
-    def run(call) -> BaseException | None:
-        try:
-            call()
-        except TransportError as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(run, calls, timeout=20.0))
-
-
 @pytest.fixture
 def members() -> Iterator[list[OverGloo]]:
     """Rank 0 and two others, not yet in a group."""
@@ -76,6 +72,11 @@ def formed(members: list[OverGloo], epoch: int) -> None:
     assert together(*calls) == [None] * len(members)
 
 
+def arrived(member: OverGloo, order: list[int], index: int) -> None:
+    assert not member.inside, "a digest that was begun on the transport's stream would be read before it is there"
+    order.append(index)
+
+
 def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[OverGloo]) -> None:
     for epoch, size in ((1, 3), (2, 2), (3, 3)):
         formed(members[:size], epoch)
@@ -86,24 +87,11 @@ def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[Ove
             def take(rank: int, buckets=buckets, order=order) -> None:
                 for index, bucket in enumerate(buckets[rank]):
                     members[rank].broadcast(bucket, index)
-                members[rank].finish(order[rank].append)
+                members[rank].finish(lambda index: arrived(members[rank], order[rank], index))
 
             assert together(*(lambda rank=rank: take(rank) for rank in range(size))) == [None] * size
             assert order == [[0, 1, 2]] * size
             assert all(bool((bucket == 7).all()) for held in buckets for bucket in held)
-
-
-def test_arrivals_are_told_on_the_callers_stream(members: list[OverGloo]) -> None:
-    """A digest that was begun on the transport's stream would be read before it is there."""
-    formed(members, 1)
-    inside: list[bool] = []
-
-    def take(member: OverGloo) -> None:
-        member.broadcast(torch.zeros(8, dtype=torch.uint8), 0)
-        member.finish(lambda _: inside.append(member.inside))
-
-    assert together(*(lambda member=member: take(member) for member in members)) == [None] * len(members)
-    assert inside == [False] * len(members)
 
 
 def test_who_does_not_show_up_is_named_before_anything_collective(members: list[OverGloo]) -> None:
@@ -163,25 +151,17 @@ class Recorded:
 
 def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Recorded, raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
-    for name in WATCHDOG.keys() - {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
-    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
-    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
+    # the first as torchrun sets it, the second by the user
+    monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "1"})
     set_nccl_defaults(WeightBus(collective_timeout_s=7.2))
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
     assert {name: os.environ[name] for name in AGREED} == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
-    others = {name: os.environ[name] for name in WATCHDOG}
-    group = NcclCollective._build(object.__new__(NcclCollective), "store", formation("h:1", 4, 1, 3))
-    assert group.arguments == ("store", 1, 3)
+    others, place = {name: os.environ[name] for name in WATCHDOG}, formation("h:1", 4, 1, 3)
+    group = NcclCollective._build(object.__new__(NcclCollective), "store", place)
     assert group.environment == {name: ours for name, (ours, _) in WATCHDOG.items()}
     assert {name: os.environ[name] for name in WATCHDOG} == others
     assert others["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1" and others["TORCH_NCCL_BLOCKING_WAIT"] == "0"
-    assert group.options.config.blocking == 0 and group.options._timeout == timedelta(seconds=ABORT_S)
-    assert group.options.group_name == formation("h:1", 4, 1, 3).prefix and group.options.global_ranks_in_group == [
-        0,
-        1,
-        2,
-    ]
+    options = group.options
+    assert group.arguments == ("store", 1, 3) and options.global_ranks_in_group == [0, 1, 2]
+    assert options.config.blocking == 0 and options._timeout == timedelta(seconds=ABORT_S)
+    assert options.group_name == place.prefix

@@ -75,17 +75,6 @@ def test_what_turns_out_not_to_be_finite_is_applied_by_nobody_though_it_was_sent
     assert all(server.engine.activated == [1, again] and not server.engine.quarantined for server in pair.servers)
 
 
-def test_an_update_whose_layout_changes_on_the_way_is_called_off(pair: Pair) -> None:
-    def grow(named: Weights) -> None:
-        named[NAMES[-1]] = torch.zeros(34)
-
-    assert pair.publish(1) == ["one", "two"]
-    with pytest.raises(ValueError, match="changed its layout"):
-        pair.publish(2, late=grow)
-    assert pair.publish(3) == ["one", "two"]
-    assert all(server.engine.activated == [1, 3] for server in pair.servers)
-
-
 def test_a_gather_that_stalls_costs_a_group_and_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     assert pair.publish(1) == ["one", "two"]
     assert pair.publish(2, late=lambda _: time.sleep(2 * CONFIG.collective_timeout_s)) == ["one", "two"]

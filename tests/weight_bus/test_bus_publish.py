@@ -270,7 +270,8 @@ def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> Non
     with learner(kill(first), incarnation=2) as second:
         publish(second, 5)
         until(lambda: len(policies) == 2, "the policy of the next incarnation is activated")
-        assert second.members() == {"one": ("live", 5)} and second.stats()["rounds"] == 1
+        until(lambda: second.members() == {"one": ("live", 5)}, "its publisher hears so")
+        assert second.stats()["rounds"] == 1
         publish(second, 6)
         rollout.halt()
     assert policies == [(1, 5), (2, 5), (2, 6)]

@@ -10,23 +10,29 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from ucc_harness import CONFIG, START_S, STUB, Outcome, Pair, hit, is_gone, make_warm, processes, stub, together
+from torch.distributed.distributed_c10d import Backend
 
 from configs import ConfigError
+from configs.infrastructure import WeightBus
 from configs.loading import load
 from learner.launch.preflight import check_available
+from tests.support.bus_receiver import CONFIG as GLOO
 from tests.support.bus_receiver import (
     HOST,
     Faulty,
     Rollout,
     digests,
+    formation,
     joined,
     learner,
     printed,
@@ -39,11 +45,133 @@ from weight_bus import TransportError, WeightBusError
 from weight_bus.transports import Formation, make_transport, resolve_ucc
 from weight_bus.transports.base import PROTOCOL
 from weight_bus.transports.ucc import collective, member, process, ucc_name
-from weight_bus.transports.ucc.collective import SLACK_S
+from weight_bus.transports.ucc.collective import SLACK_S, UccCollective
+from weight_bus.transports.ucc.member import MODULE
 
+STUB = Path(__file__).parent / "ucc_stub"
+CONFIG = GLOO.model_copy(update={"backend": "ucc", "collective_timeout_s": 2.0, "deadline_s": 60.0})
+START_S = 90.0
+"""For a process to import torch on a busy machine."""
+THREADS = ThreadPoolExecutor(1)
+"""Outlives the transports, whose starters end with the thread that has made them."""
 BOUND_S = CONFIG.collective_timeout_s + SLACK_S + 1.5
 """Of one call whose peer is lost, and what two busy cores add."""
 over_the_stub = pytest.mark.skipif(dist.is_ucc_available(), reason="PyTorch's own UCC goes before any plugin")
+
+
+@contextmanager
+def stub() -> Iterator[Path]:
+    """`import torch_ucc` finds the stub, here and in every process that is started meanwhile; its file of faults."""
+    registered = ((Backend._plugins, "UCC"), (Backend.backend_type_map, "ucc"), (Backend.backend_capability, "ucc"))
+    before = [(table, key, table.get(key)) for table, key in registered]
+    with pytest.MonkeyPatch.context() as patch, NamedTemporaryFile() as faults:
+        patch.delitem(sys.modules, "torch_ucc", raising=False)
+        patch.syspath_prepend(STUB)
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(STUB), os.environ.get("PYTHONPATH")])))
+        patch.setenv("UCC_STUB_FAULT", faults.name)
+        for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # left to the transport
+            patch.delenv(name, raising=False)
+        try:
+            yield Path(faults.name)
+        finally:
+            sys.modules.pop("torch_ucc", None)
+            for table, key, value in before:
+                table.pop(key, None)
+                if value is not None:
+                    table[key] = value
+
+
+def make_warm(config: WeightBus, host: str) -> UccCollective:
+    """With a starter that has imported torch, so that a test's time is that of its groups."""
+    made = UccCollective(config, host)
+    made.facts()
+    return made
+
+
+def processes(parent: int) -> list[int]:
+    """Pids of the UCC processes of one transport's process, zombies not counted."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile
+            continue
+        if MODULE.encode() in words and str(parent).encode() in words:
+            found.append(int(folder.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    """Ended and reaped."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def hit(transport: UccCollective, number: signal.Signals) -> int:
+    """Send a signal to the process that is in the group; its pid."""
+    assert transport._member is not None
+    os.kill(transport._member.pid, number)
+    return transport._member.pid
+
+
+class Outcome:
+    """What became of a call: how long it took, and its error if any."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.error: TransportError | None = None
+        started = time.monotonic()
+        try:
+            call()
+        except TransportError as error:
+            self.error = error
+        self.seconds = time.monotonic() - started
+
+
+def together(*calls: Callable[[], object]) -> list[Outcome]:
+    """Run all calls at once, the first in this thread."""
+    others = [THREADS.submit(Outcome, call) for call in calls[1:]]
+    return [Outcome(calls[0]), *(other.result(START_S) for other in others)]
+
+
+class Pair:
+    """Rank 0 and one member, in one process."""
+
+    def __init__(self) -> None:
+        self.root, self.member = make_warm(CONFIG, HOST), make_warm(CONFIG, HOST)
+        self.endpoint = self.root.serve()
+        self.epoch = 0
+
+    def formation(self, rank: int) -> Formation:
+        return formation(self.endpoint, self.epoch, rank, 2)
+
+    def form(self) -> list[Outcome]:
+        """The next epoch."""
+        self.epoch += 1
+        return together(lambda: self.root.form(self.formation(0)), lambda: self.member.form(self.formation(1)))
+
+    def stand(self) -> None:
+        """There is a group: the one that is there, or the next."""
+        if self.root._member is None or self.member._member is None:
+            assert [outcome.error for outcome in self.form()] == [None, None]
+
+    def send(self, *buckets: torch.Tensor) -> tuple[list[Outcome], list[torch.Tensor]]:
+        """One version; what the member has received."""
+        received = [torch.zeros_like(bucket) for bucket in buckets]
+        return together(lambda: carry(self.root, buckets), lambda: carry(self.member, received)), received
+
+    def close(self) -> None:
+        self.root.close()
+        self.member.close()
+        assert processes(os.getpid()) == [], "no process is left"
+
+
+def carry(transport: UccCollective, buckets: Sequence[torch.Tensor]) -> None:
+    for index, bucket in enumerate(buckets):
+        transport.broadcast(bucket, index)
+    transport.finish()
 
 
 # ---- where it comes from --------------------------------------------------------------------------------
@@ -108,14 +236,12 @@ def test_a_plugin_that_cannot_be_loaded_is_not_absent(
 
 @pytest.mark.parametrize(
     ("host", "given", "taken"),
-    [("127.0.0.1", None, "lo"), ("127.0.0.1", "eth7", "eth7"), ("10.0.0.1", None, None), ("10.0.0.1", "ib0", "ib0")],
+    [("127.0.0.1", {}, "lo"), ("127.0.0.1", {"UCX_NET_DEVICES": "x"}, "x"), ("10.0.0.1", {}, None)],
 )
 def test_ucx_stays_on_the_loopback_interface_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, host: str, given: str | None, taken: str | None
+    monkeypatch: pytest.MonkeyPatch, host: str, given: dict[str, str], taken: str | None
 ) -> None:
-    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
-    if given is not None:
-        monkeypatch.setenv("UCX_NET_DEVICES", given)
+    monkeypatch.setattr(os, "environ", given)
     assert collective._environment(host).get("UCX_NET_DEVICES") == taken
 
 
@@ -203,27 +329,6 @@ def test_a_process_lost_in_a_transfer_costs_bounded_time(
     assert errors(pair.send(bucket(5))[0]) == [None, None]
 
 
-@over_the_stub
-def test_the_end_of_a_transfer_is_that_of_all(pair: Pair) -> None:
-    pair.stand()
-    marks: dict[str, float] = {}
-
-    def root() -> None:
-        pair.root.broadcast(bucket(7, 100), 0)
-        marks["sent"] = time.monotonic()
-        pair.root.finish()
-        marks["over"] = time.monotonic()
-
-    def member() -> None:
-        pair.member.broadcast(bucket(0, 100), 0)
-        time.sleep(1.0)
-        marks["counted"] = time.monotonic()
-        pair.member.finish()
-
-    assert errors(together(root, member)) == [None, None]
-    assert marks["sent"] < marks["counted"] < marks["over"]
-
-
 @pytest.mark.parametrize("adds", [[0, 0], [1, 1]])
 def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.MonkeyPatch, adds: list[int]) -> None:
     """UCC was seen to return from a broadcast whose receiver was dead; the other member adds what is given here."""
@@ -235,18 +340,6 @@ def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch: pytest.Mon
     group.broadcast(100)
     with pytest.raises(TransportError, match=rf"\[{1 + adds[0]}, {2 + adds[1]}\], not \[2, 4\] \[corrupt\]"):
         group.finish()
-
-
-def test_a_first_broadcast_that_brings_nothing_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stub():
-        group = process.Group(member.SharedBytes())
-        monkeypatch.setattr(process.Meeting, "at", lambda *_: dist.HashStore())
-        monkeypatch.setattr(process.Meeting, "show_up", lambda *_: None)
-        monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-        monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
-        order = {"epoch": 7, "rank": 1, "size": 2, "endpoint": "", "prefix": "", "timeout_s": 1.0, "patience_s": 1.0}
-        with pytest.raises(TransportError, match=r"the first broadcast brought 0, not 7 \[corrupt\]"):
-            group.form(order)
 
 
 @over_the_stub

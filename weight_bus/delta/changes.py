@@ -97,10 +97,7 @@ class ChangeReader:
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def room(self, num_bytes: int, bucket_bytes: int) -> list[torch.Tensor]:
-        """Buffers for a change of that size, as it is broadcast. They are reused.
-
-        Raises WireError: there is not so much memory.
-        """
+        """Reused buffers for a change of that size, as it is broadcast. Raises WireError: there is no memory for it."""
         if self._room.numel() < num_bytes:
             try:
                 self._room = torch.empty(num_bytes + num_bytes // 4, dtype=torch.uint8, device=self._device)

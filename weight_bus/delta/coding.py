@@ -1,9 +1,8 @@
 """What has changed between two versions of a bucket, lossless: gaps between changed elements and differences of bits.
 
-At the learning rates of RL only about one bf16 element in a hundred changes in a step (PULSE, arXiv 2602.03839), and
-nine in ten of those by one unit in the last place. So a version travels as two bytes a changed element: how many
-unchanged ones lie before it, and the zigzag-coded difference of its bits as integers. 255 in either byte says that the
-number stands, whole, in a list behind.
+In a step of RL only about one bf16 element in a hundred changes (PULSE, arXiv 2602.03839), nine in ten of those by one
+unit in the last place. So a version travels as two bytes a changed element: how many unchanged ones lie before it, and
+the zigzag-coded difference of its bits as integers. 255 says that the number stands, whole, in a list behind.
 
 A bucket is cut into sections of at most SECTION elements, each coded by itself. A change is the headers of all sections
 of all buckets, in order, then their columns, each padded to 8 bytes:

@@ -40,10 +40,7 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
 
 
 class Digester:
-    """Digests of the same parts again and again, of what lies in their memory then.
-
-    For the tensors of a model on a GPU, what is worked out once takes longer than the kernel itself.
-    """
+    """Digests of the same parts, again and again: what is worked out once takes longer than the kernel itself."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = list(parts)

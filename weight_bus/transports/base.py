@@ -56,10 +56,7 @@ class Transport(Protocol):
         """Leave the present group and enter this one. Raises TransportError when a member stays away."""
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """Send (rank 0) or fill `bucket`, flat uint8 on `device`; on a GPU it is only launched.
-
-        Raises TransportError when a peer is lost.
-        """
+        """Send (rank 0) or fill `bucket`, flat uint8 on `device`; on a GPU only launched. Raises TransportError."""
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait until every bucket launched since the last call has arrived: here, and on rank 0 at all members.

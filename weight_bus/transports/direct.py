@@ -33,7 +33,6 @@ class NamedMeeting(Meeting):
         self._device = next(iter(BackendConfig(Backend(backend)).get_device_backend_map()))
 
     def at(self, formation: Formation) -> PrefixStore:
-        """See `Meeting.at`."""
         return PrefixStore(f"{self._device}/", PrefixStore(f"{formation.prefix}/", super().at(formation)))
 
 
@@ -43,7 +42,6 @@ class _OfEngines(GroupTransport):
         self._meeting = NamedMeeting(host, timedelta(seconds=self._timeout_s), self.backend)
 
     def facts(self) -> dict[str, str]:
-        """See `direct_facts`."""
         return direct_facts(self._config)
 
 

@@ -106,7 +106,6 @@ class Disk:
             _write(self._version_folder / INDEX, [json.dumps(index).encode()])
 
     def leave(self) -> None:
-        """There is no group to leave."""
         self._folder = None
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def lost(error: RuntimeError) -> TransportError:
 
 
 class GroupTransport:
-    """One member's end. Subclasses enter a group (`_enter`), leave it, and carry buckets."""
+    """One member's end, see `Transport`. Subclasses enter a group (`_enter`), leave it, and carry buckets."""
 
     backend: str
 
@@ -93,15 +93,12 @@ class GroupTransport:
         self._meeting = meeting or Meeting(host, timedelta(seconds=config.collective_timeout_s))
 
     def facts(self) -> dict[str, str]:
-        """The backend and the protocol."""
         return {"backend": self.backend, "protocol": PROTOCOL}
 
     def serve(self) -> str:
-        """Start the store on the interface `host` only."""
         return self._meeting.serve()
 
     def form(self, formation: Formation) -> None:
-        """Enter the group of an epoch; waits at most the collective timeout for the other members."""
         self.leave()
         try:
             with self._or_leave(f"epoch {formation.epoch} with {formation.size} members did not form"):
@@ -112,11 +109,9 @@ class GroupTransport:
             raise
 
     def leave(self) -> None:
-        """Drop the group, broken or not."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Drop the group and the store."""
         self.leave()
         self._meeting.forget()
 

@@ -99,11 +99,9 @@ class NcclCollective(GroupTransport):
         return device, torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def facts(self) -> dict[str, str]:
-        """As `nccl_facts`."""
         return nccl_facts()
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """Launch one bucket from rank 0 to all."""
         with self._or_leave(f"{_named(index)} failed"), self._here():
             self._launch(bucket, index)
 

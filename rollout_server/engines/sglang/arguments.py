@@ -129,14 +129,14 @@ def _on_cuda(config: Config) -> dict[str, Any]:
         return defaults
     staged = config.weight_bus.backend != "gloo" and config.weight_bus.apply == "staged"
     total = torch.cuda.get_device_properties(0).total_memory
-    count = sum(math.prod(shape) for _, _, shape in folder_tensors(Path(config.model.path)))
+    count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path)))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]
     share = memory_share(total, model_bytes, tensor_parallel=config.placement.tensor_parallel, staged=staged)
     return {"mem_fraction_static": share, **defaults}
 
 
 def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: bool) -> float:
-    """Share of a GPU of `total` bytes that SGLang may take for weights and KV cache.
+    """Share of a GPU that SGLang may take for its weights and KV cache.
 
     Args:
         total: bytes of the GPU.
@@ -146,8 +146,7 @@ def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: 
 
     Raises EngineError where the engine's part of the weights does not fit beside the rest.
     """
-    beside = RESERVED_BYTES + (model_bytes if staged else 0)
-    share = SAFE_SHARE - beside / total
+    share = SAFE_SHARE - (RESERVED_BYTES + (model_bytes if staged else 0)) / total
     own = model_bytes / tensor_parallel
     if share * total > own:
         return round(share, 3)

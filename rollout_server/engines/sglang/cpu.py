@@ -28,7 +28,7 @@ def stand_in_folder(package: str) -> Path:
 
 
 def prepare_cpu() -> tuple[str, ...]:
-    """Make SGLang importable here and in its children; again and again. Returns what stand-ins are in use for.
+    """Make SGLang importable here and in its children, once. Returns what stand-ins stand for.
 
     Raises EngineError where torch is no CPU build, SGLang is not installed, or SGLang or transformers were imported
     before the first call: at their import they look for a GPU and for torchvision.

@@ -62,7 +62,7 @@ class DirectGroup:
 
     async def prove(self, entries: Sequence[Entry], version: int) -> None:
         """Digest the live tensors for `Engine.digest`; `version` is live from now on."""
-        await self._engine.prove(((entry.name, entry.dtype, entry.shape) for entry in entries), version)
+        await self._engine.prove(((entry.name, entry.shape) for entry in entries), version)
 
     async def leave(self) -> None:
         """Leave the group, if there is one. Raises EngineError."""

@@ -1,8 +1,8 @@
 """SGLang as an engine of the rollout server: requests in flight, pauses, proven updates, health.
 
-An update is copied and digested by a loader of ours inside each scheduler, between two forwards. Requests start under
-a namespace of the prefix cache that names the live version, so that no request ever meets KV of older weights
-that it did not compute itself. What an update does to running requests:
+An update is copied and digested by a loader of ours inside each scheduler, between two forwards. A request starts under
+the live version's namespace of the prefix cache, so it never meets KV of older weights that it did not compute itself.
+What an update does to running requests:
 
     keep_kv       they stop between two tokens and go on with the KV they have; those without a token start anew
     recompute_kv  they end with what they have and go on as new requests, whose KV is computed by the new weights
@@ -33,13 +33,13 @@ from rollout_server.engines.base import (
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part
-from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, combine, folder_tensors
+from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, folder_tensors
 
 log = logging.getLogger(__name__)
 
 
 class SGLangEngine:
-    """Implements `Engine`, whose docstrings hold here. Make it on the event loop that will use it.
+    """Implements `Engine`, whose docstrings hold here. Make it on the loop that uses it.
 
     Raises as `SGLangProcess`.
     """
@@ -69,10 +69,9 @@ class SGLangEngine:
         self._evaluates = False
         """The pinned version has served requests."""
         self._seconds: dict[str, float] = {}
-        self._tokens = 0
         self._counts = {"aborted_tokens": 0.0, "interrupted_parts": 0.0}
         """Tokens of answers that were called off, and parts that went on as others after an update."""
-        self._busy_s, self._busy_since = 0.0, 0.0
+        self._tokens, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._progress_at = time.monotonic()
 
     def _parts(self) -> list[Part]:
@@ -230,13 +229,13 @@ class SGLangEngine:
         await self._take_over(version)
 
     def touch(self, reason: str) -> None:
-        """Mark the engine as half updated until a proof, as `load`. Raises EngineError where it is not paused."""
+        """Mark the engine as half updated until a proof. Raises EngineError unless it is paused."""
         if not self._paused:
             raise EngineError("an update comes while the engine decodes; pause it first")
         self._half_updated, self._digests = reason, None
 
-    async def prove(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]], version: int) -> None:
-        """Digest tensors (name, dtype, shape) that SGLang has received by itself, as `version`."""
+    async def prove(self, tensors: Iterable[tuple[str, tuple[int, ...]]], version: int) -> None:
+        """Digest tensors (name, shape) that SGLang has received by itself, as `version`."""
         self._staging.name_tensors(tensors)
         await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
@@ -258,7 +257,7 @@ class SGLangEngine:
         self._staging.mapped_by_all()
         names = replies[0]["seconds"]
         self._seconds = {f"apply_{name}_s": max(reply["seconds"][name] for reply in replies) for name in names}
-        return combine(replies, self._staging.shapes())
+        return self._staging.digests(replies)
 
     async def digest(self) -> Mapping[str, int]:
         """As `Engine.digest`: taken by the last load, computed anew when asked again."""

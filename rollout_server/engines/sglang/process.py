@@ -120,8 +120,7 @@ class SGLangProcess:
         self.late_tokens = 0 if arguments.get("disable_overlap_schedule") else 1
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
-        self._failure = ""
-        self._loads = 0
+        self._failure, self._loads = "", 0
         before = {child.pid for child in multiprocessing.active_children()}
         root, children_log = logging.getLogger(), ChildrenLog()
         handlers, level = root.handlers[:], root.level
@@ -151,7 +150,7 @@ class SGLangProcess:
         return [child.pid for child in self._children if child.pid is not None]
 
     def check_alive(self) -> None:
-        """Raises EngineError when a child of SGLang has died, with what is known of it."""
+        """Raise EngineError when a child of SGLang has died, with what is known of it."""
         dead = [child for child in self._children if not child.is_alive()]
         if dead:
             ended = ", ".join(f"{child.name} (pid {child.pid}) ended with {child.exitcode}" for child in dead)
@@ -160,7 +159,7 @@ class SGLangProcess:
             raise EngineError(f"SGLang is dead: {self._failure} [closed]")
 
     async def death(self) -> None:
-        """Raises EngineError when SGLang has died, and else never ends."""
+        """Raise EngineError when SGLang has died; never ends otherwise."""
         while True:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)

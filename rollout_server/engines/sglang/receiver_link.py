@@ -10,11 +10,11 @@ from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.update.orders import StagingFolder
 from weight_bus.errors import TransportError
-from weight_bus.remote import Line, RemoteUpdate
+from weight_bus.remote import Line
 
 
 class SGLangStaging:
-    """Starts the receiver of a running SGLang, and has it load what is staged there."""
+    """Starts the receiver of a running SGLang. What is staged there, `SGLangEngine.load` takes."""
 
     def __init__(self, config: Config, engine: SGLangEngine) -> None:
         self._config, self._engine = config, engine
@@ -34,10 +34,6 @@ class SGLangStaging:
                 except TransportError as error:
                     raise EngineError(str(error)) from error
         return self._link
-
-    async def load(self, update: RemoteUpdate, version: int) -> None:
-        """As `Engine.load`, of what is staged there."""
-        await self._engine.load(update, version)
 
     def close(self) -> None:
         """End the receiver; from any thread."""

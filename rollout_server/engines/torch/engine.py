@@ -36,9 +36,7 @@ CLOSE_DEADLINE_S = 30.0
 
 
 class TorchEngine:
-    """Implements `Engine`, whose docstrings hold here; a daemon thread decodes.
-
-    There is one live lane, and one for each pinned version.
+    """Implements `Engine`, whose docstrings hold here: one live lane, and one for each pinned version.
 
     Args:
         folder: a Hugging Face folder of the Qwen2, Qwen3 or Llama family, with config.json and safetensors; version 0.
@@ -48,8 +46,7 @@ class TorchEngine:
         num_threads: intra-op threads; torch keeps one number per process.
         seed: mixed into every request's seed.
 
-    Raises:
-        EngineError: the folder cannot be served exactly.
+    Raises EngineError where the folder cannot be served exactly.
     """
 
     def __init__(
@@ -78,26 +75,21 @@ class TorchEngine:
         self._lock = threading.Lock()
         """Held while rows or the tables below change, and while another thread reads them."""
         self._mailbox = Mailbox(self._lock)
-        self._complete: list[Request] = []
-        """Requests whose last answer has ended; delivered after the step."""
         self._lane = partial(
             Lane,
             TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
             max_running=max_running,
             max_context=max_context,
             lock=self._lock,
-            complete=self._complete,
         )
         self.live = self._lane(weights, 0)
         self._pins: dict[int, Lane] = {}
         self._requests: dict[str, tuple[Request, Lane]] = {}
         self._mode: PauseMode | None = None
         self._half_updated: str | None = None
-        self._loading = False
-        self._kv_is_old = False
+        self._loading, self._kv_is_old = False, False
         self._drains: list[Future[Any]] = []
-        self._busy_s = 0.0
-        self._unpinned_tokens = 0
+        self._busy_s, self._unpinned_tokens = 0.0, 0
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
 
@@ -117,7 +109,7 @@ class TorchEngine:
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
     ) -> list[Completion]:
-        """As `Engine.generate`. What follows a prefix is drawn with the numbers of an answer that had none."""
+        """As `Engine.generate`. Random numbers after a prefix are those of an uninterrupted answer."""
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._spec.vocab_size)
         request = Request(
             request_id=request_id,
@@ -134,7 +126,7 @@ class TorchEngine:
         return answers
 
     async def pause(self, mode: PauseMode) -> None:
-        """As `Engine.pause`. Only live requests stop; a drain is ended by `resume`, `close` or another pause."""
+        """As `Engine.pause`, of live requests; `resume`, `close` or another pause end a drain."""
         stands: Future[None] = Future()
         await self._mailbox.ask(partial(self._pause, mode, stands), stands)
 
@@ -211,7 +203,7 @@ class TorchEngine:
                 waiting=sum(len(lane.rows.waiting) for lane in lanes),
                 generated_tokens=self._unpinned_tokens + sum(lane.generated_tokens for lane in lanes),
                 busy_s=self._busy_s,
-                memory_bytes=sum(lane.num_bytes for lane in lanes),
+                memory_bytes=sum(lane.weights.num_bytes + lane.cache.data.nbytes for lane in lanes),
                 detail={
                     "pins": float(len(self._pins)),
                     "half_updated": float(self._half_updated is not None),
@@ -236,11 +228,9 @@ class TorchEngine:
                 raise EngineError(f"request id {request.request_id!r} is already running")
             self._requests[request.request_id] = (request, lane)
             lane.rows.enqueue(request)
-        if request.complete:
-            self._complete.append(request)
 
     def _abort(self, request_id: str, only: Request | None = None) -> None:
-        """End a request; where `only` is given, that one and no later one of its name."""
+        """End a request; with `only`, that one and no later one of its name."""
         held, lane = self._requests.get(request_id, (None, None))
         if held is not None and lane is not None and only in (None, held):
             lane.abort(held)
@@ -250,16 +240,19 @@ class TorchEngine:
 
     def _pause(self, mode: PauseMode, stands: "Future[None]") -> None:
         if mode != "drain":
-            self._fail_drains(f"pause('drain') was overtaken by pause({mode!r})")
+            self._end_drains(f"pause('drain') was overtaken by pause({mode!r})")
         self._mode = mode
         if self._draining():
             self._drains.append(stands)
         else:
             stands.set_result(None)
 
-    def _fail_drains(self, reason: str) -> None:
+    def _end_drains(self, failure: str = "") -> None:
         for future in self._drains:
-            future.set_exception(EngineError(reason))
+            if failure:
+                future.set_exception(EngineError(failure))
+            else:
+                future.set_result(None)
         self._drains.clear()
 
     def _begin_load(self, version: int) -> None:
@@ -282,7 +275,7 @@ class TorchEngine:
     def _resume(self) -> None:
         if self._half_updated is not None:
             raise EngineError(f"resume refused: {self._half_updated}; load a whole version first")
-        self._fail_drains("pause('drain') was ended by resume()")
+        self._end_drains("pause('drain') was ended by resume()")
         if self._mode == "recompute_kv" and self._kv_is_old:
             started = time.perf_counter()
             self.live.recompute()
@@ -306,6 +299,7 @@ class TorchEngine:
         if lane is None:
             return
         lane.abort()
+        self._deliver()
         with self._lock:
             del self._pins[version]
             self._unpinned_tokens += lane.generated_tokens
@@ -324,7 +318,7 @@ class TorchEngine:
                 self._mailbox.serve(self._has_work)
                 for lane in (self.live, *self._pins.values()):
                     lane.abort()
-                self._fail_drains("pause('drain') was ended by close()")
+                self._end_drains("pause('drain') was ended by close()")
                 self._deliver()
         except BaseException as error:
             logger.exception("the decode thread of the torch engine died")
@@ -347,14 +341,13 @@ class TorchEngine:
         for lane in self._pins.values():
             lane.step(may_admit=True)
         self._busy_s += time.perf_counter() - started
-        if self._drains and not self.live.rows.running:
-            for future in self._drains:
-                future.set_result(None)
-            self._drains.clear()
+        if not self.live.rows.running:
+            self._end_drains()
 
     def _deliver(self) -> None:
-        for request in self._complete:
-            with self._lock:
-                del self._requests[request.request_id]
-            request.future.set_result(request.completions())
-        self._complete.clear()
+        for lane in (self.live, *self._pins.values()):
+            for request in lane.rows.complete:
+                with self._lock:
+                    del self._requests[request.request_id]
+                request.future.set_result(request.completions())
+            lane.rows.complete.clear()

@@ -20,11 +20,7 @@ MAX_PREFILL_TOKENS = 16384
 
 
 class Lane:
-    """Continuous batching on one set of weights.
-
-    Called by the decode thread only, but `rows` by others too, under `lock`. Requests whose last answer has ended are
-    appended to `complete`.
-    """
+    """Continuous batching by the decode thread; others read `rows` under `lock`."""
 
     def __init__(
         self,
@@ -35,7 +31,6 @@ class Lane:
         max_running: int,
         max_context: int,
         lock: threading.Lock,
-        complete: list[Request],
     ) -> None:
         self.model = model
         self.weights = weights
@@ -45,15 +40,9 @@ class Lane:
         self.generated_tokens = 0
         self.prefilled_prompts = 0
         self._lock = lock
-        self._complete = complete
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of weights and KV."""
-        return self.weights.num_bytes + self.cache.data.nbytes
 
     def step(self, *, may_admit: bool) -> None:
-        """Start what waits if it is worth a prefill, then decode a token of every running answer."""
+        """Start what waits if that is worth it, then decode a token of every answer."""
         if may_admit and self.rows.ready_to_admit():
             self._admit()
         if self.rows.running:
@@ -96,8 +85,7 @@ class Lane:
     def _remove(self, ended: NDArray[np.int64], *, aborted: bool) -> None:
         with self._lock:
             longest = int(self.rows.length[: self.rows.running].max())
-            complete, source, target = self.rows.remove(ended, aborted=aborted)
-        self._complete += complete
+            source, target = self.rows.remove(ended, aborted=aborted)
         if len(source):
             self.cache.move(source, target, min(longest, self.cache.length))
 
@@ -117,7 +105,7 @@ class Lane:
     def abort(self, request: Request | None = None) -> None:
         """End one request, or all of them, now; answers come back with what they have."""
         with self._lock:
-            self._complete += self.rows.drop_waiting(request)
+            self.rows.drop_waiting(request)
         running = self.rows.rows_of(request)
         if len(running):
             self._remove(running, aborted=True)

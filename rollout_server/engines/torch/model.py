@@ -1,8 +1,7 @@
 """The forward of the torch engine on fused weights: batched prefill, batched decode, KV cache.
 
-Shapes: n rows (running answers), P prompts, L padded prompt length, T cached positions, H query heads, K KV heads,
-D head_dim. Rows are dense: the running answers are always rows 0..n-1 of the cache, so that the decode step reads
-it through views and never gathers.
+Shapes: n rows (running answers), P prompts, T cached positions, H query heads, K KV heads, D head_dim. The running
+answers are always rows 0..n-1 of the cache, so that the decode step reads it through views and never gathers.
 """
 
 import numpy as np
@@ -11,9 +10,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from rollout_server.engines.torch.family import ModelSpec
-from rollout_server.engines.torch.weights import LayerTensors, LiveWeights
+from rollout_server.engines.torch.weights import LiveWeights
 
 LENGTH_BUCKET = 16
+Layer = dict[str, torch.Tensor]
 
 
 def _bucketed(length: int) -> int:
@@ -21,7 +21,7 @@ def _bucketed(length: int) -> int:
 
 
 class KVCache:
-    """Keys and values `data` [layer, 2, row, K, T, D]; grows by doubling up to its limits."""
+    """Keys and values [layer, 2, row, K, T, D]; doubles up to its limits."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, max_rows: int, max_length: int) -> None:
         self._max_rows = max_rows
@@ -46,7 +46,7 @@ class KVCache:
         self.data = data
 
     def clear(self, start: int, stop: int) -> None:
-        """Zero rows [start, stop): a masked position's weight 0 times a left-over NaN would be NaN."""
+        """Zero rows [start, stop): a left-over NaN times a masked weight is NaN."""
         self.data[:, :, start:stop].zero_()
 
     def move(self, source: NDArray[np.int64], target: NDArray[np.int64], length: int) -> None:
@@ -109,7 +109,7 @@ class TorchModel:
         first_row: int,
         prompt_of_row: list[int],
     ) -> torch.Tensor:
-        """Compute the KV of P whole prompts and write it to the rows from `first_row` on.
+        """Write the KV of P whole prompts to the rows from `first_row` on.
 
         Args:
             prompts: padded here on the right (causal attention never looks there).
@@ -143,30 +143,30 @@ class TorchModel:
         return self._logits(weights, x[torch.tensor(ends)])
 
     def _qkv(
-        self, layer: LayerTensors, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of tokens x [N, hidden]: q [N, H, D] and k [N, K, D], rotated, and v [N, K, D]."""
-        spec = self.spec
-        fused = F.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(x.shape[0], -1, spec.head_dim)
-        num_qk = spec.num_heads + spec.num_kv_heads
-        qk, v = fused[:, :num_qk], fused[:, num_qk:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm(qk[:, : spec.num_heads], layer.q_norm), self._norm(qk[:, spec.num_heads :], layer.k_norm)
-            qk = torch.cat((q, k), dim=1)
+        """Rotated q [N, H, D] and k [N, K, D], and v as k."""
+        spec, heads = self.spec, self.spec.num_heads
+        fused = F.linear(self._norm(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias"))
+        by_head = fused.view(x.shape[0], -1, spec.head_dim)
+        qk, v = by_head[:, : -spec.num_kv_heads], by_head[:, -spec.num_kv_heads :]
+        if "q_norm" in layer:
+            q, k = qk[:, :heads], qk[:, heads:]
+            qk = torch.cat((self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"])), dim=1)
         half = spec.head_dim // 2
         swapped = torch.cat((qk[..., half:], qk[..., :half]), dim=-1)
         turned = torch.addcmul(qk * cos, swapped, sin)
-        return turned[:, : spec.num_heads], turned[:, spec.num_heads :], v
+        return turned[:, :heads], turned[:, heads:], v
 
-    def _after_attention(self, layer: LayerTensors, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def _after_attention(self, layer: Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Output projection, MLP and both residuals; [N, hidden]."""
-        x = torch.addmm(x, mixed, layer.o.t())
-        if layer.o_bias is not None:
-            x = x + layer.o_bias
-        gate_up = F.linear(self._norm(x, layer.post_norm), layer.gate_up, layer.gate_up_bias)
+        x = torch.addmm(x, mixed, layer["o"].t())
+        if "o_bias" in layer:
+            x = x + layer["o_bias"]
+        gate_up = F.linear(self._norm(x, layer["post_norm"]), layer["gate_up"], layer.get("gate_up_bias"))
         gate, up = gate_up.chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate) * up, layer.down.t())
-        return x if layer.down_bias is None else x + layer.down_bias
+        x = torch.addmm(x, F.silu(gate) * up, layer["down"].t())
+        return x + layer["down_bias"] if "down_bias" in layer else x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_norm_eps)

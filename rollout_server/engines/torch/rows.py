@@ -57,11 +57,6 @@ class Answer:
     known: NDArray[np.int32]
     """Prompt and prefix; the prompt itself, not a copy, where there is no prefix."""
 
-    def end(self, completion: Completion) -> list[Request]:
-        """Note how it ended; its request where that is complete with this."""
-        self.request.done[self.index] = completion
-        return [self.request] if self.request.complete else []
-
 
 class RowTable:
     """State of running answers, one row each, and the queue of those that wait.
@@ -73,6 +68,8 @@ class RowTable:
         self.max_running = max_running
         self.answers: list[Answer] = []
         self.waiting: deque[Answer] = deque()
+        self.complete: list[Request] = []
+        """Requests of which all answers have ended; for the caller to take."""
         self.ids = np.zeros((max_running, max_context), dtype=np.int32)
         self.logprobs = np.zeros((max_running, max_context), dtype=np.float32)
         self.versions = np.zeros((max_running, max_context), dtype=np.int32)
@@ -98,6 +95,13 @@ class RowTable:
                 prefix = request.prefixes[index].token_ids
                 known = np.concatenate([request.prompt, prefix]) if prefix.size else request.prompt
                 self.waiting.append(Answer(request, index, known))
+        if request.complete:
+            self.complete.append(request)
+
+    def _end(self, answer: Answer, completion: Completion) -> None:
+        answer.request.done[answer.index] = completion
+        if answer.request.complete:
+            self.complete.append(answer.request)
 
     def ready_to_admit(self) -> bool:
         """Whether something waits, and an eighth of the rows is free or nothing runs."""
@@ -164,26 +168,20 @@ class RowTable:
         stopped: NDArray[np.bool_] = (self.stops[rows] == self.token[rows, None]).any(axis=1)
         return stopped
 
-    def remove(
-        self, rows: NDArray[np.int64], *, aborted: bool = False
-    ) -> tuple[list[Request], NDArray[np.int64], NDArray[np.int64]]:
-        """Take answers out of their rows and close the gaps.
-
-        Returns requests that are complete with this, and the moves (source rows, target rows) for the KV cache.
-        """
-        complete: list[Request] = []
+    def remove(self, rows: NDArray[np.int64], *, aborted: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Take answers out and close the gaps; which rows were moved, and where to."""
         starts, stops = self.prompt_length[rows].tolist(), self.length[rows].tolist()
         stopped = self._stopped(rows).tolist()
         for row, start, stop, at_stop in zip(rows.tolist(), starts, stops, stopped, strict=True):
             reason: FinishReason = "abort" if aborted else "stop" if at_stop else "length"
-            complete += self.answers[row].end(self._tokens(row, start, stop).as_completion(reason))
+            self._end(self.answers[row], self._tokens(row, start, stop).as_completion(reason))
         n, left = self.running, self.running - len(rows)
         stays = np.ones(n, dtype=np.bool_)
         stays[rows] = False
         source, target = left + np.flatnonzero(stays[left:]), np.flatnonzero(~stays[:left])
         self._move(source, target)
         del self.answers[left:]
-        return complete, source, target
+        return source, target
 
     def _move(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         if not len(source):
@@ -197,14 +195,12 @@ class RowTable:
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             self.answers[new] = self.answers[old]
 
-    def drop_waiting(self, request: Request | None = None) -> list[Request]:
-        """End waiting answers (of one request, or all) as `abort`; requests complete with this."""
+    def drop_waiting(self, request: Request | None = None) -> None:
+        """End waiting answers (of one request, or all) as `abort`."""
         dropped = [answer for answer in self.waiting if request is None or answer.request is request]
         self.waiting = deque(a for a in self.waiting if request is not None and a.request is not request)
-        complete: list[Request] = []
         for answer in dropped:
-            complete += answer.end(answer.request.prefixes[answer.index].as_completion("abort"))
-        return complete
+            self._end(answer, answer.request.prefixes[answer.index].as_completion("abort"))
 
     def rows_of(self, request: Request | None = None) -> NDArray[np.int64]:
         """Rows of one request, or all rows in use."""

@@ -1,7 +1,7 @@
 """Choosing tokens: one uniform number per (seed, answer, position), inverse CDF, logprob at the temperature.
 
-The uniform of a token is a hash of its counters, not the next number of a shared generator, so an answer's
-random stream does not depend on what else is in the batch, on the slot, or on pauses.
+The uniform of a token is a hash of its counters, so an answer's random stream does not depend on what else is in the
+batch, on the slot, or on pauses.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def stream_key(engine_seed: int, seed: int, answer: int) -> int:
 
 
 def uniforms(keys: NDArray[np.uint64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1) of 53 bits: element i is number `counters[i]` of the stream `keys[i]`."""
+    """Number `counters[i]` of each stream `keys[i]`, in [0, 1), of 53 bits."""
     mixed: NDArray[np.uint64] = _mix((counters.astype(np.uint64) + 1) * _GOLDEN + keys)
     return (mixed >> 11).astype(np.float64) * 2.0**-53
 

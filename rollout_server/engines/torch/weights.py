@@ -1,17 +1,14 @@
-"""Live weights of the torch engine: Hugging Face tensors in, fused tensors to decode with, digests out.
+"""Live weights of the torch engine: Hugging Face tensors in, fused tensors and digests out.
 
-The inverse map is one table: each HF name is a range of rows of one live tensor (q, k and v are rows of `qkv`,
-gate and up are rows of `gate_up`, everything else is a live tensor of its own). Loading copies into those rows and
-the digest is taken on those rows, so what is digested is what is multiplied with.
-
-Rule of ties: a tied lm_head.weight has no entry; it is sent, held and digested once, as model.embed_tokens.weight.
+Each HF tensor is a range of rows of one live tensor (q, k and v are rows of `qkv`, gate and up of `gate_up`, everything
+else is a live tensor of its own). Loading copies into those rows and the digest is taken on them: what is digested is
+what is multiplied with. Rule of ties: a tied lm_head.weight is sent, held and digested as model.embed_tokens.weight.
 """
 
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -33,25 +30,8 @@ class RowRange:
     shape: tuple[int, ...]
 
 
-class LayerTensors(NamedTuple):
-    """Live tensors of one decoder layer; matrices are [out, in]."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
-
-
 def layout(spec: ModelSpec) -> dict[str, RowRange]:
-    """The inverse map, in the order of the model: HF name -> rows of a live tensor."""
+    """The inverse map, in the model's order: HF name to rows of a live tensor."""
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
@@ -90,7 +70,8 @@ def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
 class LiveWeights:
     """One set of fused weights. `layers`, `embed`, `norm` and `lm_head` are what the forward reads.
 
-    `tensors` has them by live name ("embed", "layers.0.qkv", ...), `layout` the rows of them by HF name.
+    `tensors` has them by live name ("embed", "layers.0.qkv", ...; matrices [out, in]), `layout` the rows of them by HF
+    name. A layer has by name: input_norm, qkv, o, post_norm, gate_up, down; some have q_norm, k_norm, and ..._bias.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
@@ -106,10 +87,11 @@ class LiveWeights:
         self.embed = self.tensors["embed"]
         self.norm = self.tensors["norm"]
         self.lm_head = self.tensors.get("lm_head", self.embed)
-        self.layers = [self._layer(index) for index in range(spec.num_layers)]
-
-    def _layer(self, index: int) -> LayerTensors:
-        return LayerTensors(*(self.tensors.get(f"layers.{index}.{field}") for field in LayerTensors._fields))  # type: ignore[arg-type]
+        self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(spec.num_layers)]
+        for name, tensor in self.tensors.items():
+            if name.startswith("layers."):
+                _, index, part = name.split(".")
+                self.layers[int(index)][part] = tensor
 
     @property
     def num_bytes(self) -> int:

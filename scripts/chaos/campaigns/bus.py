@@ -67,6 +67,8 @@ def make_plan(roles: Sequence[str], faults: Sequence[str], points: int, seed: in
 
 
 def run(cases: list[Case], state: State, args: argparse.Namespace) -> None:
+    if skipped := len(cases) - len(possible(cases)):
+        print(f"{skipped} cuts are left out: the kernel does not let this process reach others' sockets")
     print(f"{'':11}{'role':8}  {'fault':5}  {'point':15}  {'s':>6}  {'digests':9}  which log says what", flush=True)
     done = {(case.role, case.fault, case.point) for case in outcomes(state)}
     left = [case for case in possible(cases) if case not in done]

@@ -30,7 +30,7 @@ from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.report import State, ends_within
 from weight_bus.manifest import plan as make_manifest
-from weight_bus.transports import Transport, TransportFactory
+from weight_bus.transports import Transport
 
 __all__ = ["OPTIONS", "plan", "run", "verdict"]
 
@@ -82,17 +82,17 @@ class Flip:
 class SpoiledTransport(Wrapped):
     """A transport on which bits may flip: at a subscriber after they have come, at the publisher in a copy."""
 
-    def __init__(self, inner: Transport, spoil: Callable[[torch.Tensor, int], None], *, copies: bool) -> None:
+    def __init__(self, inner: Transport, spoil: Callable[[str, int, torch.Tensor], None], *, copies: bool) -> None:
         super().__init__(inner)
         self._spoil, self._copies = spoil, copies
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         if self._copies:
             bucket = bucket.clone()  # what the publisher keeps for resends stays right
-            self._spoil(bucket, index)
+            self._spoil("wire", index, bucket)
         self.inner.broadcast(bucket, index)
         if not self._copies:
-            self._spoil(bucket, index)
+            self._spoil("wire", index, bucket)
 
 
 class Flips:
@@ -107,7 +107,8 @@ class Flips:
         self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
         described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
         self._places = {e.name: (e.bucket, e.offset) for e in make_manifest(described, BUCKET_BYTES).entries}
-        self.bus = BusCluster(config, transport_factory=self._transport(ALL))
+        leaves = wrapping(SpoiledTransport, partial(self._meet, ALL), copies=True)
+        self.bus = BusCluster(config, transport_factory=leaves)
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
@@ -123,8 +124,8 @@ class Flips:
     def __enter__(self) -> "Flips":
         self.bus.__enter__()
         for name in self._names:
-            spoil = partial(lambda name, place, part, tensor: self._meet(tensor, (place, name, part)), name)
-            self.bus.add(name, transport_factory=self._transport(name), spoil=spoil)
+            meet = partial(self._meet, name)
+            self.bus.add(name, transport_factory=wrapping(SpoiledTransport, meet, copies=False), spoil=meet)
         self.bus.wait_for_all()
         return self
 
@@ -185,23 +186,19 @@ class Flips:
         self.wrong += [f"{name!r} does not hold v{version}" for name in behind]
         self._digests_equal &= not behind
 
-    def _transport(self, victim: str) -> TransportFactory:
-        spoil = lambda bucket, index: self._meet(bucket, ("wire", victim, index))  # noqa: E731
-        return wrapping(SpoiledTransport, spoil, copies=victim == ALL)
-
-    def _meet(self, tensor: torch.Tensor, at: tuple[str, str, str | int]) -> None:
-        """A tensor or bucket passes a place of a victim: change it, if that is where the flip is due."""
+    def _meet(self, victim: str, place: str, part: str | int, tensor: torch.Tensor) -> None:
+        """A tensor, or a bucket on the wire, passes a place of a victim: change it, if the flip is due there."""
         with self._lock:
             due = self._due
             if due is None:
                 return
             # a coded change is one piece, in which tensors have no places
             bucket, offset = self._places[due.tensor]
-            piece = due.tensor if due.place != "wire" else 0 if self._delta else bucket
-            if (due.place, due.victim, piece) != at:
+            due_part = due.tensor if due.place != "wire" else 0 if self._delta else bucket
+            if (due.victim, due.place, due_part) != (victim, place, part):
                 return
             self._due = None
-        due.apply(tensor, offset if due.place == "wire" else 0)
+        due.apply(tensor, offset if place == "wire" else 0)
 
     def _judge(self, version: int, planted: Flip) -> None:
         victims = self._names if planted.victim == ALL else [planted.victim]

@@ -76,7 +76,6 @@ def simulate(seed: int) -> tuple[Counter[str], str | None]:
 
 
 def simulate_many(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
-    """As `simulate`, for several seeds."""
     counts: Counter[str] = Counter()
     problems = []
     heard = logging.root.manager.disable
@@ -93,12 +92,10 @@ def simulate_many(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
 
 
 def report(seeds: int, violations: int, counts: Counter[str]) -> dict[str, Any]:
-    """The last line."""
     return {"seeds": seeds, "violations": violations} | {name: counts[name] for name in COUNTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m tests.replay.simulation", description=__doc__)
     parser.add_argument("--seeds", type=int, default=10000, help="how many runs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

@@ -21,23 +21,18 @@ class Violation(AssertionError):
 
 
 def expect(true: bool, what: str) -> None:
-    """Raises Violation."""
     if not true:
         raise Violation(what)
 
 
 @dataclass(slots=True)
 class Step:
-    """One step of the surviving line, as its learner saw it."""
-
     digest: str
     groups: list[GroupId]
 
 
 @dataclass(slots=True)
 class Books:
-    """Of one simulated run."""
-
     async_lag: int
     on_stale: str
     num_ranks: int
@@ -109,7 +104,6 @@ class Books:
         expect(known == content, f"rank {batch.rank} got another part of batch {batch.step} than before")
 
     def batch(self, parts: list[m.Batch]) -> None:
-        """All ranks hold their parts and begin."""
         first = parts[0]
         expect(len({part.num_microbatches for part in parts}) == 1, "ranks have different numbers of microbatches")
         positions = sorted(position for part in parts for position in part.trajectory.tolist())
@@ -127,7 +121,6 @@ class Books:
             self._tokens(part)
 
     def commits(self, step: int, digest: str, groups: list[list[int]]) -> None:
-        """The learner has made the weights of `step`."""
         known = self.line.get(step)
         made = self.made[step] = Step(digest, [as_group(group) for group in groups])
         expect(known is None or known.groups == made.groups, f"step {step} repeated with other groups")
@@ -169,12 +162,10 @@ class Books:
             del self.parts[later, rank]
 
     def lease(self, lease: m.Lease) -> None:
-        """A server got a lease."""
         self.leased.add((lease.pass_, lease.index))
         self.counts["leases"] += 1
 
     def ack(self, ack: m.Ack) -> None:
-        """A server got an Ack."""
         self.counts[f"acks/{ack.status}"] += 1
         # an honest server cannot know of one thing: a version that died with its learner before replay heard of it
         told = ack.status != "rejected" or "published are" in ack.reason
@@ -208,7 +199,6 @@ class Books:
 
 
 def as_group(plain: list[int]) -> GroupId:
-    """A group id from the wire."""
     return plain[0], plain[1]
 
 

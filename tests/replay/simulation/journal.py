@@ -62,20 +62,17 @@ class SimulatedJournal(MemoryJournal):
         return super().append(kind, plain, frames)
 
     def flush(self) -> None:
-        """See `Journal.flush`."""
         if self.full:
             raise JournalFull("simulated journal: no space left; nothing is lost")
         self.history += self.records[self.flushed :]
         self.flushed = len(self.records)
 
     def read(self, location: Location) -> Group | EvaluationResult:
-        """See `Journal.read`."""
         if location.offset >= self.flushed:
             self.flush()
         return super().read(location)
 
     def begin_segment(self) -> None:
-        """See `Journal.begin_segment`."""
         self.flush()
         super().begin_segment()
         self.append("segment", {"format": 1, "number": self.segment, "run_id": "simulated"})

@@ -27,8 +27,6 @@ class Checkpoints:
 
 @dataclass(slots=True)
 class Rank:
-    """One rank's end of the channel."""
-
     identity: str
     welcome: m.Welcome | None = None
     batch: m.Batch | None = None
@@ -76,11 +74,9 @@ class SimulatedLearner:
 
     @property
     def identities(self) -> list[str]:
-        """Of its connections."""
         return [rank.identity for rank in self.ranks]
 
     def hear(self, identity: str, message: m.Message) -> None:
-        """A message of replay to one of the ranks."""
         number = self.identities.index(identity)
         rank = self.ranks[number]
         match message:
@@ -135,7 +131,6 @@ class SimulatedLearner:
                 self.todo.pop(0)
 
     def kill(self) -> None:
-        """kill -9 of all ranks."""
         self.dead = True
         for identity in self.identities:
             self.network.close(identity)

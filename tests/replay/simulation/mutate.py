@@ -51,7 +51,6 @@ def read_mutants(text: str) -> list[Mutant]:
 
 
 def copy(target: Path) -> None:
-    """What the tests of replay need."""
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():
@@ -84,7 +83,6 @@ def caught_by(root: Path, seeds: int, processes: int) -> str | None:
 
 
 def simulated(root: Path, first: int, last: int, processes: int) -> str | None:
-    """What the simulation finds in seeds from `first` up to `last`."""
     seeds = ["--first", str(first), "--seeds", str(last - first)]
     code, output = run(root, ["-m", "tests.replay.simulation", *seeds, "--processes", str(processes), "--stop-at", "1"])
     if code == 0:
@@ -94,7 +92,6 @@ def simulated(root: Path, first: int, last: int, processes: int) -> str | None:
 
 
 def tested(root: Path) -> str | None:
-    """The first test of replay that fails."""
     tests = [str(root / "tests" / "replay" / name) for name in TESTS]
     code, output = run(root, ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests])
     if code != 0:
@@ -117,7 +114,6 @@ def run(root: Path, arguments: list[str]) -> tuple[int, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m tests.replay.simulation.mutate", description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS, help="simulated runs for each mutant")
     parser.add_argument("--processes", type=int, default=2)

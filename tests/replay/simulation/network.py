@@ -10,8 +10,6 @@ from replay.messages import EvaluationResult
 
 @dataclass(slots=True)
 class Connection:
-    """What is under way between a peer and replay."""
-
     to_replay: deque[Message] = field(default_factory=deque)
     from_replay: deque[Message] = field(default_factory=deque)
     open: bool = True
@@ -26,11 +24,9 @@ class Network:
         self.connections: dict[str, Connection] = {}
 
     def connect(self, identity: str) -> None:
-        """A new peer."""
         self.connections[identity] = Connection()
 
     def send(self, identity: str, message: Message) -> None:
-        """From a peer to replay."""
         connection = self.connections[identity]
         if connection.open:
             self._put(connection.to_replay, message)
@@ -60,7 +56,6 @@ class Network:
                 connection.from_replay.pop()
 
     def waiting(self) -> list[str]:
-        """Identities with messages for replay."""
         return [identity for identity, connection in self.connections.items() if connection.to_replay]
 
     def _put(self, queue: deque[Message], message: Message) -> None:

@@ -39,8 +39,6 @@ class Running:
 
 
 class SimulatedServer:
-    """One engine."""
-
     def __init__(self, identity: str, network: Network, books: Books, rng: random.Random, config: Config) -> None:
         self.identity, self.network, self.books, self.rng = identity, network, books, rng
         self.n, self.partial_rollouts = config.rollout.group_size, config.replay.partial_rollouts
@@ -59,7 +57,6 @@ class SimulatedServer:
         self.join()
 
     def join(self) -> None:
-        """Say Hello, and whatever a replay that was restarted must hear again."""
         self._say(m.Hello(role="rollout_server", name=self.identity, pid=1, host="h"))
         self._ask()
         for running in self.running.values():
@@ -68,7 +65,6 @@ class SimulatedServer:
             self._say(message)
 
     def hear(self, message: m.Message) -> None:
-        """A message of replay."""
         match message:
             case m.Welcome():
                 if message.bus_address is not None:
@@ -146,7 +142,6 @@ class SimulatedServer:
         )
 
     def fail_a_lease(self, reason: str) -> None:
-        """A lease cannot be done."""
         if self.running:
             key = self.rng.choice(list(self.running))
             del self.running[key]

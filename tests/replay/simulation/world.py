@@ -47,8 +47,6 @@ class Faults:
 
 
 class World:
-    """One run."""
-
     def __init__(self, config: Config, seed: int, faults: Faults, *, num_rows: int = 9, num_servers: int = 2) -> None:
         self.config, self.seed, self.faults = config, seed, faults
         self.rng = random.Random(seed)
@@ -88,7 +86,6 @@ class World:
         self.close()
 
     def move(self, *, brisk: bool = False) -> None:
-        """Something happens."""
         rng, faults = self.rng, self.faults
         self.now += rng.random() * (0.3 if rng.random() >= faults.stall else 3 * self.config.replay.lease_s)
         self._disk()
@@ -174,7 +171,6 @@ class World:
         self.add_server()
 
     def add_server(self) -> None:
-        """A rollout server starts."""
         identity = f"rollout-{next(self.names)}"
         server = SimulatedServer(identity, self.network, self.books, self.rng, self.config)
         self.servers[identity] = server
@@ -252,7 +248,6 @@ class World:
             expect(found[key] == value, f"restored from {origin}: {key} is {found[key]!r} and was {value!r}")
 
     def close(self) -> None:
-        """Hold the outcome against the books."""
         buffer, counters = self.service.buffer, self.service.counters
         ahead = {taken.group_id for step, made in buffer.line.steps.items() if step > max(self.books.line, default=0)
                  for taken in made.groups}  # fmt: skip
@@ -276,7 +271,6 @@ class World:
             expect(not lost, f"{group} (attempt {attempt}) was acknowledged, and is sampled anew without a reason")
 
     def stuck(self) -> str:
-        """What everybody waits for."""
         service = self.service
         slots = [(s.group_id, s.state.value, s.min_version, s.attempt, s.server) for s in service.buffer.slots.values()]
         peers = [(p.name, p.incarnation, p.version, p.capacity) for p in service.peers.by_identity.values()]
@@ -284,7 +278,6 @@ class World:
         return f"lost {lost}, takes {takes}, {slots}, {peers}, {self.learner.published}"
 
     def say(self, text: str) -> None:
-        """For the trace."""
         self.trace.append(f"{self.now:.1f} {text}")
 
 
@@ -307,7 +300,6 @@ def comparable(service: Service) -> dict[str, Any]:
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Prompts."""
     return [
         {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
         for i in range(count)

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
@@ -37,9 +37,6 @@ class Mutator:
         self.resealed = 0
         """Mutated messages with a right checksum."""
         self.mutated = 0
-        self._of_frames: list[Callable[[Frames], Frames]] = [
-            self._flip, self._cut, self._swap, self._repeat, self._drop, self._insert, self._stretch, self._flood,
-        ]  # fmt: skip
 
     def mutate(self, frames: Frames) -> Frames:
         """The frames, changed. One in twenty stays as it is, so that the other side goes on from state to state."""
@@ -55,13 +52,11 @@ class Mutator:
             frames = self._arrays(frames)
         else:
             for _ in range(self._rng.choice((1, 1, 1, 2, 4))):
-                frames = self._rng.choice(self._of_frames)(frames)
+                frames = self._frames(frames)
         if self._rng.random() < RESEALED and frames[0][:-CRC_BYTES].endswith(CRC_MARK):
             self.resealed += 1
             return seal(frames)
         return frames
-
-    # ---- values -----------------------------------------------------------------------------------------
 
     def _values(self, frames: Frames) -> Frames:
         header = msgpack.unpackb(frames[0])
@@ -119,11 +114,14 @@ class Mutator:
             if dtype not in DTYPES or len(frames[number]) % DTYPES[dtype].itemsize:  # changed before
                 continue
             array = np.frombuffer(frames[number], dtype=dtype).copy()
+            entry = (
+                rng.choice(FLOATS) if dtype == "float32" else rng.choice(INTEGERS) & (0xFF if dtype == "uint8" else -1)
+            )
             chance = rng.random()
             if chance < 0.55 and array.size:
-                array[rng.randrange(array.size)] = self._entry(dtype)
+                array[rng.randrange(array.size)] = entry
             elif chance < 0.7:
-                array = np.full(rng.choice((0, 1, 2, 500)), self._entry(dtype), dtype=dtype)
+                array = np.full(rng.choice((0, 1, 2, 500)), entry, dtype=dtype)
             elif chance < 0.8:
                 array = np.resize(array, array.size + rng.choice((-1, 1)) if array.size else 3)
             elif chance < 0.9:
@@ -133,48 +131,31 @@ class Mutator:
             frames[number] = array.tobytes()
         return [msgpack.packb(header), *frames[1:]]
 
-    def _entry(self, dtype: str) -> Any:
-        if dtype == "float32":
-            return self._rng.choice(FLOATS)
-        return self._rng.choice(INTEGERS) & 0xFF if dtype == "uint8" else self._rng.choice(INTEGERS)
-
-    # ---- bytes and frames -------------------------------------------------------------------------------
-
-    def _flip(self, frames: Frames) -> Frames:
-        changed = [bytearray(frame) for frame in frames]
-        for _ in range(self._rng.choice((1, 1, 2, 16))):
-            frame = self._rng.choice(changed)
-            if frame:
-                frame[self._rng.randrange(len(frame))] ^= 1 << self._rng.randrange(8)
-        return [bytes(frame) for frame in changed]
-
-    def _cut(self, frames: Frames) -> Frames:
-        number = self._rng.randrange(len(frames))
-        return [*frames[:number], frames[number][: self._rng.randrange(len(frames[number]) + 1)], *frames[number + 1 :]]
-
-    def _stretch(self, frames: Frames) -> Frames:
-        number = self._rng.randrange(len(frames))
-        longer = frames[number] + self._rng.randbytes(self._rng.choice((1, 4, 200)))
-        return [*frames[:number], longer, *frames[number + 1 :]]
-
-    def _swap(self, frames: Frames) -> Frames:
-        return self._rng.sample(frames, len(frames))
-
-    def _repeat(self, frames: Frames) -> Frames:
-        number = self._rng.randrange(len(frames))
-        return [*frames[: number + 1], *frames[number:]]
-
-    def _drop(self, frames: Frames) -> Frames:
-        number = self._rng.randrange(len(frames))
-        return [*frames[:number], *frames[number + 1 :]] or [b""]
-
-    def _insert(self, frames: Frames) -> Frames:
-        number = self._rng.randrange(len(frames) + 1)
-        return [*frames[:number], self._rng.randbytes(self._rng.choice((0, 4, 64))), *frames[number:]]
-
-    def _flood(self, frames: Frames) -> Frames:
-        """More frames than a message may have, now and then."""
-        return [*frames, *[b""] * 70] if self._rng.random() < 0.1 else [*frames, b""]
+    def _frames(self, frames: Frames) -> Frames:
+        """Other bits, lengths, numbers or order of frames."""
+        rng, frames = self._rng, list(frames)
+        number = rng.randrange(len(frames))
+        match rng.choice(("flip", "cut", "stretch", "swap", "repeat", "drop", "insert", "flood")):
+            case "flip" if frames[number]:
+                changed = bytearray(frames[number])
+                for _ in range(rng.choice((1, 1, 2, 16))):
+                    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+                frames[number] = bytes(changed)
+            case "cut":
+                frames[number] = frames[number][: rng.randrange(len(frames[number]) + 1)]
+            case "stretch":
+                frames[number] += rng.randbytes(rng.choice((1, 4, 200)))
+            case "swap":
+                rng.shuffle(frames)
+            case "repeat":
+                frames.insert(number, frames[number])
+            case "drop":
+                del frames[number]
+            case "insert":
+                frames.insert(number, rng.randbytes(rng.choice((0, 4, 64))))
+            case "flood":  # more frames than a message may have, now and then
+                frames += [b""] * (70 if rng.random() < 0.1 else 1)
+        return frames or [b""]
 
 
 def seal(frames: Frames) -> Frames:

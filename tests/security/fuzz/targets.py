@@ -1,29 +1,20 @@
-"""The sockets that are attacked, each with the code that reads it in a run.
-
-    replay      AsyncRouter, replay/serve.py (take_in, flush) and the whole Service
-    rollout     AsyncDealer and RolloutServer.handle; prompts are not generated: its generator refuses every lease
-    learner     Dealer and BatchReader
-    publisher   the weight bus's Router and the Publisher's thread with its membership; the data plane is a stand-in
-    subscriber  the weight bus's Dealer and Subscriber.receive; the data plane is a stand-in
+"""The sockets that are attacked, each with the code that reads it in a run; here replay's.
 
 A target takes frames in and says when its reader has processed them; what its reader raises and documents is expected.
 """
 
 import time
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import zmq
 
-from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncRouter, WireError
 from replay.channel.frames import Message, Registry, encode
-from replay.prompts import PromptSource
 from replay.serve import flush, take_in
-from replay.service import Service
-from tests.replay.simulation.journal import MemoryJournal
-from tests.security.fuzz.samples import GROUP_SIZE, PROMPTS
+from tests.security.fuzz.samples import PROMPTS
+from tests.security.served_replay import service
 
 HOST = "127.0.0.1"
 RUN = "fuzz"
@@ -36,18 +27,26 @@ class Vanished(RuntimeError):
     """A message that was sent was never read."""
 
 
-class Target(Protocol):
-    """One kind of socket."""
+class Target:
+    """One kind of socket with its reader, to be opened first."""
 
     kinds: Registry
-    accepted: int
-    """Messages so far that were whole to the one who read them."""
+
+    def __init__(self) -> None:
+        self.read = self.accepted = 0
+        """Messages that were read so far, and those of them that were whole to their reader."""
+
+    def count(self, messages: Iterable[object]) -> None:
+        for message in messages:
+            self.read += 1
+            self.accepted += not isinstance(message, WireError)
 
     async def open(self) -> None:
         """Make the socket and its reader, and connect to it."""
 
     def given(self) -> Mapping[str, Any]:
         """Fields by name that a message must have to be looked at."""
+        return {}
 
     def send(self, frames: list[bytes]) -> None:
         """Put a message on the wire."""
@@ -59,64 +58,56 @@ class Target(Protocol):
         """Close everything."""
 
 
-def config() -> Config:
-    """Of a small run."""
-    return Config.model_validate(
-        {
-            "model": {"path": "unused"},
-            "data": {"train": "unused"},
-            "rollout": {"group_size": GROUP_SIZE, "groups_per_step": 4, "max_new_tokens": 8},
-            "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3, "partial_rollouts": True},
-            "placement": {"device": "cpu", "split": "1:1"},
-        }
-    )
-
-
-class Counted:
-    """A reader of messages that counts what it has read."""
+class RouterTarget(Target):
+    """A ROUTER of ours, to which several bare DEALERs send in turn."""
 
     def __init__(self) -> None:
-        self.count = self.accepted = 0
-
-    def wrap(self, read: Any) -> Any:
-        """`read`, counting what is not None."""
-
-        async def reading(*arguments: Any) -> Any:
-            found = await read(*arguments)
-            if found is not None:
-                self.count += 1
-                self.accepted += not isinstance(found[1], WireError)
-            return found
-
-        return reading
-
-
-class ReplayTarget:
-    """Four peers: two rollout servers and a learner rank that joined, and one of whom nothing is known."""
-
-    kinds = m.TO_REPLAY
-
-    def __init__(self) -> None:
+        super().__init__()
         self._context = zmq.Context()
+        self._peers: list[zmq.Socket[bytes]] = []
         self._turn = self._drained = 0
 
-    async def open(self) -> None:
-        self._router = AsyncRouter(HOST, 0, RUN, m.TO_REPLAY)
-        self._read = Counted()
-        self._router.receive = self._read.wrap(self._router.receive)  # type: ignore[method-assign]
-        self._peers: list[zmq.Socket[bytes]] = []
-        await self._begin()
-
-    @property
-    def accepted(self) -> int:
-        return self._read.accepted
-
-    def given(self) -> Mapping[str, Any]:
-        return {"pass_": 0, "attempt": 1}
+    def connect(self, address: str, identity: str) -> "zmq.Socket[bytes]":
+        made = self._context.socket(zmq.DEALER)
+        made.setsockopt(zmq.IDENTITY, identity.encode())
+        made.setsockopt(zmq.LINGER, 0)
+        made.set_hwm(0)
+        made.connect(address)
+        self._peers.append(made)
+        return made
 
     def send(self, frames: list[bytes]) -> None:
         self._turn += 1
-        self._peers[self._turn % len(self._peers)].send_multipart(frames)
+        peer = self._peers[self._turn % len(self._peers)]
+        peer.send_multipart(frames)
+        discard(peer)
+
+    def leave(self) -> None:
+        while self._peers:
+            self._peers.pop().close()
+
+
+class ReplayTarget(RouterTarget):
+    """AsyncRouter, take_in and flush of the main loop, and the whole Service.
+
+    Four peers: two rollout servers and a learner rank that joined, and one of whom nothing is known.
+    """
+
+    kinds = m.TO_REPLAY
+
+    async def open(self) -> None:
+        self._router = AsyncRouter(HOST, 0, RUN, m.TO_REPLAY)
+        self._receive, self._router.receive = self._router.receive, self._counted  # type: ignore[method-assign]
+        await self._begin()
+
+    async def _counted(self) -> Any:
+        found = await self._receive()
+        if found is not None:
+            self.count([found[1]])
+        return found
+
+    def given(self) -> Mapping[str, Any]:
+        return {"pass_": 0, "attempt": 1}
 
     async def drain(self, count: int) -> None:
         await self._serve(count)
@@ -128,10 +119,10 @@ class ReplayTarget:
 
     async def _serve(self, count: int) -> None:
         """Replay's main loop for that many messages."""
-        goal, deadline = self._read.count + count, time.monotonic() + PATIENCE_S
-        while self._read.count < goal:
+        goal, deadline = self.read + count, time.monotonic() + PATIENCE_S
+        while self.read < goal:
             if time.monotonic() > deadline:
-                raise Vanished(f"{goal - self._read.count} of {count} messages")
+                raise Vanished(f"{goal - self.read} of {count} messages")
             await self._router.wait(0.2)
             await take_in(self._router, self._service)
             await flush(self._router, self._service)
@@ -140,34 +131,26 @@ class ReplayTarget:
 
     async def _begin(self) -> None:
         """A new run, with peers under new names: who has once sent a large number is refused all lower ones."""
-        rows = [
-            {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
-            for i in range(PROMPTS)
-        ]
-        source = PromptSource(rows, shuffle=False, seed=0)
-        self._service = Service(config(), source, rows[:2], time.monotonic(), journal=MemoryJournal())
-        for peer in self._peers:
-            peer.close()
-        self._peers = []
+        self._service = service(PROMPTS, 2)
+        self.leave()
         for name, role in (("l0", "learner"), ("r0", "rollout_server"), ("r1", "rollout_server"), ("x", "")):
-            peer = connected(self._context, self._router.address, f"{name}.{self._drained}")
-            self._peers.append(peer)
+            peer = self.connect(self._router.address, f"{name}.{self._drained}")
             hello = m.Hello(role=role, name=name, pid=1, host="h") if role else m.StatusRequest()  # type: ignore[arg-type]
             peer.send_multipart(encode(hello, RUN, 1))
             peer.send_multipart(encode(m.LeaseRequest(capacity=4, version=0), RUN, 2))
             await self._serve(2)
 
     def close(self) -> None:
-        for peer in self._peers:
-            peer.close()
+        self.leave()
         self._context.term()
         self._router.close()
 
 
-class FakeServer:
-    """The ROUTER that a DEALER of ours talks to."""
+class DealerTarget(Target):
+    """A DEALER of ours, which talks to a ROUTER that sends rubbish."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -176,42 +159,28 @@ class FakeServer:
         self.address = f"tcp://{HOST}:{self._socket.bind_to_random_port(f'tcp://{HOST}')}"
         self._identity = b""
 
-    def meet(self, identity: str, greeting: Message, run_id: str = RUN) -> None:
+    def meet(self, identity: str, greeting: Message) -> None:
         """Wait for a peer and send it a first message, from which it has the run's id."""
         self._identity = identity.encode()
-        frames = [bytes(frame) for frame in encode(greeting, run_id, 1)]
+        frames = [bytes(frame) for frame in encode(greeting, RUN, 1)]
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                self.send(frames)
-                return
+                return self.send(frames)
             except zmq.ZMQError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
 
     def send(self, frames: list[bytes]) -> None:
-        """Send to the peer; what it said is thrown away."""
         self._socket.send_multipart([self._identity, *frames])
         discard(self._socket)
 
     def close(self) -> None:
-        """Close."""
         self._socket.close()
         self._context.term()
 
 
-def connected(context: "zmq.Context[Any]", address: str, identity: str) -> "zmq.Socket[bytes]":
-    """A bare DEALER."""
-    made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.IDENTITY, identity.encode())
-    made.setsockopt(zmq.LINGER, 0)
-    made.set_hwm(0)
-    made.connect(address)
-    return made
-
-
 def discard(socket: "zmq.Socket[bytes]") -> None:
-    """Throw away what has arrived."""
     while socket.poll(0):
         socket.recv_multipart()

@@ -1,10 +1,5 @@
-"""Attacks one target in a process of its own: `python -m tests.security.fuzz.worker --target T --frames N --seed S`.
+"""Attacks one target in a process of its own; its last line is the result as JSON."""
 
-Its last line is JSON: frames, messages, accepted (messages that their reader found whole), resealed (share of the
-mutated ones with a right checksum), unhandled (a list), rss_growth_bytes, cpu_s.
-"""
-
-import argparse
 import asyncio
 import importlib
 import json
@@ -15,18 +10,18 @@ import resource
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from replay.channel.frames import encode
 from tests.security.fuzz.mutations import Mutator
 from tests.security.fuzz.samples import Samples
 from tests.security.fuzz.targets import RUN, Target
+from tests.security.served_replay import resident_bytes
 
 TARGETS = {
     "replay": "tests.security.fuzz.targets:ReplayTarget",
-    "rollout": "tests.security.fuzz.rollout:RolloutTarget",
-    "learner": "tests.security.fuzz.rank:LearnerTarget",
+    "rollout": "tests.security.fuzz.ends:RolloutTarget",
+    "learner": "tests.security.fuzz.ends:LearnerTarget",
     "publisher": "tests.security.fuzz.bus:PublisherTarget",
     "subscriber": "tests.security.fuzz.bus:SubscriberTarget",
 }
@@ -48,8 +43,6 @@ class Formatted(logging.Handler):
 
 
 class Attack:
-    """One target, one seed."""
-
     def __init__(self, name: str, seed: int) -> None:
         module, _, kind = TARGETS[name].partition(":")
         self._make: type[Any] = getattr(importlib.import_module(module), kind)
@@ -72,7 +65,7 @@ class Attack:
                     target.send(message)
                 await target.drain(len(batch))
             except Exception as error:  # noqa: BLE001 - this is what is looked for
-                self._note(error, batch)
+                self._note(error)
                 target.close()
                 target, before = await self._open(), 0
             self._accepted, before = self._accepted + target.accepted - before, target.accepted
@@ -96,16 +89,13 @@ class Attack:
         run = RUN if self._rng.random() < 0.98 else self._rng.choice(("", "another"))
         return self._mutator.mutate([bytes(frame) for frame in encode(self._samples.any(), run, number)])
 
-    def _note(self, error: BaseException, batch: list[list[bytes]]) -> None:
+    def _note(self, error: BaseException) -> None:
         if len(self.unhandled) < REPORTED:
-            text = "".join(traceback.format_exception(error))
-            self.unhandled.append(
-                {"error": repr(error)[:300], "traceback": text[-3000:], "batch": self.messages // BATCH}
-            )
-            sys.stderr.write(f"unhandled: {text}\n")
+            text = "".join(traceback.format_exception(error))[-3000:]
+            self.unhandled.append({"error": repr(error)[:300], "traceback": text, "batch": self.messages // BATCH})
 
     def result(self) -> dict[str, Any]:
-        """What the last line says."""
+        """Accepted are messages that their reader found whole; resealed is the share of changed ones made whole."""
         return {
             "frames": self.frames,
             "messages": self.messages,
@@ -117,23 +107,13 @@ class Attack:
         }
 
 
-def resident_bytes() -> int:
-    """Of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m tests.security.fuzz.worker", description=__doc__)
-    parser.add_argument("--target", choices=sorted(TARGETS), required=True)
-    parser.add_argument("--frames", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    args = parser.parse_args()
+    target, frames, seed = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     logging.basicConfig(level=logging.DEBUG, handlers=[Formatted()], force=True)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
-    attack = Attack(args.target, args.seed)
-    asyncio.run(attack.run(args.frames))
+    attack = Attack(target, int(seed))
+    asyncio.run(attack.run(int(frames)))
     sys.stdout.write(json.dumps(attack.result()) + "\n")
     return 0
 

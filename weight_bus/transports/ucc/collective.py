@@ -38,10 +38,7 @@ SLACK_S = 1.0  # for the process to say by itself what went wrong, past its own 
 
 
 class UccCollective(GroupTransport):
-    """A UCC group per epoch, in a process per group. Buckets live in host memory.
-
-    Raises WeightBusError: there is no UCC here (`resolve_ucc`).
-    """
+    """A UCC group per epoch, a process each. Buckets live in host memory. Raises WeightBusError, see `resolve_ucc`."""
 
     backend = "ucc"
     device = torch.device("cpu")
@@ -58,11 +55,7 @@ class UccCollective(GroupTransport):
         log.info("weight bus: ucc is %s, over %s", self._name, devices or "any interface (UCX_NET_DEVICES is not set)")
 
     def facts(self) -> dict[str, str]:
-        """The backend, where UCC comes from, and the protocol.
-
-        Returns when the process for a group is ready, so a transport that has stated them can form one at once. Raises
-        TransportError: it is not, after a minute.
-        """
+        """Backend, kind of UCC, protocol; once a process for a group is ready. Raises TransportError after a minute."""
         self._present().await_ready(HOPELESS_S)
         return {**super().facts(), "ucc": self._name}
 
@@ -118,10 +111,7 @@ class UccCollective(GroupTransport):
 
 
 def _environment(host: str) -> dict[str, str]:
-    """Of the processes: this one's, without threads that would be lost in a fork.
-
-    A run that stays on this machine does not listen on its other interfaces.
-    """
+    """Of the processes: this one's, without threads that a fork would lose; a run on loopback stays there with UCX."""
     path = os.pathsep.join(filter(None, [PACKAGE_ROOT, os.environ.get("PYTHONPATH")]))
     loopback = {"UCX_NET_DEVICES": "lo"} if is_loopback(host) else {}
     return {**loopback, **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": path}

@@ -75,10 +75,7 @@ class Starter:
         return self._killed or self._process.poll() is not None
 
     def await_ready(self, limit_s: float) -> None:
-        """Wait until it has imported torch. One that is late goes on with that, unless it is hopeless.
-
-        Raises TransportError: it is not ready yet, or will never be.
-        """
+        """Wait until it has imported torch; a late one goes on, unless hopeless. Raises TransportError: not ready."""
         if self._ready:
             return
         try:

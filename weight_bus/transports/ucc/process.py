@@ -4,17 +4,14 @@ usage: python -m weight_bus.transports.ucc.process PARENT_PID CHANNEL_FD MEMORY_
 
 The starter imports torch once, and loads no UCC. Each message is msgpack in a packet:
 
-| order of the transport                                                   | answer of the starter             |
-|--------------------------------------------------------------------------|-----------------------------------|
-| (none)                                                                   | {} when it is ready               |
-| {"do": "fork"}, and a file descriptor: the channel of the new process    | {"pid": int}                      |
-| {"do": "end"}: kill that process                                         | {"code": int}, below 0 a signal   |
-
-| order of the transport                                                   | answer of the process of a group  |
-|--------------------------------------------------------------------------|-----------------------------------|
-| {"do": "form", fields of Formation, "timeout_s", "patience_s"}, once     | {} when it is done; or            |
-| {"do": "broadcast", "bytes": int}: of the shared memory, rank 0's to all | {"failed": reason, "symptom": of  |
-| {"do": "finish"}                                                         | errors.py or ""}, and it ends     |
+| order of the transport                                                | answer of the starter                      |
+|-----------------------------------------------------------------------|--------------------------------------------|
+| (none)                                                                | {} when it is ready                        |
+| {"do": "fork"}, and a file descriptor: the channel of the new process | {"pid": int}                               |
+| {"do": "end"}: kill that process                                      | {"code": int}, below 0 a signal            |
+| {"do": "form", fields of Formation, "timeout_s", "patience_s"}, once  | of the new process: {} when it is done; or |
+| {"do": "broadcast", "bytes": int}: of the shared memory, to all       | {"failed": reason, "symptom": of errors.py |
+| {"do": "finish"}                                                      | or ""}, and it ends                        |
 
 Both end when the transport hangs up, and with their parents; always by os._exit, because an interpreter with a UCC
 group whose peer is gone never ends.

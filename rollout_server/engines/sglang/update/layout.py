@@ -28,7 +28,7 @@ class LiveSlice:
 
 
 def live_slices(model: Any, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[LiveSlice]:
-    """A slice for each (name, full shape). Raises KeyError without such a tensor, ValueError for another shape."""
+    """A slice for each (name, full shape). Raises KeyError: no such tensor; ValueError: another shape."""
     modules = dict(model.named_modules())
     for name, shape in tensors:
         path, _, leaf = name.rpartition(".")

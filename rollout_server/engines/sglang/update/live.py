@@ -29,7 +29,7 @@ _addresses: tuple[Any, dict[str, int]] = (None, {})
 
 
 class LiveWeights:
-    """The parts of the tensors of these names that a model holds on this rank. Raises as `live_slices`."""
+    """What a model holds of these tensors on this rank. Raises as `live_slices`."""
 
     def __init__(self, model: Any, shapes: Shapes) -> None:
         self._model = model

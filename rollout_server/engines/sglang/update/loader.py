@@ -83,7 +83,7 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 
 
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
-    """Flat uint8 over memory of the server or rank 0, mapped until a request names another."""
+    """Flat uint8 over memory of the server or rank 0, kept while requests name it."""
     if described["kind"] == "staged":
         if rank == 0:  # a process cannot open its own handles
             return receiver.bucket(number, described["take"])

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from rollout_server.engines.base import EngineError
+from weight_bus.digest import add
 from weight_bus.remote import RemoteUpdate
 from weight_bus.staging import DTYPES, NAMES
 
@@ -52,7 +53,7 @@ class StagingFolder:
         self._write(load=True, memory=memory)
 
     def _described(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[Any]]:
-        """[name, dtype, shape, number of its memory, offset there] of each; and the memory, by number."""
+        """[name, dtype, shape, number of its memory, offset] of each; and the memory."""
         storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
         tensors: list[list[Any]] = []
         for name, tensor in named_tensors:
@@ -78,9 +79,9 @@ class StagingFolder:
             raise EngineError("no update has named this model's tensors yet, so there is nothing to digest")
         self._write()
 
-    def name_tensors(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-        """(name, dtype, shape) of the model, so that `write_digest` works before the first update."""
-        self._tensors = [[name, dtype, list(shape), 0, 0] for name, dtype, shape in tensors]
+    def name_tensors(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """(name, shape) of what the model holds, so that `write_digest` works before the first update."""
+        self._tensors = [[name, "", list(shape), 0, 0] for name, shape in tensors]
 
     def replies(self, num_ranks: int) -> list[dict[str, Any]]:
         """Reply of each scheduler to the last request. Raises EngineError where one is missing.
@@ -98,9 +99,24 @@ class StagingFolder:
             found.append(reply)
         return found
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of each tensor of the last request."""
-        return {name: tuple(shape) for name, _, shape, _, _ in self._tensors}
+    def digests(self, replies: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+        """Digest of each tensor of the last request: the sum over the schedulers' disjoint slices.
+
+        A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
+        """
+        sizes = {name: math.prod(shape) for name, _, shape, _, _ in self._tensors}
+        parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
+        wrong: set[str] = set()
+        for reply in replies:
+            for name, start, count, digest in reply["slices"]:
+                known = parts.setdefault(name, {}).setdefault(tuple(start), (count, digest))
+                if known != (count, digest):
+                    wrong.add(name)
+        return {
+            name: add([digest for _, digest in slices.values()])
+            for name, slices in parts.items()
+            if name not in wrong and sum(count for count, _ in slices.values()) == sizes[name]
+        }
 
     def mapped_by_all(self) -> None:
         """Unlink the memory once every scheduler has mapped it; mappings keep it."""
@@ -135,7 +151,7 @@ class StagingFolder:
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:
-    """Flat uint8 over a new file; its pages are taken at once, or one would be a SIGBUS."""
+    """Flat uint8 over a new file, allocated at once: a missing page is a SIGBUS."""
     if size:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -173,31 +189,11 @@ def in_bytes(text: str) -> dict[str, Any]:
     return dict(msgpack.unpackb(bytes.fromhex(text)))
 
 
-def combine(replies: Iterable[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Digest of each tensor: the sum over the schedulers' disjoint slices.
-
-    A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
-    """
-    parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
-    wrong: set[str] = set()
-    for reply in replies:
-        for name, start, count, digest in reply["slices"]:
-            known = parts.setdefault(name, {}).setdefault(tuple(start), (count, digest))
-            if known != (count, digest):
-                wrong.add(name)
-    digests = {}
-    for name, slices in parts.items():
-        if name not in wrong and sum(count for count, _ in slices.values()) == math.prod(shapes[name]):
-            digests[name] = sum(digest for _, digest in slices.values()) & ((1 << 64) - 1)
-    return digests
-
-
-def folder_tensors(folder: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of each tensor of a Hugging Face folder that a model holds."""
-    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    tied = bool(described.get("tie_word_embeddings"))
+def folder_tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of each tensor of a Hugging Face folder that a model holds."""
+    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
-                    yield name, "", tuple(opened.get_slice(name).get_shape())
+                    yield name, tuple(opened.get_slice(name).get_shape())

@@ -35,7 +35,7 @@ _receiver: "Receiver | None" = None
 
 
 def start(order: Mapping[str, Any], device: torch.device) -> None:
-    """Start a receiver, which waits for one that still runs because its server has not hung up yet.
+    """Start a receiver, which waits for one whose server has not hung up yet.
 
     The order has `socket`, where the server listens, `config`, the weight_bus section, `host`, and `export`: whether
     other processes load from its memory.
@@ -67,17 +67,14 @@ class Receiver(threading.Thread):
         self._config = WeightBus.model_validate(order["config"])
         self._host: str = order["host"]
         self._handles = Handles() if order["export"] else None
-        self._device = device
-        self._before = before
-        self._factory = transport_factory
+        self._device, self._before, self._factory = device, before, transport_factory
         self._intake: Intake | None = None
-        self._staging = Staging()
-        self._run_id = ""
+        self._staging, self._run_id = Staging(), ""
         self._takes = 0
         """Versions that have begun to arrive; the last of them is what the buckets hold."""
 
     def bucket(self, number: int, take: int) -> torch.Tensor:
-        """A staged bucket, flat uint8; keep it for a load, no longer. Raises ValueError if `take` is over."""
+        """A staged bucket, flat uint8, for one load. Raises ValueError if `take` is over."""
         if self._intake is None or take != self._takes:
             raise ValueError(f"update {take} is not staged in this scheduler, which is at {self._takes}")
         return self._intake.staging.buckets[number]
@@ -118,7 +115,7 @@ class Receiver(threading.Thread):
             line.send(answer)
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
-        """That of a run. Another run has the same buffers: other ranks may have them mapped."""
+        """That of a run. All have the same buffers: other ranks may have them mapped."""
         if self._intake is None or run_id != self._run_id:
             self._drop()
             self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)

@@ -37,7 +37,7 @@ def refuse(name: str) -> RuntimeError:
 
 
 class Placeholder(type):
-    """Type of the classes that stand for names of triton; so are their attributes, calls raise."""
+    """Type of classes that stand for names of triton, and of their attributes; calls raise."""
 
     def __getattr__(cls, name: str) -> "Placeholder":
         return placeholder(f"{cls.__module__}.{cls.__qualname__}", name)
@@ -126,11 +126,8 @@ for _path in SUBMODULES:
     _owner, _, _name = _module.__name__.rpartition(".")
     setattr(sys.modules[_owner], _name, _module)
 
-for _path, _name, _value in (
-    ("backends", "backends", {}),
-    ("compiler.compiler", "triton_key", lambda: __version__),
-    ("language", "constexpr", constexpr),
-    ("runtime", "driver", Driver()),
-    ("runtime.jit", "JITFunction", JITFunction),
-):
-    setattr(sys.modules[f"{__name__}.{_path}"], _name, _value)
+sys.modules[f"{__name__}.backends"].backends = {}  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.compiler.compiler"].triton_key = lambda: __version__  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.language"].constexpr = constexpr  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.runtime"].driver = Driver()  # type: ignore[attr-defined]
+sys.modules[f"{__name__}.runtime.jit"].JITFunction = JITFunction  # type: ignore[attr-defined]

@@ -1,11 +1,15 @@
 """Restarts in place: at once, later and later when a process dies again and again, never more than allowed."""
 
+import time
 from functools import partial
 from types import SimpleNamespace
 
+import pytest
+
 from configs.algorithm import Rollout
-from learner.launch import servers
-from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, Restarts
+from learner.launch import children, servers
+from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
+from replay.lifeline import CANNOT_START, RUN_FAILED
 
 
 class Clock:
@@ -81,3 +85,32 @@ def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
         "restart 1 of 1 i",
         "no restart left ",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "failures"),
+    [
+        (1, ["restart 1 of 2", "restart 2 of 2", "no restart left"], ["a"]),
+        (0, [], []),
+        (RUN_FAILED, ["ended because the run has failed"], ["a"]),
+        (CANNOT_START, RunFailed, ["a"]),
+    ],
+)
+def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failures):
+    lines = []
+
+    def begin(name):
+        return children.start(name, ["sh", "-c", f"exit {code}"], tmp_path / f"{name}.log", {})
+
+    local = LocalServers(Rollout(restarts=2, restart_backoff_s=0), begin, lines.append)
+    local.add("a")
+    deadline = time.monotonic() + 20
+    try:
+        while not local.all_over and time.monotonic() < deadline:
+            local.watch(run_is_over=True)
+            time.sleep(0.01)
+        assert local.all_over and len(lines) == len(said)
+        assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
+    except RunFailed as failure:
+        assert said is RunFailed and "died: exit code 78" in str(failure)
+    assert local.failures == failures
