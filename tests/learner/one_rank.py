@@ -1,9 +1,9 @@
 """A gloo process group of one rank inside the test process, and policies over it."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from configs import Config
 from learner.model import Policy, build_policy
 from learner.optimizer import Optimizer
+from learner.rows import Row
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,34 @@ def built(config: Config, mesh: DeviceMesh, device: torch.device = CPU) -> tuple
     return policy, Optimizer(config.learner, policy)
 
 
-def logits(policy: Policy, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
-    """[B, T, V] in the compute dtype; `keywords` go to the forward of the transformers model."""
-    found: torch.Tensor = policy.model(input_ids=input_ids, use_cache=False, **keywords).logits
-    return found
+def row_of(sequences: Sequence[Sequence[int]]) -> Row:
+    """Sequences of at least two tokens, one after the other; all but the first of each are in the loss."""
+    lengths = [len(sequence) for sequence in sequences]
+    starts = [0, *itertools.accumulate(lengths)]
+    ids = torch.tensor([token for sequence in sequences for token in sequence])
+    kept = torch.tensor(
+        [first + at for first, length in zip(starts, lengths, strict=False) for at in range(length - 1)]
+    )
+    nothing = torch.zeros(len(kept))
+    return Row(
+        input_ids=ids[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
+        starts=torch.tensor(starts, dtype=torch.int32),
+        longest=max(lengths),
+        kept=kept,
+        targets=ids[kept + 1],
+        behaviour_logprobs=nothing,
+        advantages=nothing,
+        weights=nothing,
+        lags=nothing,
+        lengths=torch.tensor(lengths) - 1,
+        groups=torch.arange(len(lengths)),
+    )
+
+
+def logprobs(policy: Policy, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logprob of every token but the first of each sequence."""
+    row = row_of(sequences)
+    with torch.no_grad():
+        found, _ = policy.forward(row.to(policy.device), 1.0)
+    return list(found.split(row.lengths.tolist()))

@@ -1,4 +1,4 @@
-"""Trajectories in one row without padding: the same logits, gradients and updates as with padding."""
+"""Trajectories in one row: the logprobs of a transformers model, and the same from every kernel and recomputation."""
 
 import inspect
 import itertools
@@ -6,87 +6,50 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from one_rank import built, logits
-from recorded import batch_of, random_step
+from one_rank import built, logprobs
+from recorded import batch_of, random_step, rows_of
 from tiny_models import SIZES, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs import Config
 from learner import attention
-from learner.losses import build_loss
 from learner.model import Policy, build_policy
-from learner.packing import pack
+from learner.objective import Objective
 from learner.step import StepSums, accumulate_gradients
 
 CPU = torch.device("cpu")
-STEPS = [random_step(step) for step in range(1, 6)]
+SEQUENCES = [
+    torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (5, 2, 13, 8)
+]
 
 
-def configured(folder: Path, mode: str, **learner: Any) -> Config:
+def configured(folder: Path, mode: str = "auto", **learner: Any) -> Config:
     conditioned = {"adam_epsilon": 1e-6, "attention": mode}
     return make_config(folder, replay={"async_lag": 2}, learner=conditioned | learner)
 
 
-def accumulated(policy: Policy, config: Config, num_microbatches: int) -> tuple[StepSums, dict[str, torch.Tensor]]:
+def accumulated(policy: Policy, config: Config) -> tuple[StepSums, dict[str, torch.Tensor]]:
     """Measurements of one batch, and the gradients that it left."""
-    batch = batch_of(STEPS[0], 1, num_microbatches=num_microbatches)
-    advantages = np.linspace(-1, 1, len(STEPS[0]), dtype=np.float32)
-    packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
-    sums = accumulate_gradients(policy, packed, build_loss(config.algorithm), temperature=0.9)
+    rows, tokens = rows_of(batch_of(random_step(1), 1, num_microbatches=3), config)
+    sums = accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=0.9, global_tokens=tokens)
     names = [shard.name for shard in policy.shards()]
     return sums, {n: g.clone() for n, g in zip(names, policy.local_gradients(), strict=True)}
 
 
-def row_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """(token ids [1, total], padded token ids, arguments of the forward) of trajectories of these lengths."""
-    generator = torch.Generator().manual_seed(0)
-    padded = torch.randint(1, 64, (len(lengths), max(lengths)), generator=generator)
-    ids = torch.cat([padded[i, :length] for i, length in enumerate(lengths)])[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    return ids, padded, {"position_ids": positions, **attention.arguments(starts, max(lengths))}
-
-
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen2", False), ("llama", False)])
-def test_logits_equal_those_with_padding(tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool) -> None:
+def test_logprobs_are_those_of_each_sequence_alone(tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool) -> None:
     save_model(tmp_path, family, tied=tied)
-    lengths = [5, 1, 13, 8]
-    ids, padded, arguments = row_of(lengths)
-    with torch.no_grad():
-        expected = logits(build_policy(configured(tmp_path, "sdpa"), mesh, CPU), padded)
-        found = logits(build_policy(configured(tmp_path, "varlen"), mesh, CPU), ids, **arguments)
-    valid = torch.cat([expected[i, :length] for i, length in enumerate(lengths)])
-    torch.testing.assert_close(found[0], valid, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "tied", "num_microbatches"),
-    [("qwen3", True, 1), ("qwen2", False, 3), ("llama", False, 20)],  # of 20, some hold no trajectory at all
-)
-def test_gradients_and_measurements_equal_those_with_padding(
-    tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, num_microbatches: int
-) -> None:
-    save_model(tmp_path, family, tied=tied)
-    outcomes = []
-    for mode in ("sdpa", "varlen"):
-        config = configured(tmp_path, mode)
-        outcomes.append(accumulated(built(config, mesh)[0], config, num_microbatches))
-    (expected, gradients), (found, others) = outcomes
-    assert found.metrics() == pytest.approx(expected.metrics(), rel=1e-5, abs=1e-6)
-    assert gradients.keys() == others.keys()
-    for name in gradients:
-        torch.testing.assert_close(others[name], gradients[name], rtol=1e-4, atol=1e-6)
-
-
-def test_microbatches_of_the_other_layout_are_refused(qwen3: Path, mesh: DeviceMesh) -> None:
-    policy = build_policy(configured(qwen3, "sdpa"), mesh, CPU)
-    packed = pack(batch_of(STEPS[0], 1), np.ones(16, np.float32), np.ones(16, np.bool_), unpadded=True)
-    with pytest.raises(ValueError, match="must be packed with unpadded=False"):
-        policy.token_logprobs(packed.microbatches[0], 1.0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    found = logprobs(build_policy(configured(tmp_path), mesh, CPU), SEQUENCES)
+    for sequence, values in zip(SEQUENCES, found, strict=True):
+        ids = torch.tensor(sequence)
+        with torch.no_grad():
+            expected = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 
 # ---- what is chosen -------------------------------------------------------------------------------------
@@ -96,7 +59,7 @@ def test_a_cpu_pads_unless_told_otherwise(qwen3: Path, caplog: pytest.LogCapture
     model = Qwen3Config(**SIZES)
     modes = {mode: attention.choose(configured(qwen3, mode).learner, model, CPU) for mode in ("auto", "sdpa")}
     assert modes == {"auto": attention.PADDED, "sdpa": attention.PADDED} and not caplog.messages
-    assert attention.choose(configured(qwen3, "varlen").learner, model, CPU) == attention.LOOP
+    assert attention.choose(configured(qwen3, "varlen").learner, model, CPU) == attention.PADDED
     assert "the kernel needs CUDA, the learner runs on cpu" in caplog.text
 
 
@@ -149,15 +112,14 @@ def kernel(expected: dict[str, Any]) -> Callable[..., Any]:
 def test_every_signature_of_the_kernel_is_called_right(
     qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any]
 ) -> None:
-    ids, _, arguments = row_of([5, 1, 13, 8])
-    expected = logits(build_policy(configured(qwen3, "varlen"), mesh, CPU), ids, **arguments)
+    expected = logprobs(build_policy(configured(qwen3), mesh, CPU), SEQUENCES)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(keywords))
     monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
     attention._kernel.cache_clear()
     try:
-        policy = build_policy(configured(qwen3, "auto"), mesh, CPU)
-        assert policy.model.config._attn_implementation == attention.VARLEN and policy.unpadded
-        found = logits(policy, ids, **arguments)
+        policy = build_policy(configured(qwen3), mesh, CPU)
+        assert policy.model.transformer.config._attn_implementation == attention.VARLEN
+        found = logprobs(policy, SEQUENCES)
     finally:
         attention._kernel.cache_clear()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -166,16 +128,30 @@ def test_every_signature_of_the_kernel_is_called_right(
 # ---- recomputation --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sdpa", "varlen"])
-def test_recomputing_changes_the_number_of_forwards_and_nothing_else(qwen3: Path, mesh: DeviceMesh, mode: str) -> None:
+def test_recomputing_changes_the_number_of_forwards_and_nothing_else(qwen3: Path, mesh: DeviceMesh) -> None:
     outcomes = []
-    for recompute in (False, True):
-        config = configured(qwen3, mode, recompute=recompute)
+    for recompute in ("none", "full", "selective"):
+        config = configured(qwen3, recompute=recompute)
         policy, _ = built(config, mesh)
         calls: list[int] = []
-        policy.model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        sums, gradients = accumulated(policy, config, 3)
+        layer = policy.model.transformer.model.layers[1]
+        mlp = next(module for name, module in layer.named_modules() if name.endswith("mlp"))
+        mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        sums, gradients = accumulated(policy, config)
         outcomes.append((sums, gradients, len(calls), policy.layout("float32")))
-    (plain, gradients, calls, layout), (again, others, more, same) = outcomes
-    assert (calls, more) == (3, 6) and layout == same
-    assert plain == again and all(torch.equal(gradients[name], others[name]) for name in gradients)
+    (plain, gradients, calls, layout), *others = outcomes
+    assert calls == 3
+    for again, found, more, same in others:
+        assert more == 6 and layout == same
+        assert plain == again and all(torch.equal(gradients[name], found[name]) for name in gradients)
+
+
+@pytest.mark.slow  # the compiler takes a minute on a CPU
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_compiled_layers_have_the_same_gradients(qwen3: Path, mesh: DeviceMesh, recompute: str) -> None:
+    outcomes = []
+    for compiled in (False, True):
+        config = configured(qwen3, recompute=recompute, compile=compiled)
+        outcomes.append(accumulated(built(config, mesh)[0], config)[1])
+    expected, found = outcomes
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6

@@ -15,7 +15,7 @@ from tiny_models import make_config
 
 from learner import train as loop
 from learner.learner import Learner
-from learner.packing import PackingError
+from learner.rows import BatchError
 from replay import messages as m
 from replay.channel import AsyncRouter
 
@@ -23,7 +23,7 @@ STEP = 3
 PART = batch_of(random_step(STEP), STEP, rank=1, world_size=2)
 
 
-class Entered(PackingError):
+class Entered(BatchError):
     """The rank began with the update."""
 
 
@@ -104,6 +104,6 @@ def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_he
     tmp_path, monkeypatch, field, value
 ) -> None:
     error, said = trained_on(dataclasses.replace(PART, **{field: value}), tmp_path, monkeypatch)
-    assert isinstance(error, PackingError) and not isinstance(error, Entered), error
+    assert isinstance(error, BatchError) and not isinstance(error, Entered), error
     assert not any(take.have for take in said if isinstance(take, m.Take)), "the other ranks begin when all hold it"
     assert isinstance(said[-1], m.Goodbye) and said[-1].failed and "rank 1" in said[-1].reason

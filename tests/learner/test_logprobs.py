@@ -12,49 +12,49 @@ def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
     return log_p.gather(-1, targets[..., None])[..., 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("keep_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("with_entropy", [False, True])
 def test_agrees_with_dense(
     monkeypatch: pytest.MonkeyPatch,
-    keep_bytes: int,
     chunk: int,
     temperature: float,
     dtype: torch.dtype,
     tolerance: float,
+    with_entropy: bool,
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
-    monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", keep_bytes)
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 50 * chunk)
     torch.manual_seed(0)
     hidden, weight = torch.randn(21, 16).to(dtype), torch.randn(50, 16).to(dtype)
-    targets, upstream = torch.randint(0, 50, (21,)), torch.randn(21)
+    targets, upstream, other = torch.randint(0, 50, (21,)), torch.randn(21), torch.randn(21)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     found, entropy = head_logprobs(*ours, targets, temperature)
-    expected, expected_entropy = dense(theirs[0] @ theirs[1].T, targets, temperature)
-    assert found.dtype == torch.float32 and not entropy.requires_grad
+    expected, expected_entropy = dense(theirs[0].float() @ theirs[1].float().T, targets, temperature)
+    assert found.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)
-    found.backward(upstream)
-    expected.backward(upstream)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert mine.grad is not None and other.grad is not None and mine.grad.dtype == dtype
-        torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
+    for logprob, uncertainty in ((found, entropy), (expected, expected_entropy)):
+        (logprob @ upstream + uncertainty @ other * with_entropy).backward()
+    for mine, their in zip(ours, theirs, strict=True):
+        assert mine.grad is not None and their.grad is not None and mine.grad.dtype == dtype
+        torch.testing.assert_close(mine.grad, their.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_large_logits_do_not_wait_for_the_backward_and_no_float32_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 256)
+def test_products_of_16_bit_are_not_rounded_to_16_bit() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(64, 512, dtype=torch.bfloat16), torch.randn(100, 512, dtype=torch.bfloat16)
+    targets = torch.randint(0, 100, (64,))
+    found, _ = head_logprobs(hidden, weight, targets, 1.0)
+    exact = torch.log_softmax(hidden.double() @ weight.double().T, -1).gather(1, targets[:, None])[:, 0]
+    assert float((found - exact).abs().max()) < 1e-3
+
+
+def test_no_logits_wait_for_the_backward() -> None:
     hidden = torch.randn(4096, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
-    kept: dict[int, int] = {}
-    for keep_bytes in (0, 1 << 30):
-        monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", keep_bytes)
-        sizes: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor, sizes=sizes: sizes.append(tensor.nbytes) or tensor, lambda tensor: tensor
-        ):
-            head_logprobs(hidden, weight, torch.zeros(4096, dtype=torch.int64), 1.0)
-        kept[keep_bytes] = sum(sizes)
-    inputs = hidden.nbytes + weight.nbytes + 4096 * 8
-    assert kept == {0: inputs, 1 << 30: inputs + 4096 * 64 * 2}
+    sizes: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+        head_logprobs(hidden, weight, torch.zeros(4096, dtype=torch.int64), 1.0)
+    assert sum(sizes) == hidden.nbytes + weight.nbytes + 4096 * (8 + 4 + 4)

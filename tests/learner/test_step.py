@@ -5,21 +5,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from one_rank import built, logits
-from recorded import batch_of, random_step, train_on
+from one_rank import built, logprobs, row_of
+from recorded import batch_of, random_step, rows_of, train_on
 from reference import train
 from safetensors.torch import load_file
 from tiny_models import make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.losses import LossInputs, LossOutput, build_loss
-from learner.losses.base import finish
+from learner.losses import LossInputs, LossOutput
 from learner.model import Policy
-from learner.packing import Microbatch, Packed, pack
+from learner.objective import Objective
 from learner.step import accumulate_gradients, apply_update
 
 STEPS = [random_step(step) for step in range(1, 6)]
@@ -53,8 +51,7 @@ SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
     ("family", "learner", "algorithm"),
     [
         ("qwen3", {}, {"loss": "ppo_clip"}),
-        ("qwen3", {"attention": "varlen"}, {"loss": "ppo_clip"}),
-        ("qwen3", {}, {"loss": "decoupled_ppo", "normalize_by_std": False}),
+        ("qwen3", {}, {"proximal": "log_linear", "correction": "token_tis", "advantage": "dr_grpo"}),
         ("qwen3", {}, {"loss": "policy_gradient", "i_know_this_is_biased": True, "drop_zero_advantage": False}),
         ("llama", SCHEDULE, {"loss": "ppo_clip"}),
     ],
@@ -99,14 +96,13 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: Device
     policy, optimizer = built(config, mesh)
     rows = [t for t in STEPS[3] if t.group != 0]
     current, behaviour, lags = [], [], []
-    with torch.no_grad():
-        for t in rows:
-            log_p = torch.log_softmax(logits(policy, torch.tensor([t.prompt_ids + t.response_ids]))[0], -1)
-            for i, token in enumerate(t.response_ids):
-                if t.loss_mask[i]:
-                    current.append(log_p[len(t.prompt_ids) + i - 1, token].item())
-                    behaviour.append(t.logprobs[i])
-                    lags.append(3 - t.versions[i])
+    for t in rows:
+        (values,) = logprobs(policy, [t.prompt_ids + t.response_ids])
+        for i in range(len(t.response_ids)):
+            if t.loss_mask[i]:
+                current.append(values[len(t.prompt_ids) + i - 1].item())
+                behaviour.append(t.logprobs[i])
+                lags.append(3 - t.versions[i])
     sums, _ = train_on(batch_of(STEPS[3], 4, num_microbatches=2), policy, optimizer, config)
     metrics = sums.metrics()
     new, old = torch.tensor(current), torch.tensor(behaviour)
@@ -140,7 +136,7 @@ def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: Dev
 
 def infinite_slope(inputs: LossInputs) -> LossOutput:
     """A loss of value 0 whose gradient is infinite."""
-    return finish(inputs, (inputs.logprobs - inputs.logprobs.detach()).sqrt())
+    return LossOutput(loss=(inputs.logprobs - inputs.logprobs.detach()).sqrt())
 
 
 def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mesh: DeviceMesh) -> None:
@@ -155,9 +151,10 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mes
     norm[3] = old
     assert reason == "nonfinite_loss"
 
-    advantages = np.ones(len(STEPS[0]), np.float32)
-    packed = pack(batch_of(STEPS[0], 1), advantages, advantages > 0)
-    sums = accumulate_gradients(policy, packed, infinite_slope, temperature=1.0)
+    rows, tokens = rows_of(batch_of(STEPS[0], 1), config)
+    objective = Objective(config.algorithm)
+    objective.loss = infinite_slope
+    sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
     assert sums.loss == 0
     assert apply_update(policy, optimizer, sums, max_grad_norm=1.0, lr=1.0) == "nonfinite_gradient"
 
@@ -170,20 +167,18 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mes
 def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3)
     policy, _ = built(config, mesh)
-    one = torch.ones(1, 3)
-    microbatch = Microbatch(
-        input_ids=torch.zeros(1, 4, dtype=torch.int64), mask=one, behaviour_logprobs=-one, advantages=one, lags=0 * one
-    )
+    objective = Objective(config.algorithm)
     with pytest.raises(ValueError, match="3 tokens are in the loss over all ranks, the batch says 4"):
-        accumulate_gradients(policy, Packed([microbatch], 4), build_loss(config.algorithm), temperature=1.0)
+        accumulate_gradients(policy, [row_of([[0, 0, 0, 0]])], objective, temperature=1.0, global_tokens=4)
 
 
 def test_bfloat16_compute_keeps_float32_masters(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3, learner={"compute_dtype": "bfloat16"})
     policy, optimizer = built(config, mesh)
-    assert logits(policy, torch.tensor([[1, 2]])).dtype == torch.bfloat16
+    seen: list[torch.dtype] = []
+    policy.model.transformer.model.norm.register_forward_hook(lambda *_: seen.append(_[2].dtype))
     _, reason = train_on(batch_of(STEPS[0], 1, num_microbatches=2), policy, optimizer, config)
     expected = train(qwen3, STEPS[:1], config)
-    assert not reason
+    assert not reason and set(seen) == {torch.bfloat16}
     assert {p.dtype for _, p in policy.named_parameters()} == {torch.float32}
     assert 0 < largest_difference(policy, expected) < 5 * config.learner.lr

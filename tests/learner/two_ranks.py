@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from one_rank import CPU, built, logits, process_group
-from recorded import batch_of, random_step, train_on
+from one_rank import CPU, built, process_group, row_of
+from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
 from tiny_models import make_config
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,10 +23,9 @@ from configs import Config
 from learner import model, sharding
 from learner.checkpoint import Checkpointer, CheckpointError
 from learner.export import write_hf_folder
-from learner.losses import build_loss
 from learner.model import Policy, build_policy
+from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.packing import pack
 from learner.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest
@@ -109,7 +107,7 @@ def synthetic(rank: int, folder: Path) -> dict[str, Any]:
 def layout_of(policy: Policy) -> dict[str, Any]:
     """Gather, digests and layout of a policy, in both wire dtypes, against each other."""
     with torch.no_grad():
-        logits(policy, torch.zeros(1, 2, dtype=torch.int64))  # leaves gathered copies that must not be taken for shards
+        policy.forward(row_of([[0, 0]]), 1.0)  # leaves gathered copies that must not be taken for shards
     seen: dict[str, Any] = {"parameter_digest": policy.parameter_digest()}
     for dtype in ("float32", "bfloat16"):
         full = dict(policy.named_full_tensors(dtype))
@@ -120,17 +118,6 @@ def layout_of(policy: Policy) -> dict[str, Any]:
     return seen
 
 
-def unpadded(folder: Path, name: str, mesh: DeviceMesh) -> list[dict[str, float]]:
-    """The same steps without padding; the weights go to <name>_unpadded.safetensors."""
-    config = configured(folder, name, learner=CONDITIONED | {"attention": "varlen"})
-    policy, optimizer = built(config, mesh)
-    seen = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
-    full = dict(policy.named_full_tensors("float32"))
-    if policy.rank == 0:
-        save_file(full, folder / f"{name}_unpadded.safetensors")
-    return seen
-
-
 def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """Gradients of several microbatches, summed over ranks once a step and after each microbatch."""
     found, early = [], []
@@ -138,16 +125,16 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
         model.WHOLE_GRADIENT_BYTES = whole_gradient_bytes
         policy = build_policy(config, mesh, device)
         batch = batch_of(random_step(1), 1, rank=policy.rank, world_size=2, num_microbatches=NUM_MICROBATCHES)
-        advantages = np.linspace(-1, 1, len(batch.all_rewards), dtype=np.float32)
-        packed = pack(batch, advantages, advantages != 0, unpadded=policy.unpadded)
-        first = packed.microbatches[0].to(device)
+        rows, tokens = rows_of(batch, config)
+        first = rows[0].to(device)
         policy.sync_gradients(last=False)
-        policy.token_logprobs(first, 1.0)[0].sum().backward()
+        policy.forward(first, 1.0)[0].sum().backward()
         early.append(next(policy.named_parameters())[1].grad is not None)
         if not early[-1]:  # leave no whole gradients behind
             policy.sync_gradients(last=True)
-            policy.token_logprobs(first, 1.0)[0].sum().backward()
-        sums = accumulate_gradients(policy, packed, build_loss(config.algorithm), temperature=1.0)
+            policy.forward(first, 1.0)[0].sum().backward()
+        objective = Objective(config.algorithm)
+        sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
         found.append((sums.metrics(), torch.cat([gradient.flatten() for gradient in policy.local_gradients()])))
     model.WHOLE_GRADIENT_BYTES = 1 << 31
     (once, gradients), (often, others) = found
@@ -229,10 +216,8 @@ def main() -> None:
                 save_file(full, folder / f"{name}.safetensors")
             seen[name]["end"] = layout_of(policy)
             seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
-            seen[name]["unpadded"] = unpadded(folder, name, mesh)
-            for mode in ("sdpa", "varlen"):
-                changed = configured(folder, name, learner=CONDITIONED | {"attention": mode, "recompute": True})
-                seen[name][f"sharded_{mode}"] = sharded_gradients(changed, mesh, CPU)
+            changed = configured(folder, name, learner=CONDITIONED | {"recompute": "full"})
+            seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
         seen["export_fails"] = export_fails(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()

@@ -1,0 +1,109 @@
+"""The objective of a row: which policy is the anchor, what a correction does to it, terms beside the loss."""
+
+from typing import Any
+
+import algorithm_reference as reference
+import numpy as np
+import pytest
+import torch
+from one_rank import row_of
+from test_algorithms import LENGTHS
+
+from configs.algorithm import Algorithm
+from learner.objective import Objective
+from learner.rows import Row
+
+LAGS = [float(i % 3) for i in range(sum(LENGTHS))]
+
+
+def made() -> tuple[Row, torch.Tensor, torch.Tensor]:
+    """A row, logprobs in training with a gradient, and entropies."""
+    random = np.random.default_rng(0)
+    row = row_of([[1] * (length + 1) for length in LENGTHS])
+    values: dict[str, Any] = {
+        "behaviour_logprobs": torch.tensor(-random.exponential(1.0, sum(LENGTHS))),
+        "advantages": torch.tensor(np.repeat(random.normal(0, 1, len(LENGTHS)), LENGTHS)),
+        "weights": torch.full((sum(LENGTHS),), 1 / sum(LENGTHS)),
+        "lags": torch.tensor(LAGS),
+    }
+    for name, value in values.items():
+        object.__setattr__(row, name, value)
+    logprobs = (row.behaviour_logprobs + torch.tensor(random.normal(0, 0.3, sum(LENGTHS)))).requires_grad_()
+    return row, logprobs, torch.rand(sum(LENGTHS), dtype=torch.float64).requires_grad_()
+
+
+def decoupled(row: Row, logprobs: torch.Tensor) -> tuple[float, list[float]]:
+    """Decoupled PPO written out: the loss, and its gradient by token."""
+    total, gradient = 0.0, []
+    now, sampled = logprobs.tolist(), row.behaviour_logprobs.tolist()
+    for new, old, advantage, lag in zip(now, sampled, row.advantages.tolist(), LAGS, strict=True):
+        proximal = old + lag / (lag + 1) * (new - old)
+        weight = min(np.exp(proximal - old), 2.0) / sum(LENGTHS)
+        total += weight * reference.clipped(np.exp(new - proximal), advantage, 0.2, 0.28)
+        up = reference.clipped(np.exp(new + 1e-6 - proximal), advantage, 0.2, 0.28)
+        down = reference.clipped(np.exp(new - 1e-6 - proximal), advantage, 0.2, 0.28)
+        gradient.append(weight * (up - down) / 2e-6)
+    return total, gradient
+
+
+def test_decoupled_ppo_is_the_clip_around_a_log_linear_policy_with_a_truncated_weight() -> None:
+    row, logprobs, entropy = made()
+    loss, _ = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
+    loss.backward()
+    total, gradient = decoupled(row, logprobs)
+    assert loss.item() == pytest.approx(total, rel=1e-6)
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-9)
+
+
+def test_at_lag_zero_decoupled_ppo_is_ppo_clip() -> None:
+    row, logprobs, entropy = made()
+    object.__setattr__(row, "lags", torch.zeros(sum(LENGTHS)))
+    plain, _ = Objective(Algorithm())(row, logprobs, entropy)
+    split, _ = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
+    assert plain.item() == split.item()
+
+
+def test_recomputed_logprobs_leave_the_correction_alone() -> None:
+    """With one update a step the policy at its start is the one in training: the weighted policy gradient."""
+    row, logprobs, entropy = made()
+    tis: dict[str, Any] = {"correction": "token_tis"}
+    gradients = []
+    for algorithm in (Algorithm(proximal="current", **tis), Algorithm(loss="policy_gradient", **tis)):
+        loss, _ = Objective(algorithm)(row, logprobs, entropy)
+        gradients.append(torch.autograd.grad(loss, logprobs)[0])
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_a_correction_refuses_is_counted_and_has_no_gradient() -> None:
+    row, logprobs, entropy = made()
+    sampled = row.behaviour_logprobs.clone()
+    sampled[3] = -1e9  # its ratio is beyond every bound
+    object.__setattr__(row, "behaviour_logprobs", sampled)
+    loss, measured = Objective(Algorithm(veto_high=100.0))(row, logprobs, entropy)
+    loss.backward()
+    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
+    assert not logprobs.grad[: LENGTHS[0]].any() and logprobs.grad[LENGTHS[0] :].any()
+    assert measured["refused"] == LENGTHS[0] and measured["tokens"] == sum(LENGTHS)
+
+
+def test_entropy_and_kl_are_averaged_like_the_loss() -> None:
+    row, logprobs, entropy = made()
+    anchor = row.behaviour_logprobs - 0.1
+    plain, _ = Objective(Algorithm())(row, logprobs, entropy)
+    bonus, _ = Objective(Algorithm(entropy_coef=0.5))(row, logprobs, entropy)
+    assert (plain - bonus).item() == pytest.approx(0.5 * entropy.mean().item(), rel=1e-6)
+    against, measured = Objective(Algorithm(kl="k3", kl_coef=2.0))(row, logprobs, entropy, anchor)
+    kl = [reference.kl("k3", new, old) for new, old in zip(logprobs.tolist(), anchor.tolist(), strict=True)]
+    assert (against - plain).item() == pytest.approx(2 * float(np.mean(kl)), rel=1e-5)
+    assert measured["kl"].item() == pytest.approx(sum(kl), rel=1e-6)
+
+
+def test_a_row_without_a_token_in_the_loss_measures_zeros() -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    row = row_of([[1, 1]])
+    for name in ("kept", "targets", "behaviour_logprobs", "advantages", "weights", "lags", "lengths", "groups"):
+        object.__setattr__(row, name, getattr(row, name)[:0])
+    for algorithm in (Algorithm(), Algorithm(loss="gspo"), Algorithm(correction="sequence_mis")):
+        loss, measured = Objective(algorithm)(row, empty, empty)
+        loss.backward()
+        assert loss == 0 and all(value == 0 for value in measured.values())

@@ -1,0 +1,108 @@
+"""Rows: alignment to the predicted token, dummies, filled-up shapes, and contradictions that are refused."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded import batch_of, random_step
+from reference import Recorded
+
+from learner.rows import STARTS, BatchError, Row, check, lay_out
+from replay.messages import Batch
+
+ONE = [
+    Recorded(
+        prompt_ids=[7, 8],
+        response_ids=[9, 5, 2],
+        loss_mask=[1, 0, 1],
+        logprobs=[-0.5, -9.0, -0.25],
+        versions=[3, 3, 4],
+        reward=1.0,
+        group=0,
+    ),
+    Recorded(prompt_ids=[6], response_ids=[4], loss_mask=[1], logprobs=[-1.0], versions=[4], reward=0.0, group=0),
+]
+STEP = 5
+
+
+def laid_out(batch: Batch, advantages: list[float], weights: list[float] | None = None, **options: Any) -> list[Row]:
+    check(batch, async_lag=2, vocab_size=64)
+    values = np.array(advantages, np.float32)
+    return lay_out(batch, values, np.ones_like(values) if weights is None else np.array(weights, np.float32), **options)
+
+
+def test_every_element_speaks_of_a_token_in_the_loss() -> None:
+    (row,) = laid_out(batch_of(ONE, STEP), [1.5, -0.5], [0.25, 0.5])
+    assert row.input_ids.tolist() == [[7, 8, 9, 5, 2, 6, 4]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert row.starts.tolist() == [0, 5, 7] and row.starts.dtype == torch.int32 and row.longest == 5
+    assert row.kept.tolist() == [1, 3, 5]
+    assert row.targets.tolist() == [9, 2, 4]
+    assert row.behaviour_logprobs.tolist() == [-0.5, -0.25, -1.0]
+    assert row.advantages.tolist() == [1.5, 1.5, -0.5]
+    assert row.weights.tolist() == [0.25, 0.25, 0.5]
+    assert row.lags.tolist() == [1, 0, 0]
+    assert row.lengths.tolist() == [2, 1] and row.groups.tolist() == [0, 0]
+
+
+def test_a_row_without_trajectories_has_two_tokens_and_none_in_the_loss() -> None:
+    rows = laid_out(batch_of(ONE, STEP, num_microbatches=3), [1.5, -0.5], [0.0, 1.0])
+    assert [row.input_ids.tolist() for row in rows] == [[[0, 0]], [[6, 4]], [[0, 0]]]
+    assert [row.targets.tolist() for row in rows] == [[], [4], []]
+    assert [row.lengths.tolist() for row in rows] == [[], [1], []]
+
+
+def test_shapes_are_filled_up_to_few() -> None:
+    (plain,), (filled,) = (laid_out(batch_of(ONE, STEP), [1, -1], multiple_of=multiple) for multiple in (1, 8))
+    assert filled.input_ids.tolist() == [[7, 8, 9, 5, 2, 6, 4, 0]]
+    assert filled.starts.tolist() == [0, 5, 7] + [8] * (STARTS - 3) and filled.longest == 8
+    for name in ("kept", "targets", "behaviour_logprobs", "advantages", "lengths", "groups"):
+        assert torch.equal(getattr(plain, name), getattr(filled, name))
+
+
+def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:
+    masked = [dataclasses.replace(ONE[0], loss_mask=[0, 0, 0]), ONE[1]]
+    assert laid_out(batch_of(masked, STEP), [1.5, -0.5])[0].input_ids.tolist() == [[6, 4]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
+def test_ranks_and_rows_share_out_every_trained_token_once(seed: int, ranks: int, microbatches: int) -> None:
+    trajectories = random_step(9, seed=seed)
+    kept = [t for t in trajectories if t.group != 0]
+    logprobs: list[float] = []
+    for rank in range(ranks):
+        batch = batch_of(trajectories, 9, rank=rank, world_size=ranks, num_microbatches=microbatches)
+        rows = laid_out(batch, [1.0] * len(trajectories), [float(t.group != 0) for t in trajectories])
+        assert len(rows) == microbatches
+        logprobs += [value for row in rows for value in row.behaviour_logprobs.tolist()]
+    assert sorted(logprobs) == sorted(lp for t in kept for lp, m in zip(t.logprobs, t.loss_mask, strict=True) if m)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"versions": np.array([1, 3, 4, 4], np.int32)}, "sampled by version 1 has lag 3, allowed are 0 to 2"),
+        ({"versions": np.array([3, 3, 5, 4], np.int32)}, "sampled by version 5 has lag -1"),
+        ({"logprobs": np.array([-0.5, -9, np.nan, -1], np.float32)}, "answer token 2 has behaviour logprob nan"),
+        ({"all_rewards": np.array([1, np.inf], np.float32)}, "reward of trajectory 1 is inf"),
+        ({"logprobs": np.array([-0.5], np.float32)}, "logprobs has 1 entries, not 4"),
+        ({"microbatch": np.array([0, 1], np.int32)}, r"microbatch\[1\] is 1, not below 1"),
+        ({"trajectory": np.array([0, -1], np.int32)}, r"trajectory\[1\] is -1"),
+        ({"all_loss_tokens": np.array([3, 1], np.int32)}, "trajectory 0 has 2 tokens in the loss, .* says 3"),
+        ({"prompt_lengths": np.array([3, 0], np.int32)}, "trajectory 1 has a prompt of 0 tokens"),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
+    batch = dataclasses.replace(batch_of(ONE, STEP), **changes)
+    with pytest.raises(BatchError, match=message):
+        laid_out(batch, [1.0, -1.0])
+
+
+def test_a_token_out_of_the_loss_may_be_over_age() -> None:
+    batch = dataclasses.replace(batch_of(ONE, STEP), versions=np.array([3, 0, 4, 4], np.int32))
+    assert laid_out(batch, [1.0, -1.0])[0].lags.tolist() == [1, 0, 0]
