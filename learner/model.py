@@ -166,7 +166,7 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Poli
     model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
     prepare(model.transformer.model.layers, config.learner.recompute, compiled=config.learner.compile)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype])
-    allocate(model.transformer, model_config, device)
+    allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device)
     fill(policy.shards(), files, folder)
     return policy

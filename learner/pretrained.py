@@ -64,15 +64,22 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
     return model.eval()
 
 
-def allocate(model: Any, config: PretrainedConfig, device: torch.device) -> None:
+def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.device) -> None:
     """Allocate, without values, what this rank holds of a model from `build_empty` that has been sharded.
+
+    Args:
+        root: of all FSDP units; it must see its parameters move, or those whose rows do not divide would move once more
+            in the first forward, away from their optimizer.
+        model: of transformers, inside of it.
+        config: of the model.
+        device: where the parameters live.
 
     Raises:
         RuntimeError: the model has state that neither the files nor its configuration define.
     """
     if config.tie_word_embeddings:
         del model.lm_head.weight  # or the largest tensor would be allocated once for each of its names
-    model.to_empty(device=device)
+    root.to_empty(device=device)
     model.tie_weights()
     # The only state that no file holds. Computed on the host, so that it is the same bits on every kind of device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)

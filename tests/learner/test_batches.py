@@ -32,7 +32,7 @@ class Rank(Learner):
 
     def __init__(self, config: Any, ranks: Any, batches: Any) -> None:
         self.config = config
-        self.policy = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=64)))  # type: ignore
+        self.policy = SimpleNamespace(vocab_size=64)  # type: ignore
 
     def start(self, *, resume: bool) -> int:
         return STEP - 1

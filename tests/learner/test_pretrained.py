@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_rank import logits
+from one_rank import logprobs
 from safetensors.torch import load_file, save_file
 from tiny_models import make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,14 +29,19 @@ def build(folder: Path, mesh: DeviceMesh) -> Policy:
         ("llama", False, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     ],
 )
-def test_logits_equal_those_of_transformers(
+def test_logprobs_and_names_are_those_of_transformers(
     tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, changes: dict[str, object]
 ) -> None:
     save_model(tmp_path, family, tied=tied, **changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
-    ids = torch.randint(0, 64, (3, 11), generator=torch.Generator().manual_seed(0))
     policy = build(tmp_path, mesh)
-    assert torch.equal(logits(policy, ids), theirs(input_ids=ids).logits)
+    lengths = (5, 2, 13, 8)
+    sequences = [torch.randint(1, 64, (n,), generator=torch.Generator().manual_seed(n)) for n in lengths]
+    found = logprobs(policy, [ids.tolist() for ids in sequences])
+    for ids, values in zip(sequences, found, strict=True):
+        with torch.no_grad():
+            expected = torch.log_softmax(theirs(input_ids=ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])
+        torch.testing.assert_close(values, expected[:, 0], rtol=0, atol=1e-5)
     assert [n for n, _ in policy.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     assert ("lm_head.weight" in dict(policy.named_parameters())) is not tied
 
