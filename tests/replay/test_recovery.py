@@ -1,15 +1,23 @@
 """Replay restarted from its journal: what it had decided stands, what it told nobody of never happened."""
 
+import asyncio
 import logging
+import time
+from collections import Counter
 
 import pytest
 from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
 
+from learner import batches
+from learner.batches import BatchReader
 from replay import messages as m
+from replay.channel import AsyncRouter
 from replay.desks.leases import SlotState
 from replay.journal import JournalError, JournalReader, JournalWriter
 from replay.journal.apply import boot_fields
+from replay.main import open_journal
 from replay.player import whole_line
+from replay.serve import keep_company
 from tests.replay.simulation.world import comparable
 
 
@@ -324,3 +332,43 @@ def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
         states.add((again.buffer.version, len(again.buffer.slots)))
         assert again.buffer.in_flight <= made.buffer.in_flight + 4
     assert states and len(records) > 3
+
+
+def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
+    cfg = config(run__dir=str(tmp_path), run__name="run")
+    journal, _ = open_journal(cfg, "run", recover=False)
+    journal.append("end", {"reason": "", "failed": False})
+    with pytest.raises(JournalError, match="run/journal: another replay is writing this journal"):
+        open_journal(cfg, "run", recover=True)
+    journal.close()  # the first one was not harmed: it writes the rest
+    with pytest.raises(JournalError, match="run/journal: this run has a journal; .* --resume"):
+        open_journal(cfg, "run", recover=False)
+    journal, records = open_journal(cfg, "run", recover=True)
+    journal.close()
+    assert [record.kind for record in records] == ["segment", "end"]
+
+
+def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(monkeypatch):
+    """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
+    monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
+    cfg = config(placement__split="1:1", network__silent_after_s=0.4, network__heartbeat_s=0.2)
+
+    async def serve_late():
+        router, seen = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), Counter()
+        rank = BatchReader(cfg, router.address, rank=0, fingerprint={})
+        asked = asyncio.create_task(asyncio.to_thread(rank.connect))
+        try:
+            assert await keep_company(router, lambda: time.sleep(1.5) or "read", lambda: "reading") == "read"
+            assert not asked.done(), "it is not told anything yet, and does not give up"
+            while not asked.done():
+                await router.wait(0.1)
+                while (arrived := await router.receive()) is not None:
+                    seen[type(arrived[1].message).__name__] += 1
+                    await router.send(arrived[0], m.Status(state={"incarnation": 3}))
+            assert await asked == ("run", 3)
+        finally:
+            rank.abandon()
+            router.close()
+        return seen
+
+    assert set(asyncio.run(serve_late())) == {"StatusRequest"}
