@@ -341,7 +341,7 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
     with pytest.raises(JournalError, match="run/journal: another replay is writing this journal"):
         open_journal(cfg, "run", recover=True)
     journal.close()  # the first one was not harmed: it writes the rest
-    with pytest.raises(JournalError, match="run/journal: this run has a journal; .* --resume"):
+    with pytest.raises(JournalError, match=r"run/journal: this run has a journal; .* --resume"):
         open_journal(cfg, "run", recover=False)
     journal, records = open_journal(cfg, "run", recover=True)
     journal.close()
