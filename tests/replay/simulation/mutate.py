@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 MUTANTS = Path(__file__).with_name("mutants.txt")
-COPIED = ("configs", "replay", "weight_bus", "scripts", "tests/replay", "pyproject.toml")
+COPIED = ("configs", "replay", "weight_bus", "scripts", "tests/replay")
 TESTS = ("test_service.py", "test_leases.py", "test_recovery.py", "test_line.py", "test_journal.py")
 SEEDS = 300
 FIRST_SEEDS = 60
@@ -52,11 +52,8 @@ def read_mutants(text: str) -> list[Mutant]:
 
 def copy(target: Path) -> None:
     for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target / name)
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
 
 
 def change(root: Path, mutant: Mutant) -> str:
@@ -67,11 +64,8 @@ def change(root: Path, mutant: Mutant) -> str:
     """
     path = root / mutant.path
     source = path.read_text(encoding="utf-8")
-    if source.count(mutant.old) != 1:
-        raise SystemExit(
-            f"{mutant.path}: mutant {mutant.name!r} replaces a text that is there {source.count(mutant.old)} times;"
-            " bring tests/replay/simulation/mutants.txt up to date"
-        )
+    if (count := source.count(mutant.old)) != 1:
+        raise SystemExit(f"{MUTANTS}: what mutant {mutant.name!r} replaces is {count} times in {mutant.path}")
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
     return source
 
