@@ -1,7 +1,6 @@
 """Replay restarted from its journal: what it had decided stands, what it told nobody of never happened."""
 
 import asyncio
-import logging
 import time
 from collections import Counter
 
@@ -13,7 +12,7 @@ from learner.batches import BatchReader
 from replay import messages as m
 from replay.channel import AsyncRouter
 from replay.desks.leases import SlotState
-from replay.journal import JournalError, JournalReader, JournalWriter
+from replay.journal import JournalError
 from replay.journal.apply import boot_fields
 from replay.main import open_journal
 from replay.player import whole_line
@@ -309,33 +308,8 @@ def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_doe
     assert sent(again, "b", m.EvaluationLease)
 
 
-def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
-    caplog.set_level(logging.ERROR)
-    folder = tmp_path / "journal"
-    journal = JournalWriter(folder, "run", fsync="never")
-    made = service(journal=journal)
-    make_step(made, 1)
-    lease(made, version=1, capacity=2)
-    journal.close()
-    whole = (folder / "000001.seg").read_bytes()
-    states = set()
-    for size in range(len(whole), len(whole) - 400, -7):
-        (folder / "000001.seg").write_bytes(whole[:size])
-        reader = JournalReader(folder)
-        records = list(reader.records(cut=True))
-        writer = JournalWriter(folder, "run", fsync="never", after=reader)
-        again = bare_service(config(placement__split="1:1"), journal=writer)
-        again.restore(records, 5.0)
-        writer.append("end", {"reason": "", "failed": False})
-        writer.close()
-        assert [record.kind for record in JournalReader(folder).records()][-1] == "end"
-        states.add((again.buffer.version, len(again.buffer.slots)))
-        assert again.buffer.in_flight <= made.buffer.in_flight + 4
-    assert states and len(records) > 3
-
-
 def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
-    cfg = config(run__dir=str(tmp_path), run__name="run")
+    cfg = config(run__dir=str(tmp_path), run__name="run", replay__fsync="never")
     journal, _ = open_journal(cfg, "run", recover=False)
     journal.append("end", {"reason": "", "failed": False})
     with pytest.raises(JournalError, match="run/journal: another replay is writing this journal"):
