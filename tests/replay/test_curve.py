@@ -27,6 +27,7 @@ from replay.channel import (
     registry,
 )
 from replay.channel.frames import Message
+from tests.support.runs import free_port
 from weight_bus import control
 
 RUN = "curve-test"
@@ -137,9 +138,7 @@ def test_refused_peers_are_named_on_both_sides(
 
 def test_a_server_that_comes_later_or_again_is_found(keys: dict[str, Keys]) -> None:
     """A closed port is not a refusal, and neither is a server that dies while peers are connected."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Dealer(f"tcp://127.0.0.1:{port}", "early", KINDS, keys=keys["node1"]) as dealer:
         assert dealer.poll(0.3) is None
 

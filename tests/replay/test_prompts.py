@@ -1,5 +1,6 @@
 """Datasets: every convention gives the same row, errors name the place, and the order resumes exactly."""
 
+import functools
 import json
 import sys
 import tracemalloc
@@ -32,51 +33,34 @@ def source_of(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSo
     return PromptSource(rows_of(num_rows), shuffle=shuffle, seed=seed)
 
 
-@pytest.mark.parametrize(
-    ("raw", "prompt", "truth", "extra", "columns"),
-    [
-        (
-            {
-                "data_source": "sums",
-                "prompt": MESSAGES,
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": "2"},
-                "extra_info": {"split": "train", "index": 0},
-            },
-            *(MESSAGES, "2", {"split": "train", "index": 0}, {"ability": "math"}),
-        ),
-        ({"prompt": "1+1=", "label": "2", "metadata": {"a": 1}}, "1+1=", "2", {"a": 1}, {"label": "2"}),
-        ({"prompt": MESSAGES, "solution": "2", "level": 3}, MESSAGES, "2", {}, {"solution": "2", "level": 3}),
-        ({"prompt": "write a poem", "style": "haiku"}, "write a poem", None, {}, {"style": "haiku"}),
-        ({"prompt": "1+1=", "answer": "2"}, "1+1=", "2", {}, {"answer": "2"}),
-        ({"prompt": "1+1=", "answer": ["2", 2.5, {"x": None}]}, "1+1=", ["2", 2.5, {"x": None}], {}, None),
-        (
-            {"question": "1+1?", "answer": "Add them.\n#### 1,002"},
-            *([{"role": "user", "content": "1+1?"}], "1002", {}, {"answer": "Add them.\n#### 1,002"}),
-        ),
-        ({"question": "1+1?", "answer": "2"}, [{"role": "user", "content": "1+1?"}], "2", {}, {"answer": "2"}),
-    ],
-    ids=["verl", "slime", "trl", "trl-unjudged", "own", "own-nested", "gsm8k", "question"],
-)
+EXTRA, JUDGE = {"split": "train", "index": 0}, {"style": "rule", "ground_truth": "2"}
+VERL = {"data_source": "sums", "prompt": MESSAGES, "ability": "math", "reward_model": JUDGE, "extra_info": EXTRA}
+STEPS, ASKED = "Add them.\n#### 1,002", [{"role": "user", "content": "1+1?"}]
+CONVENTIONS: dict[str, tuple[dict[str, Any], Any, Any, Any, Any]] = {
+    "verl": (VERL, MESSAGES, "2", EXTRA, {"ability": "math"}),
+    "slime": ({"prompt": "1+1=", "label": "2", "metadata": {"a": 1}}, "1+1=", "2", {"a": 1}, {"label": "2"}),
+    "trl": ({"prompt": MESSAGES, "solution": "2", "level": 3}, MESSAGES, "2", {}, {"solution": "2", "level": 3}),
+    "trl-unjudged": ({"prompt": "a poem", "style": "haiku"}, "a poem", None, {}, {"style": "haiku"}),
+    "own": ({"prompt": "1+1=", "answer": "2"}, "1+1=", "2", {}, {"answer": "2"}),
+    "own-nested": ({"prompt": "1+1=", "answer": ["2", None]}, "1+1=", ["2", None], {}, {"answer": ["2", None]}),
+    "gsm8k": ({"question": "1+1?", "answer": STEPS}, ASKED, "1002", {}, {"answer": STEPS}),
+    "question": ({"question": "1+1?", "answer": "2"}, ASKED, "2", {}, {"answer": "2"}),
+}
+"""A row, and what its prompt, ground truth, extra_info and columns are."""
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_each_convention_is_read_from_both_formats(
-    tmp_path: Path, form: str, raw: dict[str, Any], prompt: Any, truth: Any, extra: Any, columns: Any
-) -> None:
-    if form == "parquet" and isinstance(raw.get("answer"), list):
-        raw = raw | {"answer": ["2", "3"]}
-        truth = ["2", "3"]
+def test_each_convention_is_read_from_both_formats(tmp_path: Path, form: str, name: str) -> None:
+    raw, *wanted = CONVENTIONS[name]
     path = tmp_path / f"sums.{form}"
     if form == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist([raw, raw]), path)
     else:
         jsonl(tmp_path, raw, raw)
-    rows = load_rows(path)
-    assert len(rows) == 2
-    row = rows[0]
-    assert (row["prompt"], row["ground_truth"], row["extra_info"]) == (prompt, truth, extra)
+    row, _ = load_rows(path)
+    assert [row[key] for key in ("prompt", "ground_truth", "extra_info", "columns")] == wanted
     assert row["data_source"] == "sums"
-    if columns is not None:
-        assert row["columns"] == columns
     assert msgpack.unpackb(msgpack.packb(row)) == row
 
 
@@ -197,15 +181,14 @@ def test_values_become_plain() -> None:
     place = Place(source="f", row=1)
     value = {"a": np.float32(0.5), "b": np.arange(3), "c": (np.int64(4), True), "d": np.array([["x"]], dtype=object)}
     assert plain(value, "c", place) == {"a": 0.5, "b": [0, 1, 2], "c": [4, True], "d": [["x"]]}
-    with pytest.raises(DataError, match="finite"):
-        plain(np.array([1.0, np.nan]), "c", place)
-    with pytest.raises(DataError, match="keys must be text"):
-        plain({1: 2}, "c", place)
-    with pytest.raises(DataError, match="object cannot be sent"):
-        plain(object(), "c", place)
-    deep: list[Any] = []
-    for _ in range(40):
-        deep = [deep]
+    for wrong, said in (
+        (np.array([1.0, np.nan]), "finite"),
+        ({1: 2}, "keys must be text"),
+        (object(), "cannot be sent"),
+    ):
+        with pytest.raises(DataError, match=said):
+            plain(wrong, "c", place)
+    deep: list[Any] = functools.reduce(lambda inner, _: [inner], range(40), [])
     with pytest.raises(DataError, match="deeper than"):
         plain(deep, "c", place)
 
@@ -260,7 +243,6 @@ def test_order_depends_on_seed_and_pass_and_never_changes() -> None:
 def test_restore_refuses_another_dataset(other: PromptSource, named: str) -> None:
     source = source_of(5)
     before = source.state()
-    other.next()
     with pytest.raises(DataError, match=named):
         source.restore(other.state())
     assert source.state() == before
@@ -274,10 +256,9 @@ def test_restore_refuses_broken_state(change: dict[str, Any]) -> None:
 
 
 def test_row_and_empty_source_are_checked() -> None:
-    with pytest.raises(DataError, match="prompt index 5"):
-        source_of(5).row(5)
-    with pytest.raises(DataError, match="prompt index -1"):
-        source_of(5).row(-1)
+    for index in (5, -1):
+        with pytest.raises(DataError, match=f"prompt index {index}"):
+            source_of(5).row(index)
     with pytest.raises(DataError, match="at least one row"):
         PromptSource([], shuffle=True, seed=0)
     assert len(source_of(5)) == 5
