@@ -78,41 +78,21 @@ def syncs(monkeypatch):
     return seen
 
 
-def size_of(folder, segment=1):
-    return path_of(folder, segment).stat().st_size
+def size_of(folder):
+    return path_of(folder, 1).stat().st_size
 
 
-@pytest.fixture
-def no_thread(monkeypatch):
-    """Nothing is synced in the background."""
-    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
-
-
-def written(folder, fsync, count=1):
-    """A writer of a new journal that has flushed so many records."""
+def written(folder, fsync):
+    """A writer of a new journal that has flushed a record."""
     made = JournalWriter(folder, "run", fsync=fsync)
-    for step in range(count):
-        made.append("take", {"step": step})
-        made.flush()
-    return made
-
-
-def test_every_syncs_in_each_flush_that_has_something(tmp_path, syncs):
-    made = written(tmp_path, "every")
     made.append("take", {"step": 1})
-    made.append("commit", {"step": 1})
     made.flush()
-    assert len(syncs) == 3 and syncs[-1] == size_of(tmp_path), "one sync for all that was appended"
-    made.want_sync()
-    made.flush()
-    assert len(syncs) == 3
-    made.close()
+    return made
 
 
 def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
     made = written(tmp_path, "never")
-    made.append("take", {"step": 1})
     made.want_sync()
     made.flush()
     made.begin_segment()
@@ -125,32 +105,6 @@ def test_interval_syncs_by_itself(tmp_path, syncs, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_S", 0.01)
     made = written(tmp_path, "interval")
     wait_until(lambda: syncs and syncs[-1] == size_of(tmp_path))
-    made.close()
-
-
-def test_interval_syncs_once_when_it_is_wanted_and_before_the_next_file(tmp_path, syncs, no_thread):
-    made = written(tmp_path, "interval")
-    before = len(syncs)
-    made.want_sync()
-    assert len(syncs) == before
-    made.flush()
-    assert len(syncs) == before + 1 and syncs[-1] == size_of(tmp_path)
-    made.flush()
-    assert len(syncs) == before + 1
-    made.append("commit", {"step": 1})
-    made.begin_segment()
-    assert syncs[-1] == size_of(tmp_path)
-    made.close()
-
-
-def test_files_are_deleted_once_the_snapshot_in_their_place_is_synced(tmp_path, syncs, no_thread, monkeypatch):
-    made, unlink, synced = written(tmp_path, "interval"), Path.unlink, []
-    monkeypatch.setattr(Path, "unlink", lambda *a, **k: synced.append(syncs[-1]) or unlink(*a, **k))
-    made.begin_segment()
-    made.append("snapshot", {"version": 1})
-    made.release(2)
-    made.flush()
-    assert synced == [size_of(tmp_path, 2)] and segments(tmp_path) == [2]
     made.close()
 
 
@@ -262,7 +216,8 @@ def test_a_sync_that_fails_is_a_flush_that_fails(tmp_path, monkeypatch, number, 
     books.writer.close()
 
 
-def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch, no_thread):
+def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
     made = JournalWriter(tmp_path, "run", fsync="interval")
     broken = failing(errno.EIO, 2, os.fdatasync)
     monkeypatch.setattr(os, "fdatasync", broken)
