@@ -76,8 +76,7 @@ def simulate(seed: int) -> tuple[Counter[str], str | None]:
 
 
 def simulate_many(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
-    counts: Counter[str] = Counter()
-    problems = []
+    counts, problems = Counter[str](), list[str]()
     heard = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -49,12 +49,7 @@ class SimulatedLearner:
         version: int,
         salted_at: int | None,
     ) -> None:
-        """Start at a kept checkpoint, or at version 0.
-
-        Args:
-            salted_at: the step at which its weights become others than a deterministic learner's; its start, if that
-                is the version.
-        """
+        """Start at a kept checkpoint, or at version 0; at step `salted_at` its weights become others than before."""
         self.name, self.network, self.books, self.checkpoints, self.rng = name, network, books, checkpoints, rng
         self.salted_at, self.evaluate_every = salted_at, config.evaluation.every_steps
         self.checkpoint_every = config.checkpoint.every_steps

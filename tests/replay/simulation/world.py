@@ -47,7 +47,7 @@ class World:
         self.books = Books(
             config.replay.async_lag, config.replay.on_stale, config.num_learner_ranks, config.trajectories_per_step
         )
-        self.counts: Counter[str] = self.books.counts
+        self.counts = self.books.counts
         self.checkpoints = Checkpoints(keep=config.checkpoint.keep)
         self.settled = 0
         self.admitted: set[tuple[int, int]] = set()
@@ -223,8 +223,8 @@ class World:
 
     def _compare(self, old: Service, new: Service, origin: str) -> None:
         """A restored service is the one that died, but for what only a process has."""
-        found, wanted = comparable(new), comparable(old)
-        for key, value in wanted.items():
+        found = comparable(new)
+        for key, value in comparable(old).items():
             expect(found[key] == value, f"restored from {origin}: {key} is {found[key]!r} and was {value!r}")
 
     def close(self) -> None:
