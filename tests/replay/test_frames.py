@@ -217,9 +217,8 @@ def nested(depth: int, kind: str = "list") -> bytes:
 def with_raw(message: Message, field: str, raw: bytes) -> list[bytes]:
     """A message with a field that consists of these bytes of msgpack, whatever they are."""
     frames = wire(message)
-    header = msgpack.unpackb(frames[0])
-    mark = "<here>"
-    header["fields"] = {name: mark if name == field else value for name, value in header["fields"].items()}
+    header, mark = msgpack.unpackb(frames[0]), "<here>"
+    header["fields"][field] = mark
     packed = msgpack.packb(header).replace(msgpack.packb(mark), raw)
     return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], frames[1:]), *frames[1:]]
 

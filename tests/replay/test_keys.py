@@ -101,29 +101,24 @@ def write(folder: Path, text: str) -> None:
     (folder / "server.key").write_text(text)
 
 
+SECRET, OWN = "server.key_secret", "clients/learner.key_secret"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no folder": (shutil.rmtree, r"no folder .*replay\.keys --out keys"),
     "no server key": (lambda f: (f / "server.key").unlink(), r"server\.key is missing"),
-    "readable secret": (
-        lambda f: (f / "server.key_secret").chmod(0o640),
-        r"server\.key_secret may be read .* chmod 600 ",
-    ),
-    "readable own": (lambda f: (f / "clients/learner.key_secret").chmod(0o604), r"learner\.key_secret may be read"),
+    "readable secret": (lambda f: (f / SECRET).chmod(0o640), r"server\.key_secret may be read .* chmod 600 "),
+    "readable own": (lambda f: (f / OWN).chmod(0o604), r"learner\.key_secret may be read"),
     "writable public": (lambda f: (f / "clients/node2.key").chmod(0o622), r"node2\.key may be changed .*mode 0622"),
     "pairs mixed": (mixed, r"server\.key and .*server\.key_secret are not of one pair"),
     "halves": (halves, r"the two keys in .*learner\.key_secret are not of one pair"),
-    "two clients": (
-        lambda f: (f / "clients/learner.key_secret").unlink(),
-        r"found node1\.key_secret, node2\.key_secret",
-    ),
+    "two clients": (lambda f: (f / OWN).unlink(), r"found node1\.key_secret, node2\.key_secret"),
     "no client": (lambda f: shutil.rmtree(f / "clients"), r"must hold one .*found none"),
     "cut": (lambda f: write(f, (f / "server.key").read_text()[:-8] + '"\n'), r"server\.key does not hold a key of 40"),
     "not Z85": (lambda f: write(f, 'public-key = "' + "~" * 40 + '"\n'), r"server\.key does not hold a key of 40"),
     "too large": (lambda f: write(f, 'public-key = "' + "#" * 40 + '"\n'), r"server\.key does not hold a key of 40"),
     "empty": (lambda f: write(f, ""), r'server\.key has no line public-key = "\.\.\."'),
     "not secret": (
-        lambda f: shutil.copy(f / "clients/learner.key", f / "clients/learner.key_secret"),
-        r'learner\.key_secret has no line secret-key = "\.\.\."',
+        lambda f: shutil.copy(f / "server.key", f / OWN),
+        r'learner\.key_secret has no line secret-key = "\.',
     ),
 }
 
