@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_generator import PROMPT, config_of, generating, until
-from torch_oracle import Gate, hf_tensors, load_model, logprobs_of
+from torch_oracle import Gates, hf_tensors, load_model, logprobs_of
 
 from configs import Config
 from replay import messages as m
@@ -91,11 +91,11 @@ class Killed(Exception):
     """Ends a server with all that it does."""
 
 
-async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, median: int) -> Partials:
+async def told_before_it_died(config: Config, gate_at: Gates, median: int) -> Partials:
     """What replay knows of a group when its first server dies after STEP + 1 tokens of each answer."""
     partials = Partials(GROUP, CAP)
     slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with server_of(config, median) as (server, wire):
         with pytest.raises(ExceptionGroup) as ended:
             async with working(server, lease(1)):
@@ -114,7 +114,7 @@ async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, m
 
 @pytest.mark.parametrize("median", [0, 12], ids=["one request", "one for each answer"])
 async def test_a_second_server_goes_on_from_what_the_first_one_told(
-    median: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    median: int, folders: tuple[Path, Path], gate_at: Gates
 ) -> None:
     config = config_of(folders[0], GROUP, CAP, partial_rollouts=True)
     models = [load_model(folder) for folder in folders]
@@ -122,7 +122,7 @@ async def test_a_second_server_goes_on_from_what_the_first_one_told(
     if median:
         lengths = [forced_length(SEED, i, median=median, sigma=0.7, limit=CAP) for i in range(GROUP)]
         assert min(lengths) < STEP < max(lengths), "some have ended when the server dies"
-    partials = await told_before_it_died(config, monkeypatch, median)
+    partials = await told_before_it_died(config, gate_at, median)
     fields = partials.prefix(GROUP_ID, 0)
     begun = fields["prefix_lengths"].tolist()
     assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
@@ -194,11 +194,9 @@ async def test_nothing_is_told_where_the_key_is_off(folders: tuple[Path, Path]) 
     assert all(r.leases[0][:3] == [*GROUP_ID, 1] and not r.progress and not r.token_ids.size for r in renewed)
 
 
-async def test_a_server_that_joins_again_tells_everything_again(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_joins_again_tells_everything_again(folders: tuple[Path, Path], gate_at: Gates) -> None:
     """Replay may have started anew; what comes before its Hello is not heard."""
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with (
         server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire),
         working(server, lease(1)) as tasks,

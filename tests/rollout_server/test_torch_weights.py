@@ -109,17 +109,6 @@ def test_load_does_not_keep_the_memory_or_the_graph_of_what_it_was_given(tmp_pat
     assert not any(tensor.requires_grad for tensor in weights.tensors.values())
 
 
-def test_copy_shares_no_memory(tmp_path: Path) -> None:
-    weights = read(save_folder(tmp_path))
-    twin = weights.copy()
-    before = weights.digests()
-    assert twin.digests() == before
-    for tensor in twin.tensors.values():
-        tensor.zero_()
-    assert weights.digests() == before
-    assert twin.layers[0]["qkv"] is twin.tensors["layers.0.qkv"]
-
-
 def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:
     model = make_model("qwen2", tie_word_embeddings=False)
     model.save_pretrained(tmp_path / "one")

@@ -57,8 +57,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
 }
-Models = tuple[Path, Any, Any]
-"""The fixture `models`: a folder with version 0, version 0 and version 1."""
 PROMPT = [3, 9, 17]
 LONG = Sampling(max_new_tokens=40, seed=1)
 STEP = 9
@@ -165,12 +163,16 @@ class Gate:
         self._release.set()
 
 
+Gates = Callable[..., Gate]
+"""The fixture `gate_at`: a gate in the `step`-th decode."""
+
+
 @asynccontextmanager
 async def stopped_midway(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, *, n: int = 3
+    folder: Path, gate_at: Gates, mode: Any, *, n: int = 3
 ) -> AsyncIterator[tuple[TorchEngine, "asyncio.Task[list[Completion]]", "asyncio.Task[None]"]]:
     """An engine whose live request has STEP + 1 tokens, and the pause that was asked for at that instant."""
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with serving(folder) as engine:
         answers = await gate.posted(engine.generate(PROMPT, LONG, n, request_id="a"))
         await gate.reached()
@@ -182,3 +184,10 @@ async def stopped_midway(
 async def sample(engine: TorchEngine, prompt: list[int], name: str, n: int = 1, **sampling: Any) -> list[Completion]:
     """Generate with the defaults of these tests."""
     return await engine.generate(prompt, Sampling(**{"max_new_tokens": 24, **sampling}), n, request_id=name)
+
+
+async def update(engine: TorchEngine, model: Any, version: int, mode: Any = "keep_kv") -> None:
+    """Pause, load the model as this version, go on."""
+    await engine.pause(mode)
+    await engine.load(hf_tensors(model).items(), version)
+    await engine.resume()
