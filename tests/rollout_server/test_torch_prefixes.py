@@ -162,7 +162,6 @@ async def test_an_answer_that_waits_is_shown_and_aborted_with_its_prefix(folder:
 
 
 SETTLED = Sampling(max_new_tokens=3, stop_token_ids=(2,))
-
 REFUSED: dict[str, tuple[list[Partial], str]] = {
     "number": ([prefix([1])], "1 prefixes for 2 answers"),
     "arrays": ([prefix([]), Partial(token_ids=np.array([1], np.int32))], "prefix 1 has 1 tokens, 0 logprobs and 0"),
