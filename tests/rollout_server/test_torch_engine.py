@@ -123,36 +123,18 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "vocabulary": ([1, 40], {}, "token id 40 is outside the vocabulary of 40"),
     "empty": ([], {}, "prompt of 0 tokens"),
     "temperature": ([1], {"temperature": 0.0}, r"temperature 0\.0"),
-    "pin": ([1], {"pinned": 3}, "version 3 is not pinned"),
-    "prefix": ([1], {"prefixes": [Partial(token_ids=np.array([1], np.int32))]}, "prefix 0 has 1 tokens, 0 logprobs"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 async def test_requests_that_cannot_be_served_are_refused_by_number(case: str, folder: Path) -> None:
     prompt, given, said = REFUSED[case]
-    of_request = {key: given[key] for key in ("pinned", "prefixes") if key in given}
-    sampling = Sampling(**{"max_new_tokens": 6, **{key: given[key] for key in given if key not in of_request}})
+    sampling = Sampling(**{"max_new_tokens": 6, **given})
     async with serving(folder, max_context=16) as engine:
         with pytest.raises(EngineError, match=said):
-            await engine.generate(prompt, sampling, 1, request_id="a", **of_request)
+            await engine.generate(prompt, sampling, 1, request_id="a")
         (answer,) = await sample(engine, [1] * 10, "a", max_new_tokens=6)
         assert len(answer.token_ids) == 6
-
-
-async def test_health_counts_memory_and_time(folder: Path) -> None:
-    async with serving(folder) as engine:
-        idle = await engine.health()
-        started = time.perf_counter()
-        await sample(engine, [1], "a", n=8)
-        wall = time.perf_counter() - started
-        busy = await engine.health()
-        weights = sum(tensor.nbytes for tensor in engine.live.weights.tensors.values())
-    kv_bytes = 2 * 2 * 8 * 2 * 32 * 8 * 4
-    assert (idle.busy_s, idle.memory_bytes) == (0.0, weights)
-    assert 0.0 < busy.busy_s <= wall
-    assert busy.memory_bytes == weights + kv_bytes
-    assert (busy.version, busy.generated_tokens) == (0, 8 * 24)
 
 
 async def test_two_event_loops_may_use_one_engine(folder: Path) -> None:
@@ -180,7 +162,7 @@ async def test_four_times_more_requests_than_rows(folder: Path, old: Any) -> Non
         assert len(answer.token_ids) == 1 + i % 23
         assert error(answer, logprobs_of(old, prompt, answer, temperature=1 + i % 2)) <= 1e-5
     assert health.generated_tokens == sum(len(answer.token_ids) for (answer,) in answers)
-    assert (health.running, health.waiting) == (0, 0)
+    assert (health.running, health.waiting) == (0, 0) and health.busy_s > 0
 
 
 async def test_answers_to_one_prompt_share_one_prefill(folder: Path) -> None:

@@ -104,16 +104,6 @@ async def test_a_drain_that_is_overtaken_says_so(overtaking: str, folder: Path, 
         assert (await answers)[0].finish_reason in ("abort", "length")
 
 
-@pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
-async def test_a_pause_without_an_update_changes_nothing(mode: str, folder: Path, old: Any, gate_at: Gates) -> None:
-    async with stopped_midway(folder, gate_at, mode) as (engine, answers, pausing):
-        await pausing
-        await engine.resume()
-        for answer in await answers:
-            assert answer.versions.tolist() == [0] * 40
-            assert error(answer, logprobs_of(old, PROMPT, answer)) <= 1e-5
-
-
 async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(folder: Path, gate_at: Gates) -> None:
     gate = gate_at(STEP)
     async with serving(folder) as engine:

@@ -31,28 +31,16 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN_ROPE = {**SCALED, "rope_type": "yarn"}
+WIDE_HEADS = {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 16}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"family": "qwen3"},
-    "qwen3-untied-bias-wide-heads": {
-        "family": "qwen3",
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "head_dim": 16,
-    },
+    "qwen3-untied-bias-wide-heads": {"family": "qwen3", **WIDE_HEADS},
     "qwen2-untied": {"family": "qwen2", "tie_word_embeddings": False},
-    "qwen2-tied-linear-rope": {
-        "family": "qwen2",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    },
+    "qwen2-tied-linear-rope": {"family": "qwen2", "rope_parameters": LINEAR_ROPE},
     "llama-untied-llama3-rope": {"family": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
@@ -132,9 +120,7 @@ class Gate:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, step: int, which: Callable[[Any], bool] = lambda _: True
     ) -> None:
-        self._reached = threading.Event()
-        self._release = threading.Event()
-        self._left = step
+        self._reached, self._release, self._left = threading.Event(), threading.Event(), step
         original = TorchModel.decode
 
         def decode(model: TorchModel, weights: Any, *rest: Any) -> torch.Tensor:
