@@ -40,16 +40,6 @@ def test_past_a_limit_is_an_error_that_names_it(grader: str) -> None:
     assert max(map(len, errors)) <= MAX_ERROR_CHARS
 
 
-async def test_a_limit_of_what_a_process_holds_costs_nothing_later(grader: str) -> None:
-    """What the first one hoards is gone with its process."""
-
-    async with pool_of(f"{grader}:grade", **SMALL) as pool:
-        for bad in ("hoard", "open 60"):
-            assert (await pool.score([sample(bad)]))[0].error
-            for text in ("open 20", f"allocate {MEMORY // 4}", "file 99000"):
-                assert (await pool.score([sample(text)]))[0].error is None
-
-
 def test_limits_hold_for_asynchronous_functions(grader: str) -> None:
     outcomes = score(f"{grader}:later", "ok", f"allocate {2 * MEMORY}", "throw evil", "ok", **SMALL)
     assert [outcome.error is None for outcome in outcomes] == [True, False, False, True]
