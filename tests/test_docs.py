@@ -49,7 +49,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     broken = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
@@ -61,7 +61,7 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
-def test_the_index_lists_every_page() -> None:
+def test_the_index_lists_every_page():
     listed = set(re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
     assert listed == pages
@@ -108,7 +108,7 @@ def help_of(module: str) -> str:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_exist_and_take_these_flags(words: tuple[str, ...]) -> None:
+def test_commands_exist_and_take_these_flags(words):
     target, *arguments = words
     known = (ROOT / target).read_text(encoding="utf-8") if target.endswith(".sh") else help_of(target)
     known += help_of(PASSED_ON[target]) if target in PASSED_ON else ""
@@ -117,7 +117,7 @@ def test_commands_exist_and_take_these_flags(words: tuple[str, ...]) -> None:
 
 
 @pytest.fixture(scope="module")
-def a_user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def a_user_folder(tmp_path_factory):
     """A working folder as the pages assume it after a quick start, with a model of no weights."""
     folder, config = tmp_path_factory.mktemp("user"), load("quickstart")
     (folder / config.run_dir).mkdir(parents=True)
@@ -133,9 +133,7 @@ def a_user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if runs(words)], ids=" ".join)
-def test_what_is_shown_can_start(
-    words: tuple[str, ...], a_user_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_shown_can_start(words, a_user_folder, monkeypatch, capsys):
     monkeypatch.chdir(a_user_folder)
     if words[0] == "learner.main" and not {"--config", "--replay"} & set(words):
         monkeypatch.setattr(sys, "argv", [*words, "--dry-run"])
@@ -151,7 +149,7 @@ def test_what_is_shown_can_start(
 # ---- files and keys -------------------------------------------------------------------------------------
 
 
-def test_files_and_tests_that_are_named_exist() -> None:
+def test_files_and_tests_that_are_named_exist():
     missing = []
     for page in [page for page in PAGES if page.name not in GENERATED]:
         text = prose(page)
@@ -163,7 +161,7 @@ def test_files_and_tests_that_are_named_exist() -> None:
     assert missing == []
 
 
-def test_keys_that_are_named_exist() -> None:
+def test_keys_that_are_named_exist():
     keys, sections, unknown = set(leaf_keys()), "|".join(Config.model_fields), []
     for page in PAGES:
         # the table of names holds those of other systems in all columns but the first
@@ -185,14 +183,14 @@ def section_of_protocol(heading: str) -> str:
     return re.split(r"^## ", page.partition(f"\n{heading}\n")[2], flags=re.MULTILINE)[0]
 
 
-def test_every_message_is_in_the_protocol() -> None:
+def test_every_message_is_in_the_protocol():
     replay = {*replay_messages.TO_REPLAY, *replay_messages.FROM_REPLAY}
     bus = {*bus_messages.TO_PUBLISHER, *bus_messages.TO_SUBSCRIBER}
     for heading, messages in (("## Replay", replay), ("## Weight bus", bus)):
         assert set(re.findall(r"^\| `([A-Z]\w+)` \|", section_of_protocol(heading), re.MULTILINE)) == messages
 
 
-def test_the_schema_of_status_is_written_down() -> None:
+def test_the_schema_of_status_is_written_down():
     section = section_of_protocol("### Schema of Status.state")
     nodes = ast.walk(ast.parse((ROOT / "replay" / "status.py").read_text(encoding="utf-8")))
     (state,) = [node.value for node in nodes if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict)]
@@ -216,7 +214,7 @@ def without_values(text: str) -> str:
     return re.sub(r"'…'", "…", re.sub(r"%[-.0-9]*[srdgf]", "…", text))
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+def test_messages_in_troubleshooting_are_those_of_the_code():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     shown = {message for cell in cells for message in re.findall(r"`([^`]+)`", cell)}

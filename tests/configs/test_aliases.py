@@ -1,7 +1,5 @@
 """Names of other frameworks are answered with the key here, wherever they are given."""
 
-from pathlib import Path
-
 import pytest
 
 from configs import ConfigError, aliases, load
@@ -36,7 +34,7 @@ def said_to(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_foreign_names_are_answered_with_our_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_names_are_answered_with_our_keys(capsys):
     for key, name in PAIRS:
         assert f"; {name}: it is {key} here; write --set {key}=8" in said_to(f"{name}=8", capsys=capsys)
     in_files = [(key, name) for key, name in PAIRS if not name.startswith("--")]
@@ -47,7 +45,7 @@ def test_foreign_names_are_answered_with_our_keys(capsys: pytest.CaptureFixture[
     assert "did you mean" not in said
 
 
-def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) -> None:
+def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
     path = tmp_path / "verl.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t.jsonl}\n"
@@ -64,13 +62,13 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) ->
     assert len(said) == 4 and said[3].startswith(f"{path}: actor_rollout_ref: unknown key"), "for what has no answer"
 
 
-def test_options_without_a_key_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_without_a_key_say_why(capsys):
     said = said_to("--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0", capsys=capsys)
     assert "a step is one update and one broadcast here" in said and "write --set actor" not in said
     assert "there is no KL term here" in said
 
 
-def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign() -> None:
+def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign():
     keys = set(leaf_keys())
     assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
     assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()

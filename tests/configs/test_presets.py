@@ -58,7 +58,7 @@ def learner_gb(config: Config, shape: Shape) -> float:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_preset_fits_into_the_gpus_that_it_names(name: str) -> None:
+def test_a_preset_fits_into_the_gpus_that_it_names(name):
     config, shape = configs.load(name), SHAPES[name]
     free = shape.gpu_gb
     if config.placement.share_gpus:
@@ -67,18 +67,18 @@ def test_a_preset_fits_into_the_gpus_that_it_names(name: str) -> None:
     assert f"{shape.gpu_gb:.0f} GB" in (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def test_every_gpu_preset_states_its_memory() -> None:
+def test_every_gpu_preset_states_its_memory():
     assert set(SHAPES) == {name for name in NAMES if configs.load(name).placement.device == "cuda"}
 
 
-def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed() -> None:
+def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed():
     for name in NAMES:
         assert 0 < configs.load(name).checkpoint.every_steps <= 50
     assert Checkpoint().every_steps == 50
     assert configs.load("quickstart").replay.journal_keep == "all"
 
 
-def test_gsm8k_keeps_a_system_message_that_is_there() -> None:
+def test_gsm8k_keeps_a_system_message_that_is_there():
     template = configs.load(GSM8K).model.chat_template
     assert template is not None
     # The options that transformers renders chat templates with.
@@ -88,7 +88,7 @@ def test_gsm8k_keeps_a_system_message_that_is_there() -> None:
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
 
 
-def test_two_nodes_share_no_device_and_stay_on_loopback_until_told() -> None:
+def test_two_nodes_share_no_device_and_stay_on_loopback_until_told():
     config = configs.load(TWO_NODES)
     assert (config.num_rollout_servers, config.num_learner_ranks) == (8, 8)
     assert not config.placement.local_rollouts and config.network.replay_port and config.weight_bus.port

@@ -16,9 +16,7 @@ FROZEN = Path(__file__).parents[1] / "frozen"
 
 
 @pytest.mark.parametrize("run", ["finished", "killed"])
-def test_the_configuration_of_an_older_run_loads_with_one_line(
-    run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_configuration_of_an_older_run_loads_with_one_line(run, tmp_path, caplog):
     with tarfile.open(FROZEN / "runs_a694bf1.tar.gz") as archive:
         (tmp_path / "config.yaml").write_bytes(archive.extractfile(f"runs/{run}/config.yaml").read())  # type: ignore[union-attr]
     with caplog.at_level(logging.WARNING):
@@ -28,7 +26,7 @@ def test_the_configuration_of_an_older_run_loads_with_one_line(
     assert record.getMessage().endswith(", ".join(sorted(RETIRED))), "and nothing of a new file"
 
 
-def test_every_retired_key_is_gone_and_had_its_value_in_older_runs() -> None:
+def test_every_retired_key_is_gone_and_had_its_value_in_older_runs():
     assert not RETIRED.keys() & set(leaf_keys())
     trees: dict[str, dict[str, Any]] = json.loads((FROZEN / "presets.json").read_text())
     for key, (value, _) in RETIRED.items():
@@ -37,7 +35,7 @@ def test_every_retired_key_is_gone_and_had_its_value_in_older_runs() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(RETIRED))
-def test_another_value_is_refused_beside_other_problems(key: str) -> None:
+def test_another_value_is_refused_beside_other_problems(key):
     with pytest.raises(ConfigError) as refused:
         load("quickstart", [f"{key}=7", "learner.lr=0"])
     first, second = str(refused.value).splitlines()
@@ -45,7 +43,7 @@ def test_another_value_is_refused_beside_other_problems(key: str) -> None:
     assert "learner.lr" in second
 
 
-def test_the_given_tree_is_left_alone() -> None:
+def test_the_given_tree_is_left_alone():
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"top_p": 1.0}, "placement": {"device": "cpu"}}
     validate(tree, "here")
     assert tree["rollout"] == {"top_p": 1.0}

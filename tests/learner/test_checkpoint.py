@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ from learner.checkpoint_folders import latest_complete
 
 
 @pytest.fixture
-def config(qwen3: Path, tmp_path: Path) -> Config:
+def config(qwen3, tmp_path):
     sections = {"run": {"dir": str(tmp_path), "name": "run", "seed": 3}, "replay": {"async_lag": 2}}
     return make_config(qwen3, checkpoint={"keep": 2}, **sections)
 
 
 @pytest.fixture
-def keeper(config: Config, mesh: DeviceMesh) -> Checkpointer:
+def keeper(config, mesh):
     """Of a policy that has made a step."""
     policy, optimizer = built(config, mesh)
     train_on(batch_of(random_step(1), 1), policy, optimizer, config)
@@ -39,7 +38,7 @@ def fresh(config: Config, mesh: DeviceMesh) -> Checkpointer:
     return Checkpointer(config, *built(config, mesh))
 
 
-def test_everything_comes_back(config: Config, mesh: DeviceMesh) -> None:
+def test_everything_comes_back(config, mesh):
     assert fresh(config, mesh).resume() is None
     policy, optimizer = built(config, mesh)
     for step in (1, 2):
@@ -62,16 +61,14 @@ def test_everything_comes_back(config: Config, mesh: DeviceMesh) -> None:
     assert sizes == {name: size for name, size in on_disk.items() if name != "COMPLETE"}
 
 
-def test_the_newest_are_kept(config: Config, keeper: Checkpointer) -> None:
+def test_the_newest_are_kept(config, keeper):
     for step in (8, 9, 10):
         keeper.save(step, replay={})
     folder = Path(config.run_dir) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_9"] and keeper.kept() == [10, 9]
 
 
-def test_incomplete_folders_are_passed_over_and_named(
-    config: Config, keeper: Checkpointer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
     first, second = keeper.save(1, replay={}), keeper.save(2, replay={})
     run = Path(config.run_dir)
     cut = second / "hf" / "model.safetensors"
@@ -95,9 +92,7 @@ def test_incomplete_folders_are_passed_over_and_named(
     assert latest_complete(run)[0] == second
 
 
-def test_a_crash_before_the_mark_leaves_the_older_one(
-    config: Config, keeper: Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatch):
     older = keeper.save(1, replay={})
 
     def killed(folder: Path) -> None:
@@ -123,9 +118,7 @@ def flip_a_byte(file: Path, position: int) -> None:
         (".metadata", 0.5, "dcp/.metadata is damaged"),
     ],
 )
-def test_flipped_bytes_are_named_by_file_with_a_remedy(
-    config: Config, mesh: DeviceMesh, keeper: Checkpointer, name: str, share: float, words: str
-) -> None:
+def test_flipped_bytes_are_named_by_file_with_a_remedy(config, mesh, keeper, name, share, words):
     keeper.save(1, replay={})
     newest = keeper.save(2, replay={})
     damaged = newest / "dcp" / name
@@ -147,9 +140,7 @@ def test_flipped_bytes_are_named_by_file_with_a_remedy(
         ({"tied": False}, "lm_head.weight is None there"),
     ],
 )
-def test_another_architecture_is_refused_by_name(
-    tmp_path: Path, mesh: DeviceMesh, keeper: Checkpointer, change: dict[str, Any], difference: str
-) -> None:
+def test_another_architecture_is_refused_by_name(tmp_path, mesh, keeper, change, difference):
     folder = keeper.save(1, replay={})
     other = make_config(save_model(tmp_path / "other", **change), run={"dir": str(tmp_path), "name": "run"})
     with pytest.raises(CheckpointError, match=difference):
@@ -173,7 +164,7 @@ def test_another_architecture_is_refused_by_name(
         ("{", "x", "could not be loaded"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(keeper: Checkpointer, old: str, new: str, words: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(keeper, old, new, words):
     folder = keeper.save(1, replay={})
     path = folder / "state.json"
     text = path.read_text()

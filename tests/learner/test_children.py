@@ -1,7 +1,6 @@
 """What the launcher reads from the logs of its children."""
 
 import sys
-from pathlib import Path
 
 from learner.launch import children
 
@@ -25,7 +24,7 @@ def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
     return f"Failures:\n{shown}------\nRoot Cause (first observed failure):\n{entries[0]}======\n"
 
 
-def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path: Path) -> None:
+def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path):
     log = tmp_path / "learner.log"
     for text, said in [
         (report((1, 1, 11), root=(0, -9, 10)), "learner rank 0 (pid 10) was killed by SIGKILL [closed]"),
@@ -38,7 +37,7 @@ def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_
     assert children.killed_rank(log, len(text)) == ""
 
 
-def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
+def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
     said = "import os, signal, sys; print('2026-11-21 10:00:00,000 x ERROR no room [full]', flush=True); "
     ends = {"os.kill(os.getpid(), signal.SIGKILL)": ("SIGKILL", False), "sys.exit(4)": ("exit code 4", True)}
     for end, (how, quoted) in ends.items():
@@ -47,7 +46,7 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
 
 
-def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> None:
+def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
     line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
     waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"
     child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; echo ready at 7"], tmp_path / "x.log", {})

@@ -35,16 +35,7 @@ def trained_policy(folder: Path, mesh: DeviceMesh) -> Policy:
         ("qwen2", True, "float32", export.FILE_BYTES),
     ],
 )
-def test_transformers_loads_equal_tensors(
-    tmp_path: Path,
-    mesh: DeviceMesh,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    family: str,
-    tied: bool,
-    dtype: str,
-    limit: int,
-) -> None:
+def test_transformers_loads_equal_tensors(tmp_path, mesh, monkeypatch, *, family, tied, dtype, limit):
     monkeypatch.setattr(export, "FILE_BYTES", limit)
     source, target = save_model(tmp_path / "source", family, tied=tied), tmp_path / "target"
     policy = trained_policy(source, mesh)
@@ -65,7 +56,7 @@ def test_transformers_loads_equal_tensors(
     assert again.shard_digests(dtype) == policy.shard_digests(dtype)
 
 
-def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_what_belongs_to_the_model_is_taken_over(tmp_path, mesh):
     source, target = save_model(tmp_path / "source"), tmp_path / "target"
     (source / "tokenizer.json").write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ x }}")
@@ -82,7 +73,7 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path: Path, mesh: DeviceMes
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
 
 
-def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch):
     layout = [("a", "float32", (10,)), ("b", "float32", (5,)), ("c", "float32", (100,)), ("d", "bfloat16", (2,))]
     assert plan_files(layout) == {"model.safetensors": ["a", "b", "c", "d"]}
     monkeypatch.setattr(export, "FILE_BYTES", 60)

@@ -32,7 +32,7 @@ Launch = Callable[..., str]
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
+def launch(monkeypatch, capsys):
     """`python -m learner.launch` in this process; what it shows, or where it fails, what it says."""
 
     def run(*words: str, code: int = 0) -> str:
@@ -45,20 +45,20 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "keys"
     make_keys.make(folder, ["node1", "nodes"], force=False)
     return folder
 
 
 @pytest.fixture
-def four(tmp_path: Path, keys: Path) -> list[str]:
+def four(tmp_path, keys):
     """Arguments of a run on four hosts, with keys."""
     return ["--config", FOUR, "--set", f"network.keys={keys}", "--set", f"run.dir={tmp_path}/runs"]
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> list[str]:
+def hosts(tmp_path):
     (tmp_path / "hosts").write_text(HOSTS)
     return ["--hosts", str(tmp_path / "hosts")]
 
@@ -67,9 +67,7 @@ def table_rows(text: str) -> list[list[str]]:
     return [re.split(r" {2,}", line) for line in text.split("\n\n")[0].splitlines()[1:]]
 
 
-def test_a_dry_run_over_four_hosts_shows_what_would_run_where(
-    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str]
-) -> None:
+def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, four, hosts):
     shown = launch("learner", *hosts, "--dry-run", *four)
     assert table_rows(shown) == [
         ["node0", "10.0.0.1", "replay", "-", "replay 29500"],
@@ -92,7 +90,7 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
-def test_slurm(tmp_path: Path, launch: Launch, four: list[str]) -> None:
+def test_slurm(tmp_path, launch, four):
     launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     text = file.read_text()
@@ -109,9 +107,7 @@ def test_slurm(tmp_path: Path, launch: Launch, four: list[str]) -> None:
     assert "step learner" not in alone
 
 
-def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(
-    tmp_path: Path, launch: Launch, four: list[str]
-) -> None:
+def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_path, launch, four):
     """With commands in place of Slurm's: machines are asked for their addresses, steps get a host file, and its end is
     that of the first step."""
     launch("learner", "--slurm", *four)
@@ -142,7 +138,7 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(
     assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
-def test_kubernetes(tmp_path: Path, launch: Launch, four: list[str]) -> None:
+def test_kubernetes(tmp_path, launch, four):
     folder = tmp_path / "manifests"
     launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
     config_map, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
@@ -180,7 +176,7 @@ def test_kubernetes(tmp_path: Path, launch: Launch, four: list[str]) -> None:
         assert (folder / f"keys-{role}.yaml").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_dry_run_shows_no_secret(launch: Launch, four: list[str], keys: Path) -> None:
+def test_a_dry_run_shows_no_secret(launch, four, keys):
     shown = launch("learner", "--kubernetes", "--dry-run", *four)
     secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
     assert secrets and all(found and found[1] not in shown for found in secrets)
@@ -188,7 +184,7 @@ def test_a_dry_run_shows_no_secret(launch: Launch, four: list[str], keys: Path) 
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_every_preset_dry_runs(name: str, tmp_path: Path, launch: Launch) -> None:
+def test_every_preset_dry_runs(name, tmp_path, launch):
     config = configs.load(name)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{share.node} 10.0.0.{i + 1} gpus=8\n" for i, share in enumerate(config.shares)))
@@ -211,7 +207,7 @@ def test_every_preset_dry_runs(name: str, tmp_path: Path, launch: Launch) -> Non
         ("\n", ["no host"]),
     ],
 )
-def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -> None:
+def test_a_bad_host_file_is_refused_with_its_line(text, words):
     with pytest.raises(ConfigError) as caught:
         parse_hosts(text, "hosts")
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
@@ -226,20 +222,18 @@ def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -
         (HOSTS, ["network.keys=no/such/keys"], ["no/such/keys", "replay.keys"]),
     ],
 )
-def test_what_cannot_start_is_refused_before_anything_does(
-    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str], text: str, settings: list[str], words: list[str]
-) -> None:
+def test_what_cannot_start_is_refused_before_anything_does(tmp_path, launch, four, hosts, text, settings, words):
     (tmp_path / "hosts").write_text(text)
     said = launch("learner", *hosts, *four, *[word for setting in settings for word in ("--set", setting)], code=2)
     assert said.startswith("slipstream: refused: ") and [word for word in words if word not in said] == [], said
 
 
 @pytest.mark.parametrize("where", [["--slurm"], ["--kubernetes"], ["--hosts", "hosts"]])
-def test_the_device_of_another_machine_is_not_that_of_this_one(where: list[str], launch: Launch) -> None:
+def test_the_device_of_another_machine_is_not_that_of_this_one(where, launch):
     said = launch("learner", *where, "--dry-run", "--set", "placement.device=auto", code=2)
     assert "refused: placement.device: 'auto'" in said
 
 
-def test_the_name_of_a_job_set_is_one_of_dns() -> None:
+def test_the_name_of_a_job_set_is_one_of_dns():
     names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
     assert names == ["my-run-7", "x" * 40]

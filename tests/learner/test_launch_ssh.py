@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Start a start script with a shell function in place of ssh: it gets TARGET and COMMAND as $1 and $2."""
     (tmp_path / "hosts").write_text(HOSTS)
     started: list[subprocess.Popen[str]] = []
@@ -70,7 +70,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = 30) -> N
         ('exec bash -c "$2" </dev/null', [], "exit code 2: slipstream: refused: stdin ended before the order"),
     ],
 )
-def test_a_node_that_fails_is_named_with_its_reason(start: Start, ssh: str, settings: list[str], reason: str) -> None:
+def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason):
     process = start("start_learner", ssh, *settings)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 1
@@ -78,9 +78,7 @@ def test_a_node_that_fails_is_named_with_its_reason(start: Start, ssh: str, sett
     assert f"node0 (10.0.0.1) failed: {reason}" in said
 
 
-def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(
-    start: Start, tmp_path: Path
-) -> None:
+def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):
     stays = f"head -n 1 >{tmp_path}/order; cat; touch {tmp_path}/bye"
     process = start("start_rollout_nodes", f'[[ "$1" == b ]] && {{ echo broken; exit 3; }}; {stays}')
     assert process.stdout is not None
@@ -98,7 +96,7 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
 
 
-def test_kill_9_of_the_start_script_ends_what_it_started(start: Start, tmp_path: Path) -> None:
+def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
     process = start("start_rollout_nodes", 'exec bash -c "$2"', "placement.device=cpu", "rollout.wait_for_servers_s=60")
     needle = f"{tmp_path}/runs/"
 
@@ -115,13 +113,13 @@ def test_kill_9_of_the_start_script_ends_what_it_started(start: Start, tmp_path:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> NodeSpec:
+def spec(tmp_path):
     settings = [*NODES, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
     config = dump(configs.load("quickstart", settings))
     return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS, overrides=["run.seed=0"])
 
 
-def test_an_order_survives_its_line_and_what_is_none_is_refused(spec: NodeSpec) -> None:
+def test_an_order_survives_its_line_and_what_is_none_is_refused(spec):
     with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
     assert read_spec(with_keys.line()) == with_keys
     wrong = [("role", "king"), ("node", 7), ("keys", {"a": 1}), ("overrides", [1])]
@@ -131,7 +129,7 @@ def test_an_order_survives_its_line_and_what_is_none_is_refused(spec: NodeSpec) 
             read_spec(line)
 
 
-def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec) -> None:
+def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec):
     assignment = resolve(spec)
     assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
     assert assignment.plan.replay == "tcp://10.0.0.1:5757"
@@ -141,7 +139,7 @@ def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec) 
     assert dump(written) == spec.config
 
 
-def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path: Path) -> None:
+def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path):
     folder = tmp_path / "keys"
     write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "b"})
     write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "c"})
@@ -153,7 +151,7 @@ def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path: 
             write_keys(str(folder), {name: "x"})
 
 
-def test_a_container_counts_its_own_gpus_from_zero() -> None:
+def test_a_container_counts_its_own_gpus_from_zero():
     settings = ["placement.learner='n:6-7'", "placement.rollout='n:0-5'", "network.replay_port=5757"]
     config = configs.load("quickstart", [*settings, "placement.device=cuda"])
     spec = NodeSpec(role="learner", node="n", config="", hosts="")
@@ -166,7 +164,7 @@ def test_a_container_counts_its_own_gpus_from_zero() -> None:
         renumbered(config, spec, Machine("10.0.0.1", gpus=2))
 
 
-def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
+def test_logs_are_followed_line_by_line(tmp_path):
     log = tmp_path / "x.log"
     tail = Tail.from_end(log)
     assert tail.new_lines() == []
@@ -194,9 +192,7 @@ def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
         (["config.yaml", "checkpoints/step_4/COMPLETE"], True),
     ],
 )
-def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
-    tmp_path: Path, files: list[str], resumes: bool
-) -> None:
+def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tmp_path, files, resumes):
     said: list[str] = []
     for name in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -207,9 +203,7 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
-) -> None:
+def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monkeypatch, resumes):
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
     spec = NodeSpec(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
@@ -240,14 +234,14 @@ def shown_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> No
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_without_torch(tmp_path, monkeypatch):
     shown_gpus(tmp_path, monkeypatch, "NVIDIA H200 (UUID: GPU-1)", "NVIDIA H200 (UUID: GPU-2)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert count_gpus() == 2
     assert visible_devices(os.environ) == ("1",) and visible_devices({}) is None
 
 
-def test_the_build_of_torch_is_known_without_importing_it() -> None:
+def test_the_build_of_torch_is_known_without_importing_it():
     program = "from configs.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     import torch
@@ -263,14 +257,7 @@ def test_the_build_of_torch_is_known_without_importing_it() -> None:
         (["placement.rollout=a:0", "placement.learner=b:0"], 78, ["start with --hosts FILE"]),
     ],
 )
-def test_servers_of_this_host(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    settings: list[str],
-    code: int,
-    words: list[str],
-) -> None:
+def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, words):
     shown_gpus(tmp_path, monkeypatch)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -281,7 +268,7 @@ def test_servers_of_this_host(
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
 
 
-def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path, monkeypatch):
     shown_gpus(tmp_path, monkeypatch, "a", "b", "c")
     monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
     settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]

@@ -76,7 +76,7 @@ def view(mode: Any, **console: Any) -> LiveView:
     return LiveView(load("quickstart"), mode, Console(record=True, file=io.StringIO(), width=110, height=60, **console))
 
 
-def test_the_line_of_a_step() -> None:
+def test_the_line_of_a_step():
     assert live_text.step_line(progress_of(*ROWS)) == (
         "step 12/80  reward 0.60  lag 0.9/1  tok/s 5.1k  idle learner 12% rollout 31%  eta 34s"
     )
@@ -85,7 +85,7 @@ def test_the_line_of_a_step() -> None:
     )
 
 
-def test_a_step_made_once_more_replaces_the_old_line_of_the_run() -> None:
+def test_a_step_made_once_more_replaces_the_old_line_of_the_run():
     progress = progress_of(*(step_row(step) for step in (1, 2, 3, 4, 3)))
     assert [row["step"] for row in progress.steps] == [1, 2, 3]
 
@@ -121,18 +121,18 @@ SERVERS_WAIT = {"who": "rollout servers", "for": "room: 128 groups are in flight
         ),
     ],
 )
-def test_what_is_waited_for(status: dict[str, Any], said: str) -> None:
+def test_what_is_waited_for(status, said):
     assert live_text.waiting_text(status) == said
 
 
-def test_eta_follows_the_speed_of_the_last_steps_without_a_restart() -> None:
+def test_eta_follows_the_speed_of_the_last_steps_without_a_restart():
     slow_start = [step_row(1, time=0.0), step_row(2, time=100.0)]
     steady = [step_row(step, time=100.0 + step + (3600 if step > 30 else 0)) for step in range(3, 41)]
     eta = progress_of(*slow_start, *steady).eta_s()
     assert eta is not None and math.isclose(eta, 40.0)
 
 
-def test_what_every_good_run_counts_is_no_trouble() -> None:
+def test_what_every_good_run_counts_is_no_trouble():
     counters = {"checkpoints": 2, "groups_trained": 7, "partials_used": 1, "dropped/poison": 1}
     assert live_text.trouble_text({"counters": counters}) == "dropped/poison 1"
 
@@ -144,12 +144,12 @@ def test_what_every_good_run_counts_is_no_trouble() -> None:
         (live_text.count, {None: "–", 0: "0", 870: "870", 5132: "5.1k", 1.25e6: "1.2M"}),
     ],
 )
-def test_numbers_for_people(made: Any, wanted: dict[float | None, str]) -> None:
+def test_numbers_for_people(made, wanted):
     assert {value: made(value) for value in wanted} == wanted
 
 
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=100), st.integers(1, 80))
-def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order(values: list[float | None], width: int) -> None:
+def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order(values, width):
     drawn, shown = live_text.sparkline(values, width), values[-width:]
     known = [
         (value, live_text.BLOCKS.find(char)) for value, char in zip(shown, drawn, strict=False) if value is not None
@@ -159,7 +159,7 @@ def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order(values: list[float |
     assert [height for _, height in sorted(known)] == sorted(height for _, height in known)
 
 
-def test_the_panel_shows_what_a_person_must_know() -> None:
+def test_the_panel_shows_what_a_person_must_know():
     shown = view("rich", force_terminal=True)
     shown.update(STATUS, ROWS)
     shown.event("rollout-1 (pid 77) died: killed by SIGKILL; restart 1 of 3 in 1 s")
@@ -198,7 +198,7 @@ def test_the_panel_shows_what_a_person_must_know() -> None:
 
 @pytest.mark.parametrize("status", [None, {}, {"peers": [{}]}, {"groups": {}, "waits": [{}], "counters": None}])
 @pytest.mark.parametrize("mode", ["rich", "plain", "off"])
-def test_missing_keys_do_not_matter(mode: str, status: dict[str, Any] | None) -> None:
+def test_missing_keys_do_not_matter(mode, status):
     shown = view(mode, force_terminal=True)
     shown.update(status, [])
     shown.update(status, [{"step": 1}, {"version": 1, "val-core/x/greedy": None}, {"version": 2, "final": True}])
@@ -210,7 +210,7 @@ def lines(shown: LiveView) -> list[str]:
     return shown.console.file.getvalue().splitlines()
 
 
-def test_plain_mode_is_one_line_a_step_and_one_an_evaluation() -> None:
+def test_plain_mode_is_one_line_a_step_and_one_an_evaluation():
     shown = view("plain")
     shown.update(None, [])
     shown.update(STATUS, ROWS)
@@ -227,7 +227,7 @@ def test_plain_mode_is_one_line_a_step_and_one_an_evaluation() -> None:
     assert said[-1].startswith("reward 0.05 → 0.50 after 12 steps")
 
 
-def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch):
     now = 1000.0
     monkeypatch.setattr("learner.report.live_view.time.monotonic", lambda: now)
     shown = view("plain")
@@ -237,14 +237,14 @@ def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch: pytest.Monk
     assert lines(shown) == ["learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"] * 2
 
 
-def test_auto_takes_the_panel_only_on_a_terminal() -> None:
+def test_auto_takes_the_panel_only_on_a_terminal():
     assert view("auto", force_terminal=True, _environ={"TERM": "xterm"}).mode == "rich"
     assert view("auto", force_terminal=True, _environ={"TERM": "dumb"}).mode == "plain"
     assert view("auto", force_terminal=False).mode == "plain"
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
-def test_a_reader_that_goes_away_does_not_end_the_run(mode: str) -> None:
+def test_a_reader_that_goes_away_does_not_end_the_run(mode):
     program = (
         "import sys\n"
         "from configs import load\n"

@@ -35,7 +35,7 @@ def strict(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_a_row_is_one_line_and_on_disk_at_once(tmp_path: Path) -> None:
+def test_a_row_is_one_line_and_on_disk_at_once(tmp_path):
     recorder = open_metrics(tmp_path)
     recorder.log(1, {"critic/score/mean": np.float32(0.5), "training/lag_histogram": {"0": 3, "1": np.int64(4)}})
     (row,) = strict(tmp_path / "metrics.jsonl")
@@ -44,7 +44,7 @@ def test_a_row_is_one_line_and_on_disk_at_once(tmp_path: Path) -> None:
     recorder.close()
 
 
-def test_evaluations_and_the_closing_row_carry_their_version(tmp_path: Path) -> None:
+def test_evaluations_and_the_closing_row_carry_their_version(tmp_path):
     recorder = open_metrics(tmp_path)
     recorder.log_evaluation(10, {"val-core/sort6/greedy": 0.75})
     recorder.log_final(80, {"weight_sync/seconds": 0.25})
@@ -54,12 +54,12 @@ def test_evaluations_and_the_closing_row_carry_their_version(tmp_path: Path) -> 
     assert (final["version"], final["final"], final["weight_sync/seconds"]) == (80, True, 0.25)
 
 
-def test_several_data_sources_keep_their_names() -> None:
+def test_several_data_sources_keep_their_names():
     scores = evaluation_scores({"version": 3, "val-core/a/greedy": 0.5, "val-core/b/greedy": 0.25})
     assert scores == {"a/greedy": 0.5, "b/greedy": 0.25}
 
 
-def test_nonfinite_numbers_become_null_and_are_counted(tmp_path: Path) -> None:
+def test_nonfinite_numbers_become_null_and_are_counted(tmp_path):
     recorder = open_metrics(tmp_path)
     values = {"actor/pg_loss": math.nan, "actor/grad_norm": torch.tensor(math.inf), "map": {"a": -math.inf, "b": 1}}
     recorder.log(1, values)
@@ -76,7 +76,7 @@ numbers = st.floats() | st.integers(-(2**53), 2**53) | st.booleans()
 
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), numbers | st.dictionaries(st.text(), numbers)))
-def test_every_number_survives_or_is_counted(values: dict[str, Any]) -> None:
+def test_every_number_survives_or_is_counted(values):
     def leaves(tree: dict[str, Any]) -> list[Any]:
         return [v for item in tree.values() for v in (item.values() if isinstance(item, dict) else [item])]
 
@@ -87,12 +87,12 @@ def test_every_number_survives_or_is_counted(values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", ["0.5", None, [1.0]])
-def test_what_is_no_number_is_refused_by_name(tmp_path: Path, value: Any) -> None:
+def test_what_is_no_number_is_refused_by_name(tmp_path, value):
     with pytest.raises(TypeError, match="metric 'actor/lr'"):
         open_metrics(tmp_path).log(1, {"actor/lr": value})
 
 
-def test_spans_add_up_nest_and_start_again() -> None:
+def test_spans_add_up_nest_and_start_again():
     span = Spans()
     with span("step"):
         for _ in range(2):
@@ -105,7 +105,7 @@ def test_spans_add_up_nest_and_start_again() -> None:
     assert span.take() == {}
 
 
-def test_resume_moves_later_rows_aside_and_a_new_start_all(tmp_path: Path) -> None:
+def test_resume_moves_later_rows_aside_and_a_new_start_all(tmp_path):
     path = tmp_path / "metrics.jsonl"
     recorder = open_metrics(tmp_path)
     for step in range(1, 6):
@@ -129,7 +129,7 @@ def test_resume_moves_later_rows_aside_and_a_new_start_all(tmp_path: Path) -> No
     assert path.read_text() == ""
 
 
-def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path: Path) -> None:
+def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
     assert read_rows(path) == [{"step": 1}]
@@ -138,7 +138,7 @@ def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path: Pa
         read_rows(path)
 
 
-def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_scalar(tmp_path):
     recorder = open_metrics(tmp_path, tensorboard=True)
     recorder.log(3, {"critic/score/mean": 0.25, "actor/pg_loss": math.nan, "training/lag_histogram": {"1": 40}})
     recorder.log_evaluation(2, {"val-core/x/greedy": 0.75})
@@ -158,9 +158,7 @@ def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     ("tracking", "module", "extra"),
     [({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"), ({"wandb": "offline"}, "wandb", "wandb")],
 )
-def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracking: dict[str, Any], module: str, extra: str
-) -> None:
+def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(tmp_path, monkeypatch, tracking, module, extra):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MetricsError, match=rf"tracking\.{extra}.*slipstream-rl\[{extra}\]"):
@@ -168,7 +166,7 @@ def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
 
 
-def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path, monkeypatch):
     starts: list[dict[str, Any]] = []
     rows: list[dict[str, float] | str] = []
 
@@ -226,7 +224,7 @@ def names_in_code() -> set[str]:
     return {shape(name) for name in found} - {"timing_s/<>"}  # spans are found by their own names
 
 
-def test_docs_and_code_have_the_same_metric_names() -> None:
+def test_docs_and_code_have_the_same_metric_names():
     text = (ROOT / "docs" / "metrics.md").read_text()
     documented = [shape(name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
     assert len(documented) == len(set(documented)), "a name stands twice in docs/metrics.md"

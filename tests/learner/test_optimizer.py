@@ -14,12 +14,12 @@ def rates(**changes: Any) -> list[float]:
     return [lr_at(step, config) for step in range(1, 13)]
 
 
-def test_warm_up_is_linear_and_reaches_the_peak_at_its_last_step() -> None:
+def test_warm_up_is_linear_and_reaches_the_peak_at_its_last_step():
     assert rates() == [0.25, 0.5, 0.75] + [1.0] * 9
     assert rates(warmup_steps=0) == rates(warmup_steps=1) == [1.0] * 12
 
 
-def test_schedules_end_at_a_tenth_and_stay_there() -> None:
+def test_schedules_end_at_a_tenth_and_stay_there():
     linear, cosine = rates(schedule="linear"), rates(schedule="cosine")
     assert linear[3:] == pytest.approx([1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1, 0.1])
     assert cosine[3] == 1.0 and cosine[6] == pytest.approx(0.55)
@@ -27,7 +27,7 @@ def test_schedules_end_at_a_tenth_and_stay_there() -> None:
     assert cosine[9:] == pytest.approx([0.1, 0.1, 0.1])
 
 
-def test_no_step_has_rate_zero() -> None:
+def test_no_step_has_rate_zero():
     for schedule in ("constant", "cosine", "linear"):
         assert min(rates(schedule=schedule)) > 0
     assert min(rates(warmup_steps=10, schedule="cosine")) > 0

@@ -42,7 +42,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
         [STEP, {"version": 1, "final": True, "weight_sync/seconds": 0.1}],
     ],
 )
-def test_a_picture_is_drawn_of_every_run(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+def test_a_picture_is_drawn_of_every_run(tmp_path, rows):
     path = plot.plot_run(write(tmp_path, *rows))
     assert path == tmp_path / "plots" / "summary.png"
     with Image.open(path) as image:
@@ -53,14 +53,14 @@ def test_a_picture_is_drawn_of_every_run(tmp_path: Path, rows: list[dict[str, An
 
 
 @pytest.mark.parametrize("text", [None, "", '{"version": 1, "final": true}\n'])
-def test_a_run_without_numbers_is_an_error_with_a_way_out(tmp_path: Path, text: str | None) -> None:
+def test_a_run_without_numbers_is_an_error_with_a_way_out(tmp_path, text):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(MetricsError, match=r"metrics\.jsonl: (missing; name the folder|no step and no evaluation yet)"):
         plot.plot_run(tmp_path)
 
 
-def test_lags_are_summed_over_steps() -> None:
+def test_lags_are_summed_over_steps():
     steps = [
         {"training/lag_histogram": {"1": 5, "4": 1}},
         {"training/lag_histogram": {"1": 7}},
@@ -71,7 +71,7 @@ def test_lags_are_summed_over_steps() -> None:
     assert plot.tokens_by_lag([]) == {}
 
 
-def test_the_newest_evaluation_of_a_version_counts_and_versions_ascend() -> None:
+def test_the_newest_evaluation_of_a_version_counts_and_versions_ascend():
     rows = [
         {"version": 10, "val-core/x/greedy": 0.7},
         {"version": 0, "val-core/x/greedy": 0.3, "val-core/x/sampled": None},
@@ -81,7 +81,7 @@ def test_the_newest_evaluation_of_a_version_counts_and_versions_ascend() -> None
 
 
 @given(st.lists(st.floats(-100, 100), max_size=30), st.integers(1, 8))
-def test_smoothing_is_the_mean_of_the_past(values: list[float], width: int) -> None:
+def test_smoothing_is_the_mean_of_the_past(values, width):
     drawn = plot.smoothed(values, width)
     assert len(drawn) == len(values)
     for i, value in enumerate(drawn):
@@ -89,7 +89,7 @@ def test_smoothing_is_the_mean_of_the_past(values: list[float], width: int) -> N
         assert math.isclose(value, math.fsum(past) / len(past), abs_tol=1e-9)
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(tmp_path, capsys):
     assert plot.main([str(write(tmp_path, STEP, EVALUATION))]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "plots" / "summary.png")
     assert plot.main([str(tmp_path / "nowhere")]) == 2

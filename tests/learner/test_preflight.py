@@ -21,9 +21,7 @@ def config_in(folder: Path, **sections: dict[str, object]) -> Config:
     return make_config(folder, run={"dir": str(folder), "name": "same"}, **sections)
 
 
-def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["learner.main", "--dry-run"])
     assert launcher.main() == 0
@@ -33,7 +31,7 @@ def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatch):
     commands = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -56,7 +54,7 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path: Path, monk
 # ---- the run folder -------------------------------------------------------------------------------------
 
 
-def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path: Path) -> None:
+def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path):
     config = config_in(tmp_path)
     other = config_in(tmp_path, learner={"lr": 1.0})
     claimed = [claim_run_dir(each, new=True) for each in (config, other, config)]
@@ -64,7 +62,7 @@ def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path: Pat
     assert [load(tmp_path / each.run.name / "config.yaml") for each in claimed] == claimed
 
 
-def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_folder(tmp_path):
     claim_run_dir(config_in(tmp_path), new=True)
     changed = config_in(tmp_path, learner={"total_steps": 20})
     assert claim_run_dir(changed, new=False) == changed == load(tmp_path / "same" / "config.yaml")
@@ -79,7 +77,7 @@ def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
         ("{tmp}/file/below", "file is a file"),
     ],
 )
-def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, place: str, why: str) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, place, why):
     (tmp_path / "file").touch()
     config = make_config(tmp_path, run={"dir": place.format(tmp=tmp_path), "name": "run"})
     with pytest.raises(ConfigError, match=rf"^run.dir: .*{why}.*name a folder"):
@@ -88,7 +86,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, place: 
         claim_run_dir(config, new=True)
 
 
-def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path):
     check_run_dir(load("quickstart", [f"run.dir={tmp_path}/not/there/yet"]))
     assert list(tmp_path.iterdir()) == []
 
@@ -96,7 +94,7 @@ def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> N
 # ---- keys and trackers ----------------------------------------------------------------------------------
 
 
-def test_keys_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+def test_keys_that_cannot_serve_are_refused(tmp_path):
     def check(folder: Path) -> None:
         check_keys(load("quickstart", [f"network.keys={folder}"]))
 
@@ -117,7 +115,7 @@ def test_keys_that_cannot_serve_are_refused(tmp_path: Path) -> None:
         check(folder)
 
 
-def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "")
     with pytest.raises(ConfigError, match="unset WANDB_MODE"):
         check_trackers(make_config(tmp_path, tracking={"wandb": "offline"}))

@@ -29,9 +29,7 @@ def build(folder: Path, mesh: DeviceMesh) -> Policy:
         ("llama", False, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     ],
 )
-def test_logits_equal_those_of_transformers(
-    tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, changes: dict[str, object]
-) -> None:
+def test_logits_equal_those_of_transformers(tmp_path, mesh, family, tied, changes):
     save_model(tmp_path, family, tied=tied, **changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
     ids = torch.randint(0, 64, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -41,7 +39,7 @@ def test_logits_equal_those_of_transformers(
     assert ("lm_head.weight" in dict(policy.named_parameters())) is not tied
 
 
-def test_several_files_with_an_index(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_several_files_with_an_index(tmp_path, mesh):
     expected = load_file(save_model(tmp_path) / "model.safetensors")
     names = sorted(expected)
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
@@ -63,7 +61,7 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_refusals_name_the_folder_and_the_reason(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     folder = save_model(tmp_path / "model")
     weights = folder / "model.safetensors"
     whole = load_file(weights)

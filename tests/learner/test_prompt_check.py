@@ -25,7 +25,7 @@ SAID = [{"role": "user", "content": "1+1?"}]
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     """A folder with a tokenizer of one token a character, and without a chat template."""
     folder = tmp_path / "model"
     folder.mkdir()
@@ -58,7 +58,7 @@ def refused(config: Config, path: str) -> str:
     return str(caught.value)
 
 
-def test_prompts_that_cannot_be_rendered_are_refused(model: Path, tmp_path: Path) -> None:
+def test_prompts_that_cannot_be_rendered_are_refused(model, tmp_path):
     path = file_of(tmp_path, SAID, SAID)
     said = refused(config_of(model), path)
     assert f"{path}: none of the first 2 rows" in said and "no chat template; set model.chat_template" in said
@@ -68,7 +68,7 @@ def test_prompts_that_cannot_be_rendered_are_refused(model: Path, tmp_path: Path
     assert check_prompts(config_of(model, *settings), path) == 2
 
 
-def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model: Path, tmp_path: Path) -> None:
+def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp_path):
     path = file_of(tmp_path, "1" * 40, "2" * 30)
     said = refused(config_of(model), path)
     assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
@@ -76,21 +76,19 @@ def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model: Pat
     assert check_prompts(config_of(model, "data.max_prompt_tokens=30"), path) == 2
 
 
-def test_one_usable_row_among_the_first_is_enough(model: Path, tmp_path: Path) -> None:
+def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
     assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1=")) == 3
 
 
 @pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
-def test_lengths_are_those_of_the_rollout_servers(model: Path, prompt: Any) -> None:
+def test_lengths_are_those_of_the_rollout_servers(model, prompt):
     config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
     row = {"prompt": prompt, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
     assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
 
 
 @pytest.mark.parametrize(("pad", "cut"), [(64, None), (None, 8)])
-def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(
-    model: Path, tmp_path: Path, pad: int | None, cut: int | None
-) -> None:
+def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_path, pad, cut):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     if pad is not None:
         tokenizer.enable_padding(length=pad)
@@ -101,14 +99,14 @@ def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(
     assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
 
 
-def test_a_broken_tokenizer_is_refused_by_file(model: Path, tmp_path: Path) -> None:
+def test_a_broken_tokenizer_is_refused_by_file(model, tmp_path):
     (model / "tokenizer.json").write_text('{"model": {}}')
     said = refused(config_of(model), file_of(tmp_path, "1+1="))
     assert "model.path" in said and f"{model}/tokenizer.json cannot be loaded" in said
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_preflight_refuses_what_no_server_could_render(model: Path, tmp_path: Path, key: str) -> None:
+def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
     header = b'{"__metadata__": {}}'
     (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
     files = {"data.train": file_of(tmp_path, "1+1="), "data.eval": file_of(tmp_path, "1+1=")}
@@ -118,7 +116,7 @@ def test_preflight_refuses_what_no_server_could_render(model: Path, tmp_path: Pa
         check_input(config_of(model, *map("=".join, files.items())))
 
 
-def test_a_large_file_is_not_read_whole(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_not_read_whole(model, tmp_path, monkeypatch):
     taken = itertools.count()
 
     def endless(path: str) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Preflight of reward.function: parameters are read from the source, by the rules of the rollout servers."""
 
 import ast
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -37,11 +36,11 @@ def functions(draw: st.DrawFn) -> str:
 
 @given(functions())
 @settings(max_examples=300, deadline=None)
-def test_parameters_are_refused_that_the_rollout_servers_refuse(source: str) -> None:
+def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
     assert (problem_with_signature(ast.parse(source), "f") is None) == is_accepted(source)
 
 
-def test_the_names_of_the_conventions_are_those_of_the_rollout_server() -> None:
+def test_the_names_of_the_conventions_are_those_of_the_rollout_server():
     assert reward_source.VERL_NAMES == loading.VERL_NAMES and reward_source.SIGNATURES == loading.SIGNATURES
 
 
@@ -54,14 +53,12 @@ def test_the_names_of_the_conventions_are_those_of_the_rollout_server() -> None:
         "if True:\n    def reward(a, b):\n        return 1.0\n",
     ],
 )
-def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path: Path, source: str) -> None:
+def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
     assert problem_with_reward(f"{tmp_path}/mine.py:reward") is None
 
 
-def test_unknown_parameters_are_refused_in_files_and_in_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkeypatch):
     folder = tmp_path / "graders_of_this_test"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")

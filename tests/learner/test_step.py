@@ -59,9 +59,7 @@ SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
         ("llama", SCHEDULE, {"loss": "ppo_clip"}),
     ],
 )
-def test_five_steps_agree_with_the_reference(
-    tmp_path: Path, mesh: DeviceMesh, family: str, learner: dict[str, Any], algorithm: dict[str, Any]
-) -> None:
+def test_five_steps_agree_with_the_reference(tmp_path, mesh, family, learner, algorithm):
     folder = save_model(tmp_path, family, tied=family == "qwen3")
     sections = {"rollout": {"temperature": 0.9}, "learner": CONDITIONED | learner, "algorithm": algorithm}
     config = configured(folder, **sections)
@@ -70,7 +68,7 @@ def test_five_steps_agree_with_the_reference(
     assert largest_difference(policy, load_file(folder / "model.safetensors")) > 1e-3
 
 
-def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3, mesh):
     config = configured(qwen3)
     policy, expected = five_steps(mesh, config, 1), train(qwen3, STEPS, config)
     found = dict(policy.named_full_tensors("float32"))
@@ -79,7 +77,7 @@ def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3: Path,
     assert float((differences > 1e-6).float().mean()) <= 1e-4
 
 
-def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_the_number_of_microbatches_does_not_matter(qwen3, mesh):
     config = configured(qwen3, learner=CONDITIONED)
     outcomes = []
     for num_microbatches in (1, 3, 20):  # of 20, some hold no trajectory at all
@@ -94,7 +92,7 @@ def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMes
         assert max(float((other[n] - weights[n]).abs().max()) for n in weights) < 1e-6
 
 
-def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3, mesh):
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     rows = [t for t in STEPS[3] if t.group != 0]
@@ -128,7 +126,7 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: Device
     assert 0 < metrics["actor/entropy"] < math.log(64)
 
 
-def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3, mesh):
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
@@ -143,7 +141,7 @@ def infinite_slope(inputs: LossInputs) -> LossOutput:
     return finish(inputs, (inputs.logprobs - inputs.logprobs.detach()).sqrt())
 
 
-def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3, mesh):
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
@@ -167,7 +165,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mes
     assert not reason and policy.parameter_digest() != before
 
 
-def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_a_wrong_token_count_is_an_error(qwen3, mesh):
     config = configured(qwen3)
     policy, _ = built(config, mesh)
     one = torch.ones(1, 3)
@@ -178,7 +176,7 @@ def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
         accumulate_gradients(policy, Packed([microbatch], 4), build_loss(config.algorithm), temperature=1.0)
 
 
-def test_bfloat16_compute_keeps_float32_masters(qwen3: Path, mesh: DeviceMesh) -> None:
+def test_bfloat16_compute_keeps_float32_masters(qwen3, mesh):
     config = configured(qwen3, learner={"compute_dtype": "bfloat16"})
     policy, optimizer = built(config, mesh)
     assert logits(policy, torch.tensor([[1, 2]])).dtype == torch.bfloat16
