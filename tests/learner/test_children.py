@@ -46,6 +46,20 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
 
 
+def test_logs_are_followed_line_by_line(tmp_path):
+    log = tmp_path / "x.log"
+    tail = children.Tail.from_end(log)
+    assert tail.new_lines() == []
+    log.write_bytes(b"one\ntwo\nthr")
+    assert tail.new_lines() == ["one", "two"]
+    with log.open("ab") as file:
+        file.write(b"ee\n")
+    assert tail.new_lines() == ["three"] and children.Tail.from_end(log).new_lines() == []
+    (tmp_path / "new").write_text("anew\n")
+    (tmp_path / "new").replace(log)
+    assert tail.new_lines() == ["anew"]
+
+
 def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
     line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
     waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"

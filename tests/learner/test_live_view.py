@@ -4,7 +4,6 @@ import io
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,11 @@ from configs import load
 from learner.report import live_text
 from learner.report.live_text import Progress
 from learner.report.live_view import LiveView
+from tests.support.runs import ROOT
 
+ROLLOUT_0 = {"name": "rollout-0", "role": "rollout_server", "version": 12, "activity": "generating", "since_s": 2.3}
+ROLLOUT_0 |= {"silent_s": 0.4, "leases": 50, "groups_accepted": 2688}
+ROLLOUT_0 |= {"gauges": {"idle_ratio": 0.31, "tokens_per_s": 6100.0}}
 STATUS: dict[str, Any] = {
     "version": 12,
     "groups": {"leased": 50, "buffered": 14, "taken": 64, "max": 128},
@@ -24,17 +27,7 @@ STATUS: dict[str, Any] = {
     "waits": [{"who": "learner", "for": "batch 13 (group 0/17 at rollout-0)", "since_s": 0.4}],
     "peers": [
         {"name": "learner-0", "role": "learner", "activity": "", "silent_s": 0.2},
-        {
-            "name": "rollout-0",
-            "role": "rollout_server",
-            "version": 12,
-            "activity": "generating",
-            "since_s": 2.3,
-            "silent_s": 0.4,
-            "leases": 50,
-            "groups_accepted": 2688,
-            "gauges": {"idle_ratio": 0.31, "tokens_per_s": 6100.0},
-        },
+        ROLLOUT_0,
         {"name": "launcher.7", "role": "launcher"},
     ],
     "counters": {"superseded": 2, "groups_accepted": 2688, "dropped/poison": 0},
@@ -72,7 +65,6 @@ def progress_of(*rows: dict[str, Any], total_steps: int = 80) -> Progress:
 
 
 def view(mode: Any, **console: Any) -> LiveView:
-    # legacy_windows and a fixed size keep the drawing the same wherever the tests run
     return LiveView(load("quickstart"), mode, Console(record=True, file=io.StringIO(), width=110, height=60, **console))
 
 
@@ -92,6 +84,8 @@ def test_a_step_made_once_more_replaces_the_old_line_of_the_run():
 
 LEARNER_WAITS = {"who": "learner", "for": "batch 5", "since_s": 24.0}
 SERVERS_WAIT = {"who": "rollout servers", "for": "room: 128 groups are in flight", "since_s": 0.0}
+REPLAY_WAITS = {"who": "replay", "for": "a rollout server", "since_s": 75.0}
+DROPPED = {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}
 
 
 @pytest.mark.parametrize(
@@ -102,23 +96,17 @@ SERVERS_WAIT = {"who": "rollout servers", "for": "room: 128 groups are in flight
         (STATUS, "learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"),
         ({"waits": [SERVERS_WAIT]}, "rollout servers wait for room: 128 groups are in flight (the learner is slower)"),
         (
-            {"waits": [{"who": "replay", "for": "a rollout server", "since_s": 75.0}, LEARNER_WAITS]},
+            {"waits": [REPLAY_WAITS, LEARNER_WAITS]},
             "replay waits 1m15s for a rollout server; learner waits 24s for batch 5",
         ),
-        (
-            STATUS | {"waits": []},
-            "no process waits; the oldest missing group is 0/17, at rollout-0 for 0.4s",
-        ),
+        (STATUS | {"waits": []}, "no process waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
         (
             {"oldest_missing": {"group": [1, 2], "server": None}},
             "no process waits; the oldest missing group is 1/2, not leased",
         ),
         (STATUS | {"ended": "all steps are done"}, "the run has ended: all steps are done"),
         ({"waits": [LEARNER_WAITS], "waiting": {"why": "3 of 64", "dropped": {}}}, "learner waits 24s for batch 5"),
-        (
-            {"waits": [LEARNER_WAITS], "waiting": {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}},
-            "learner waits 24s for batch 5; 0 of 64 groups",
-        ),
+        ({"waits": [LEARNER_WAITS], "waiting": DROPPED}, "learner waits 24s for batch 5; 0 of 64 groups"),
     ],
 )
 def test_what_is_waited_for(status, said):
@@ -151,12 +139,13 @@ def test_numbers_for_people(made, wanted):
 @given(st.lists(st.none() | st.floats(-1e6, 1e6), max_size=100), st.integers(1, 80))
 def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order(values, width):
     drawn, shown = live_text.sparkline(values, width), values[-width:]
-    known = [
-        (value, live_text.BLOCKS.find(char)) for value, char in zip(shown, drawn, strict=False) if value is not None
-    ]
-    assert len(drawn) == (len(shown) if known else 0)
-    assert [char == "·" for char in drawn] == ([value is None for value in shown] if known else [])
-    assert [height for _, height in sorted(known)] == sorted(height for _, height in known)
+    if not any(value is not None for value in shown):
+        assert drawn == ""
+        return
+    pairs = list(zip(shown, map(live_text.BLOCKS.find, drawn), strict=True))
+    assert [height for value, height in pairs if value is None] == [-1] * shown.count(None)
+    known = sorted((value, height) for value, height in pairs if value is not None)
+    assert [height for _, height in known] == sorted(height for _, height in known)
 
 
 def test_the_panel_shows_what_a_person_must_know():
@@ -164,36 +153,20 @@ def test_the_panel_shows_what_a_person_must_know():
     shown.update(STATUS, ROWS)
     shown.event("rollout-1 (pid 77) died: killed by SIGKILL; restart 1 of 3 in 1 s")
     text = shown.console.export_text()
-    for wanted in (
-        "quickstart",
-        "version 12",
-        "12/80",
-        "eta 34s",
-        "0.60  ▁",
-        "greedy 0.83  sampled 0.71  at version 10  (version 0: greedy 0.45  sampled 0.31)",
-        "mean 0.94  max 1  bound 1",
-        "5.1k tok/s",
-        "learner 12%, rollout 31%",
-        "50 leased · 14 buffered · 64 taken = 128 of 128 in flight",
-        "learner waits 0.4s for batch 13 (group 0/17 at rollout-0)",
-        "superseded 2",
-        "rollout-1 (pid 77) died",
-    ):
-        assert wanted in text, wanted
-    for unwanted in ("launcher.7", "poison", "groups_accepted"):
-        assert unwanted not in text, unwanted
+    wanted = ["quickstart", "version 12", "12/80", "eta 34s", "0.60  ▁", "mean 0.94  max 1  bound 1", "5.1k tok/s"]
+    wanted += ["greedy 0.83  sampled 0.71  at version 10  (version 0: greedy 0.45  sampled 0.31)"]
+    wanted += ["50 leased · 14 buffered · 64 taken = 128 of 128 in flight", "learner 12%, rollout 31%"]
+    wanted += ["learner waits 0.4s for batch 13 (group 0/17 at rollout-0)", "superseded 2", "rollout-1 (pid 77) died"]
+    assert [each for each in wanted if each not in text] == []
+    assert [each for each in ("launcher.7", "poison", "groups_accepted") if each in text] == []
     peers = [line.strip("│ ").split() for line in text.splitlines() if " ago " in line]
     assert peers[0] == ["rollout-0", "v12", "generating", "2.3s", "0.4s", "ago", "50", "2.7k", "6.1k", "31%"]
     assert peers[1] == ["learner-0", "–", "–", "–", "0.2s", "ago", "–", "–", "–", "12%"]
     shown.close("finished 80 steps in 42.0 s")
     text = shown.console.export_text()
-    for wanted in (
-        "finished 80 steps in 42.0 s",
-        "reward 0.05 → 0.50 after 12 steps",
-        "from version 0 to 10: greedy 0.45 → 0.83, sampled 0.31 → 0.71",
-    ):
-        assert wanted in text, wanted
-    assert "learner waits" not in text
+    wanted = ["finished 80 steps in 42.0 s", "reward 0.05 → 0.50 after 12 steps"]
+    wanted += ["from version 0 to 10: greedy 0.45 → 0.83, sampled 0.31 → 0.71"]
+    assert [each for each in wanted if each not in text] == [] and "learner waits" not in text
 
 
 @pytest.mark.parametrize("status", [None, {}, {"peers": [{}]}, {"groups": {}, "waits": [{}], "counters": None}])
@@ -219,12 +192,16 @@ def test_plain_mode_is_one_line_a_step_and_one_an_evaluation():
     said = lines(shown)
     shown.event("closed views say nothing")
     assert said == lines(shown)
-    assert said[0] == "evaluation of version 0  greedy 0.45"
-    assert said[1] == "evaluation of version 0  sampled 0.31"
-    assert [line.split()[1] for line in said if line.startswith("step")] == [f"{step}/80" for step in range(1, 13)]
-    assert said[-3] == "evaluation of version 10  greedy 0.83  sampled 0.71"
-    assert said[-2] == "rollout-0 died"
+    assert said[:2] == ["evaluation of version 0  greedy 0.45", "evaluation of version 0  sampled 0.31"]
+    assert [line.split()[1] for line in said[2:-3]] == [f"{step}/80" for step in range(1, 13)]
+    assert said[-3:-1] == ["evaluation of version 10  greedy 0.83  sampled 0.71", "rollout-0 died"]
     assert said[-1].startswith("reward 0.05 → 0.50 after 12 steps")
+
+
+def test_auto_takes_the_panel_only_on_a_terminal():
+    assert view("auto", force_terminal=True, _environ={"TERM": "xterm"}).mode == "rich"
+    assert view("auto", force_terminal=True, _environ={"TERM": "dumb"}).mode == "plain"
+    assert view("auto", force_terminal=False).mode == "plain"
 
 
 def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch):
@@ -237,30 +214,23 @@ def test_plain_mode_says_who_waits_when_nothing_happens(monkeypatch):
     assert lines(shown) == ["learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"] * 2
 
 
-def test_auto_takes_the_panel_only_on_a_terminal():
-    assert view("auto", force_terminal=True, _environ={"TERM": "xterm"}).mode == "rich"
-    assert view("auto", force_terminal=True, _environ={"TERM": "dumb"}).mode == "plain"
-    assert view("auto", force_terminal=False).mode == "plain"
+READER_GONE = """
+import sys
+from configs import load
+from learner.report.live_view import LiveView
+view = LiveView(load("quickstart"), sys.argv[1])
+sys.stdin.readline()
+for step in range(3):
+    view.update(None, [{"step": step + 1}])
+view.close("finished")
+sys.exit(7)
+"""
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
 def test_a_reader_that_goes_away_does_not_end_the_run(mode):
-    program = (
-        "import sys\n"
-        "from configs import load\n"
-        "from learner.report.live_view import LiveView\n"
-        f"view = LiveView(load('quickstart'), {mode!r})\n"
-        "sys.stdin.readline()\n"
-        "for step in range(3): view.update(None, [{'step': step + 1}])\n"
-        "view.close('finished')\n"
-        "sys.exit(7)\n"
-    )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", program], text=True, cwd=root, **pipes) as child:  # type: ignore
+    with subprocess.Popen([sys.executable, "-c", READER_GONE, mode], text=True, cwd=ROOT, **pipes) as child:
         child.stdout.close()
-        child.stdin.write("go\n")
-        child.stdin.close()
-        errors = child.stderr.read()
-        assert child.wait(timeout=30) == 7, errors
-    assert "the output was closed" in errors and "Traceback" not in errors
+        errors = child.communicate("go\n", timeout=30)[1]
+    assert child.returncode == 7 and "the output was closed" in errors and "Traceback" not in errors, errors
