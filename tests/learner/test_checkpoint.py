@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -75,8 +76,7 @@ def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
     whole = cut.read_bytes()
     cut.write_bytes(whole[:-1])
     with caplog.at_level(logging.WARNING):
-        state = keeper.resume()
-    assert state is not None and state["step"] == 1
+        assert keeper.resume()["step"] == 1
     assert f"{len(whole) - 1} bytes, COMPLETE says {len(whole)}" in caplog.text
     cut.write_bytes(whole)
     assert latest_complete(run)[0] == second
@@ -94,20 +94,10 @@ def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
 
 def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatch):
     older = keeper.save(1, replay={})
-
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt  # stands for kill -9
-
-    monkeypatch.setattr(checkpoint, "_complete", killed)
+    monkeypatch.setattr(checkpoint, "_complete", Mock(side_effect=KeyboardInterrupt))  # stands for kill -9
     with pytest.raises(KeyboardInterrupt):
         keeper.save(2, replay={})
     assert latest_complete(Path(config.run_dir))[0] == older
-
-
-def flip_a_byte(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 0xFF
-    file.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -122,15 +112,16 @@ def test_flipped_bytes_are_named_by_file_with_a_remedy(config, mesh, keeper, nam
     keeper.save(1, replay={})
     newest = keeper.save(2, replay={})
     damaged = newest / "dcp" / name
-    flip_a_byte(damaged, int(share * damaged.stat().st_size))
+    data = bytearray(damaged.read_bytes())
+    data[int(share * len(data))] ^= 0xFF
+    damaged.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         fresh(config, mesh).resume()
     said = str(caught.value)
     assert str(newest) in said and words in said and "\n" not in said, said
     assert "move step_2 away: then --resume goes on from step_1" in said
     newest.rename(newest.with_name("away"))
-    state = fresh(config, mesh).resume()
-    assert state is not None and state["step"] == 1, "the remedy helps"
+    assert fresh(config, mesh).resume()["step"] == 1, "the remedy helps"
 
 
 @pytest.mark.parametrize(
@@ -150,16 +141,8 @@ def test_another_architecture_is_refused_by_name(tmp_path, mesh, keeper, change,
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (
-            r'"parameter_digest": "\w+"',
-            '"parameter_digest": "00"',
-            "parameter_digest is .* after loading, 00 was saved",
-        ),
-        (
-            r'"optimizer_digest": "\w+"',
-            '"optimizer_digest": "00"',
-            "optimizer_digest is .* after loading, 00 was saved",
-        ),
+        (r'"(parameter)_digest": "\w+"', r'"\1_digest": "00"', "parameter_digest is .* after loading, 00 was saved"),
+        (r'"(optimizer)_digest": "\w+"', r'"\1_digest": "00"', "optimizer_digest is .* after loading, 00 was saved"),
         ('"format": 1', '"format": 2', "has format 2, this version reads 1"),
         ("{", "x", "could not be loaded"),
     ],
