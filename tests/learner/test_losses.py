@@ -79,11 +79,7 @@ def test_policy_gradient_corrects_nothing():
 def test_masked_tokens_touch_neither_loss_nor_gradient_nor_sums(name):
     nan = float("nan")
     output, logprobs = run(
-        name,
-        logprobs=[-1.0, -2.0],
-        behaviour_logprobs=[-1.2, nan],
-        advantages=[1.0, nan],
-        mask=[1.0, 0.0],
+        name, logprobs=[-1.0, -2.0], behaviour_logprobs=[-1.2, nan], advantages=[1.0, nan], mask=[1.0, 0.0]
     )
     alone, _ = run(name, logprobs=[-1.0], behaviour_logprobs=[-1.2])
     assert output.loss[0].tolist() == [alone.loss.item(), 0.0]
