@@ -20,15 +20,8 @@ from weight_bus.digest import combined, slice_digest
 DEADLINE_S = 100
 MODELS = ("qwen3", "llama")
 UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
-LARGE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 16384,
-}
+LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGE |= {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384}
 SLACK_BYTES = 32 * 1024 * 1024
 Seen = list[dict[str, Any]]
 
@@ -78,8 +71,7 @@ def test_no_rank_holds_a_model_of_several_files_whole(seen, folder):
 
 
 def test_awkward_shards_gather_and_digest_to_the_whole(seen):
-    for rank in range(2):
-        assert seen[rank]["synthetic"]["digests_equal"] and seen[rank]["synthetic"]["gathers_equal"]
+    assert all(rank["synthetic"]["digests_equal"] and rank["synthetic"]["gathers_equal"] for rank in seen)
     assert seen[0]["synthetic"]["held"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
     assert seen[1]["synthetic"]["held"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
 
@@ -138,8 +130,7 @@ def test_gradients_summed_after_each_microbatch_are_those_summed_once(seen, mode
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_number_that_is_not_finite_on_one_rank_is_skipped_on_both(seen, model):
-    for rank in range(2):
-        assert seen[rank][model]["poisoned"] == {"reason": "nonfinite_loss", "same": True}
+    assert [rank[model]["poisoned"] for rank in seen] == [{"reason": "nonfinite_loss", "same": True}] * 2
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -6,7 +6,6 @@ safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them.
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,20 +61,19 @@ def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) 
     return seen
 
 
-def status_bytes(key: str) -> int:
-    """A size in /proc/self/status: VmRSS is what is resident now, VmHWM the most that ever was."""
-    match = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024
+def memory(key: str) -> int:
+    """A size in /proc/self/status in bytes: VmRSS is resident now, VmHWM the most that was since exec."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(dict(line.split(":", 1) for line in lines)[key].split()[0])
 
 
 def loading(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     """How memory grows with a model, after a tiny one, so that what loading needs once is not counted."""
     build_policy(configured(folder, "qwen3"), mesh, CPU)
-    before = status_bytes("VmRSS")
+    before = memory("VmRSS")
     shards = (policy := build_policy(configured(folder, "large"), mesh, CPU)).shards()
     return {
-        "growth": status_bytes("VmHWM") - before,
+        "growth": memory("VmHWM") - before,
         "held": sum(shard.local.nbytes for shard in shards),
         "whole": sum(shard.numel * 4 for shard in shards),
         "names": [shard.name for shard in shards],
@@ -100,8 +98,8 @@ def synthetic(rank: int, folder: Path) -> dict[str, Any]:
         for limit in (1, 40, 1 << 20):
             sharding.GATHER_BYTES = limit
             found = dict(gather(shards, dtype, group))
-            seen["gathers_equal"] &= list(found) == list(whole)
-            seen["gathers_equal"] &= all(torch.equal(found[n], whole[n].to(dtype)) for n in whole)
+            same = list(found) == list(whole) and all(torch.equal(found[n], whole[n].to(dtype)) for n in whole)
+            seen["gathers_equal"] &= same
     seen["held"] = [list(s.local.shape) for s in shards]
     return seen
 
@@ -162,13 +160,11 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
 def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
     """A weight that is not a number on rank 1 alone: both ranks must skip, and nothing may change."""
     before = policy.parameter_digest()
-    row = policy.shards()[1].local[0] if policy.rank == 1 else None
-    kept = row.clone() if row is not None else None
-    if row is not None:
-        row.fill_(float("nan"))
+    rows = policy.shards()[1].local[: policy.rank]
+    kept = rows.clone()
+    rows.fill_(float("nan"))
     _, reason = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
-    if row is not None and kept is not None:
-        row.copy_(kept)
+    rows.copy_(kept)
     return {"reason": reason, "same": policy.parameter_digest() == before}
 
 
