@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs import Config, ConfigError, load
 from configs.placement import shares
-from configs.plan import Machine, Plan, assign, ranges, table
+from configs.plan import Machine, Plan, assign, ranges
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
@@ -140,14 +140,6 @@ def test_the_environment_reaches_every_process():
 def test_what_does_not_fit_is_refused_by_name(overrides, machines, words):
     said = refused(config_of(*overrides), machines)
     assert [word for word in words if word not in said] == [], said
-
-
-def test_the_table_says_where_everything_runs():
-    lines = table(plan_of(config_of(*TWO_SIDES))).splitlines()
-    assert lines[0].split() == ["node", "address", "process", "GPUs", "listens", "at"]
-    (ranks,) = [line for line in lines if line.startswith("node0 ") and "learner ranks 8-11" in line]
-    assert "4-7" in ranks
-    assert any(line.startswith("  run  python -m rollout_server.main --config c.yaml") for line in lines)
 
 
 def test_ranges():

@@ -1,10 +1,8 @@
 """Preflight of prompts and of reward.function, by the rules of the rollout servers."""
 
 import ast
-import itertools
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +36,8 @@ def model(tmp_path):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(.|\n)"), "isolated")
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
-        )
-    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(SYMBOLS)}))
     return folder
 
@@ -92,13 +87,12 @@ def test_lengths_are_those_of_the_rollout_servers(model, prompt):
     assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
 
 
-@pytest.mark.parametrize(("pad", "cut"), [(64, None), (None, 8)])
-def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_path, pad, cut):
+@pytest.mark.parametrize(
+    ("setting", "value"), [("enable_padding", {"length": 64}), ("enable_truncation", {"max_length": 8})]
+)
+def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_path, setting, value):
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    if pad is not None:
-        tokenizer.enable_padding(length=pad)
-    if cut is not None:
-        tokenizer.enable_truncation(cut)
+    getattr(tokenizer, setting)(**value)
     tokenizer.save(str(model / "tokenizer.json"))
     assert check_prompts(config_of(model), file_of(tmp_path, "1+1=")) == 1
     assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
@@ -112,25 +106,19 @@ def test_a_broken_tokenizer_is_refused_by_file(model, tmp_path):
 
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
 def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
-    header = b'{"__metadata__": {}}'
-    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    files = {"data.train": file_of(tmp_path, "1+1="), "data.eval": file_of(tmp_path, "1+1=")}
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    files = dict.fromkeys(("data.train", "data.eval"), file_of(tmp_path, "1+1="))
     files[key] = str(tmp_path / "chat.jsonl")
     Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
     with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
         check_input(config_of(model, *map("=".join, files.items())))
 
 
-def test_a_large_file_is_not_read_whole(model, tmp_path, monkeypatch):
-    taken = itertools.count()
-
-    def endless(path: str) -> Iterator[dict[str, Any]]:
-        while next(taken) < 10 * prompt_check.CHECKED_ROWS:
-            yield {"prompt": "1+1="}
-
-    monkeypatch.setattr(prompt_check, "read_rows", endless)
+def test_a_large_file_is_not_read_whole(model, monkeypatch):
+    rows = iter([{"prompt": "1+1="}] * 10 * prompt_check.CHECKED_ROWS)
+    monkeypatch.setattr(prompt_check, "read_rows", lambda path: rows)
     assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
-    assert next(taken) <= prompt_check.CHECKED_ROWS + 1
+    assert len(list(rows)) >= 9 * prompt_check.CHECKED_ROWS - 1
 
 
 NAMES = ["sample", "prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "x"]

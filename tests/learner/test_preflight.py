@@ -130,25 +130,21 @@ def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
     """`--resume` of a run from two terminals, as far as its configuration."""
-    network = {"replay_port": 5757}
-    config = make_config(
-        tmp_path, run={"dir": str(tmp_path), "name": "run"}, network=network, placement={"local_rollouts": False}
-    )
-    claim_run_dir(config, new=True)
+    claim_run_dir(config_in(tmp_path, network={"replay_port": 5757}, placement={"local_rollouts": False}), new=True)
     monkeypatch.setattr("learner.main.check_files", lambda config, **_: None)
 
     def configuration(*arguments):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         parser.add_argument("--resume")
-        return prepare(parser.parse_args(["--resume", str(tmp_path / "run"), *arguments]))
+        return prepare(parser.parse_args(["--resume", str(tmp_path / "same"), *arguments]))
 
     return configuration
 
 
 def ledger(tmp_path, *steps, torn=""):
     lines = [json.dumps({"step": step, "groups": []}) + "\n" for step in steps]
-    (tmp_path / "run" / "ledger.jsonl").write_text("".join(lines) + torn)
+    (tmp_path / "same" / "ledger.jsonl").write_text("".join(lines) + torn)
 
 
 def test_a_resumed_run_is_found_where_it_was(resume):
@@ -175,7 +171,7 @@ def test_steps_that_a_crash_took_back_do_not_count(resume, tmp_path):
 )
 def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, older_is_whole, words):
     for step, size in ((2, 3 if older_is_whole else 2), (4, 2)):
-        folder = tmp_path / "run" / "checkpoints" / f"step_{step}"
+        folder = tmp_path / "same" / "checkpoints" / f"step_{step}"
         folder.mkdir(parents=True)
         (folder / "weights").write_bytes(b"x" * size)
         (folder / "COMPLETE").write_text(json.dumps({"files": {"weights": 3}}))

@@ -50,18 +50,13 @@ def test_an_address_of_another_machine_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "local_rank", "expected"),
-    [
-        ("auto", 0, "0", torch.device("cpu")),
-        ("auto", 2, "1", torch.device("cuda", 1)),
-        ("cuda", 1, "0", torch.device("cuda", 0)),
-        ("cpu", 2, "0", torch.device("cpu")),
-    ],
+    ("device", "visible", "rank", "expected"),
+    [("auto", 0, "0", "cpu"), ("auto", 2, "1", "cuda:1"), ("cuda", 1, "0", "cuda:0"), ("cpu", 2, "0", "cpu")],
 )
-def test_the_device(monkeypatch, device, visible, local_rank, expected):
+def test_the_device(monkeypatch, device, visible, rank, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert device_of(config(device=device)) == expected
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert device_of(config(device=device)) == torch.device(expected)
 
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):

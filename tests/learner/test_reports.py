@@ -26,23 +26,20 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
     "rows",
     [
         [{**STEP, "step": step} for step in range(1, 81)] + [{**EVALUATION, "version": v} for v in range(0, 81, 5)],
-        [STEP],
-        [EVALUATION],
-        [{"step": 1}],
+        [EVALUATION, {"version": 1, "final": True, "weight_sync/seconds": 0.1}],
         [{"step": 1, "time": 1.0, "critic/score/mean": None, "training/lag_histogram": {}}],
-        [STEP, {**STEP, "step": 2, "critic/score/mean": -30.5}, {**EVALUATION, "val-core/sort6/greedy": None}],
+        [{"step": 1}, {**STEP, "step": 2, "critic/score/mean": -30.5}, {**EVALUATION, "val-core/sort6/greedy": None}],
         [{**STEP, "training/lag_histogram": {str(lag): 100 for lag in range(9)}}],
-        [STEP, {"version": 1, "final": True, "weight_sync/seconds": 0.1}],
     ],
 )
-def test_a_picture_is_drawn_of_every_run(tmp_path, rows):
-    path = plot.plot_run(write(tmp_path, *rows))
-    assert path == tmp_path / "plots" / "summary.png"
+def test_a_picture_is_drawn_of_every_run(tmp_path, capsys, rows):
+    path = tmp_path / "plots" / "summary.png"
+    assert plot.main([str(write(tmp_path, *rows))]) == 0 and capsys.readouterr().out.strip() == str(path)
     with Image.open(path) as image:
         assert image.format == "PNG" and image.width > 1000
         extrema = image.convert("L").getextrema()
     assert extrema[0] < 128 < extrema[1], "the picture is blank"
-    assert [p.name for p in (tmp_path / "plots").iterdir()] == ["summary.png"]
+    assert [p.name for p in path.parent.iterdir()] == ["summary.png"]
 
 
 @pytest.mark.parametrize("text", [None, "", '{"version": 1, "final": true}\n'])
@@ -51,6 +48,7 @@ def test_a_run_without_numbers_is_an_error_with_a_way_out(tmp_path, text):
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(MetricsError, match=r"metrics\.jsonl: (missing; name the folder|no step and no evaluation yet)"):
         plot.plot_run(tmp_path)
+    assert plot.main([str(tmp_path)]) == 2
 
 
 def test_lags_are_summed_over_steps():
@@ -69,12 +67,6 @@ def test_the_newest_evaluation_of_a_version_counts_and_versions_ascend():
 
 def test_smoothing_is_the_mean_of_the_past():
     assert plot.smoothed([1.0, 3.0, 8.0, 1.0, -9.0], 3) == [1, 2, 4, 4, 0] and plot.smoothed([], 3) == []
-
-
-def test_command_line(tmp_path, capsys):
-    assert plot.main([str(write(tmp_path, STEP, EVALUATION))]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "plots" / "summary.png")
-    assert plot.main([str(tmp_path / "nowhere")]) == 2
 
 
 def write_run(folder, bound, steps, *, tail=""):
