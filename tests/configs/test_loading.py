@@ -236,9 +236,7 @@ def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     assert yaml.safe_dump(tree)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["node0", "node1"]), st.integers(0, 7)), unique=True, max_size=8))
-def test_placements_name_each_device_once(devices):
-    assert list(node_devices("; ".join(f"{node}:{device}" for node, device in devices))) == devices
+def test_placements_name_each_device_once():
     assert list(node_devices("node0:6-7; node1:0,2")) == [("node0", 6), ("node0", 7), ("node1", 0), ("node1", 2)]
 
 

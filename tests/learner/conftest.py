@@ -1,8 +1,7 @@
 """What tests of the learner share."""
 
 import pytest
-from one_rank import process_group
-from tiny_models import save_model
+from tiny_models import process_group, save_model
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_rank import built, logits
 from recorded import batch_of, random_step
-from tiny_models import SIZES, make_config, save_model
+from tiny_models import SIZES, built, logits, make_config, save_model
 from transformers import Qwen3Config
 
 from configs import Config

@@ -95,7 +95,6 @@ def test_a_good_part_is_reported_as_held_and_trained_on(tmp_path, monkeypatch):
     [
         ("versions", PART.versions - 4),
         ("logprobs", np.full_like(PART.logprobs, np.nan)),
-        ("lengths", PART.lengths + 1),
         ("all_loss_tokens", PART.all_loss_tokens + 1),
         ("token_ids", PART.token_ids + 64),
     ],

@@ -9,10 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
-from one_rank import built
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
-from tiny_models import make_config, save_model
+from tiny_models import built, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config

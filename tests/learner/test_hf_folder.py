@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from one_rank import built, logits
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file, save_file
-from tiny_models import make_config, save_model
+from tiny_models import built, logits, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 

@@ -6,8 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.examples import sort6
@@ -98,19 +96,10 @@ def test_demonstrations_are_half_copies_and_never_show_an_evaluation_prompt(monk
     assert (tokens[:, -1] == sort6.EOS).all() and (tokens[:, 6] == sort6.EQUALS).all()
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), train=st.integers(1, 500), evaluation=st.integers(1, 500))
-def test_prompts_are_distinct_for_every_seed(seed, train, evaluation):
-    first, second = sort6.split_prompts(seed, train, evaluation)
-    assert (len(first), len(second)) == (train, evaluation)
-    assert len(np.union1d(first, second)) == train + evaluation
-
-
-def test_impossible_numbers_of_prompts_are_refused():
-    with pytest.raises(sort6.MakeError, match=r"--train-prompts 950001: give a number from 1 to 950000"):
-        sort6.split_prompts(0, 950_001, 2)
-    with pytest.raises(sort6.MakeError, match=r"--eval-prompts 0"):
-        sort6.split_prompts(0, 1, 0)
+@pytest.mark.parametrize("numbers", [(950_001, 2), (1, 0)])
+def test_impossible_numbers_of_prompts_are_refused(numbers):
+    with pytest.raises(sort6.MakeError, match=r"--(train-prompts 950001|eval-prompts 0): give a number from 1 to"):
+        sort6.split_prompts(0, *numbers)
 
 
 def test_a_complete_folder_is_left_alone_and_other_arguments_make_it_anew(small, tmp_path, capsys):

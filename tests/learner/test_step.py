@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from one_rank import built, logits
 from recorded import batch_of, random_step, train_on
 from reference import train
 from safetensors.torch import load_file
-from tiny_models import make_config, save_model
+from tiny_models import built, logits, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config

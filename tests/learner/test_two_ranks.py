@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import built
 from recorded import random_step
 from reference import train
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, SIZES, save_model
+from tiny_models import CONFIGS, SIZES, built, save_model
 from transformers import AutoModelForCausalLM
 from two_ranks import NUM_STEPS, configured, steps
 
@@ -71,20 +70,17 @@ def test_no_rank_holds_a_model_of_several_files_whole(seen, folder):
 
 
 def test_awkward_shards_gather_and_digest_to_the_whole(seen):
-    assert all(rank["synthetic"]["digests_equal"] and rank["synthetic"]["gathers_equal"] for rank in seen)
-    assert seen[0]["synthetic"]["held"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
-    assert seen[1]["synthetic"]["held"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
+    """Each rank compares; here is which rows it held."""
+    assert seen[0]["synthetic"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
+    assert seen[1]["synthetic"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_digests_layout_and_gather_of_a_policy_agree(seen, folder, mesh, model):
+    """On each rank, which compares them; and with those of a policy that is not sharded."""
     policy, _ = built(configured(folder, model), mesh)
-    for rank in range(2):
-        start = seen[rank][model]["start"]
+    for start in (rank[model]["start"] for rank in seen):
         assert start["parameter_digest"] == policy.parameter_digest()
-        for dtype in ("float32", "bfloat16"):
-            assert start[f"digests_equal_{dtype}"] and start[f"layout_equal_{dtype}"]
-            assert start[f"dtypes_{dtype}"] == [f"torch.{dtype}"]
         assert ("lm_head.weight" in start["names"]) is (model == "llama")
 
 
