@@ -207,7 +207,7 @@ def main() -> None:
         seen["loading"] = loading(folder, mesh)
         seen["synthetic"] = synthetic(rank)
         sharding.GATHER_BYTES = 20_000  # several spans
-        for name in ("qwen3", "llama"):
+        for name, mode in (("qwen3", "sdpa"), ("llama", "varlen")):
             config = configured(folder, name)
             policy, optimizer = built(config, mesh)
             seen[name] = {"start": layout_of(policy), "poisoned": poisoned(policy, optimizer, config)}
@@ -218,9 +218,8 @@ def main() -> None:
             seen[name]["end"] = layout_of(policy)
             seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
             seen[name]["unpadded"] = unpadded(folder, name, mesh)
-            for mode in ("sdpa", "varlen"):
-                changed = configured(folder, name, learner=CONDITIONED | {"attention": mode, "recompute": True})
-                seen[name][f"sharded_{mode}"] = sharded_gradients(changed, mesh, CPU)
+            changed = configured(folder, name, learner=CONDITIONED | {"attention": mode, "recompute": True})
+            seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
         seen["export_fails"] = export_fails(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()
