@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
-from one_rank import built
 from recorded import batch_of, random_step, train_on
-from tiny_models import make_config, save_model
+from tiny_models import built, make_config, save_model
 
 from configs import Config
 from learner import attention, logprobs

@@ -16,35 +16,28 @@ def advantages(rewards: list[float], groups: list[int], *, std: bool = True) -> 
     return result.tolist()
 
 
-def test_reward_minus_mean_over_unbiased_std() -> None:
+def test_reward_minus_mean_over_unbiased_std():
     found = advantages([1, 0, 0, 0, 3, 5], [0, 0, 0, 0, 1, 1])
     assert found == pytest.approx([0.75 / 0.5001, *[-0.25 / 0.5001] * 3, -1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)])
 
 
-def test_without_std_only_the_mean_is_taken_off() -> None:
+def test_without_std_only_the_mean_is_taken_off():
     assert advantages([1, 0, 0, 0], [7, 7, 7, 7], std=False) == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_groups_may_be_interleaved() -> None:
-    apart = advantages([1, 2, 4, 10, 30, 20], [0, 0, 0, 1, 1, 1])
-    mixed = advantages([1, 10, 2, 30, 4, 20], [0, 1, 0, 1, 0, 1])
-    assert [mixed[i] for i in (0, 2, 4, 1, 3, 5)] == apart
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(-(2.0**100), 2.0**100, width=32), st.integers(1, 200), st.booleans())
-def test_equal_rewards_are_exactly_zero(reward: float, size: int, std: bool) -> None:
+def test_equal_rewards_are_exactly_zero(reward, size, std):
     assert advantages([reward] * size, [0] * size, std=std) == [0.0] * size
 
 
-def test_group_of_one_has_no_advantage() -> None:
-    assert advantages([5.0], [3]) == [0.0]
-    assert advantages([], []) == []
+def test_group_of_one_has_no_advantage():
+    assert (advantages([5.0], [3]), advantages([], [])) == ([0.0], [])
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(0, 4)), min_size=1, max_size=40))
-def test_agrees_with_the_statistics_module(rows: list[tuple[float, int]]) -> None:
+def test_agrees_with_the_statistics_module(rows):
     rewards, groups = [r for r, _ in rows], [g for _, g in rows]
     found = advantages(rewards, groups)
     for i, (reward, group) in enumerate(rows):

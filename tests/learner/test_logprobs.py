@@ -16,14 +16,7 @@ def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
 @pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_agrees_with_dense(
-    monkeypatch: pytest.MonkeyPatch,
-    keep_bytes: int,
-    chunk: int,
-    temperature: float,
-    dtype: torch.dtype,
-    tolerance: float,
-) -> None:
+def test_agrees_with_dense(monkeypatch, keep_bytes, chunk, temperature, dtype, tolerance):
     monkeypatch.setattr(logprobs, "CHUNK_TOKENS", chunk)
     monkeypatch.setattr(logprobs, "KEEP_LOGITS_BYTES", keep_bytes)
     torch.manual_seed(0)
@@ -43,7 +36,7 @@ def test_agrees_with_dense(
         torch.testing.assert_close(mine.grad, other.grad, rtol=tolerance, atol=tolerance)
 
 
-def test_large_logits_do_not_wait_for_the_backward_and_no_float32_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_logits_do_not_wait_for_the_backward_and_no_float32_ones(monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 256)
     hidden = torch.randn(4096, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)

@@ -20,7 +20,7 @@ def run(name: str, **columns: list[float]) -> tuple[LossOutput, torch.Tensor]:
     return output, logprobs
 
 
-def test_ppo_clip_has_four_quadrants() -> None:
+def test_ppo_clip_has_four_quadrants():
     ratios = [1.5, 0.5, 1.5, 0.5, 1.1]
     output, logprobs = run(
         "ppo_clip",
@@ -35,7 +35,7 @@ def test_ppo_clip_has_four_quadrants() -> None:
     assert float(output.sums["clipped"]) == 2
 
 
-def test_decoupled_ppo_at_lag_zero_is_ppo_clip() -> None:
+def test_decoupled_ppo_at_lag_zero_is_ppo_clip():
     columns = {
         "logprobs": [-0.2, -1.0, -3.0],
         "behaviour_logprobs": [-0.9, -1.1, -1.0],
@@ -59,7 +59,7 @@ def test_decoupled_ppo_at_lag_zero_is_ppo_clip() -> None:
         ((-0.1, -4.1, -1.0, 1.0), 2.0 * math.exp(2.0), 2.0 * math.exp(2.0)),
     ],
 )
-def test_decoupled_ppo_splits_the_ratio_by_lag(column: tuple[float, ...], loss: float, slope: float) -> None:
+def test_decoupled_ppo_splits_the_ratio_by_lag(column, loss, slope):
     names = ("logprobs", "behaviour_logprobs", "advantages", "lags")
     output, logprobs = run("decoupled_ppo", **{name: [value] for name, value in zip(names, column, strict=True)})
     assert output.loss.item() == pytest.approx(loss, rel=1e-5)
@@ -67,7 +67,7 @@ def test_decoupled_ppo_splits_the_ratio_by_lag(column: tuple[float, ...], loss: 
     assert logprobs.grad is not None and logprobs.grad.item() == pytest.approx(slope, rel=1e-5)
 
 
-def test_policy_gradient_corrects_nothing() -> None:
+def test_policy_gradient_corrects_nothing():
     output, logprobs = run("policy_gradient", logprobs=[-2.0], behaviour_logprobs=[-0.1], advantages=[3.0])
     output.loss.sum().backward()
     assert output.loss.item() == 6.0
@@ -76,14 +76,10 @@ def test_policy_gradient_corrects_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_masked_tokens_touch_neither_loss_nor_gradient_nor_sums(name: str) -> None:
+def test_masked_tokens_touch_neither_loss_nor_gradient_nor_sums(name):
     nan = float("nan")
     output, logprobs = run(
-        name,
-        logprobs=[-1.0, -2.0],
-        behaviour_logprobs=[-1.2, nan],
-        advantages=[1.0, nan],
-        mask=[1.0, 0.0],
+        name, logprobs=[-1.0, -2.0], behaviour_logprobs=[-1.2, nan], advantages=[1.0, nan], mask=[1.0, 0.0]
     )
     alone, _ = run(name, logprobs=[-1.0], behaviour_logprobs=[-1.2])
     assert output.loss[0].tolist() == [alone.loss.item(), 0.0]
@@ -94,7 +90,7 @@ def test_masked_tokens_touch_neither_loss_nor_gradient_nor_sums(name: str) -> No
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_an_absurd_ratio_stays_finite(name: str) -> None:
+def test_an_absurd_ratio_stays_finite(name):
     output, logprobs = run(
         name, logprobs=[-0.0, -500.0], behaviour_logprobs=[-500.0, 0.0], advantages=[-1.0, 1.0], lags=[2.0, 2.0]
     )
@@ -104,7 +100,7 @@ def test_an_absurd_ratio_stays_finite(name: str) -> None:
     assert all(value.isfinite() for value in output.sums.values())
 
 
-def test_sums_measure_the_distance_to_the_behaviour_policy() -> None:
+def test_sums_measure_the_distance_to_the_behaviour_policy():
     output, _ = run("ppo_clip", logprobs=[-1.0, -2.0], behaviour_logprobs=[-1.5, -1.8])
     up, down = math.exp(0.5), math.exp(-0.2)
     expected = {"clipped": 1, "weight": up + down, "weight_squared": up**2 + down**2, "k1": -0.3}

@@ -1,7 +1,6 @@
 """Microbatches: alignment to the predicted token, padding, dummies, and contradictions that are refused."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def packed(
     return pack(batch, values, marks, unpadded=unpadded)
 
 
-def test_columns_speak_of_the_predicted_token() -> None:
+def test_columns_speak_of_the_predicted_token():
     (microbatch,) = packed(batch_of(ONE, STEP), [1.5, -0.5]).microbatches
     assert microbatch.input_ids.tolist() == [[7, 8, 9, 5, 2], [6, 4, 0, 0, 0]]
     assert microbatch.targets.tolist() == [[8, 9, 5, 2], [4, 0, 0, 0]]
@@ -55,7 +54,7 @@ def test_columns_speak_of_the_predicted_token() -> None:
     assert {t.dtype for t in (microbatch.mask, microbatch.lags, microbatch.advantages)} == {torch.float32}
 
 
-def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_loss() -> None:
+def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_loss():
     (microbatch,) = packed(batch_of(ONE, STEP), [1.5, -0.5], unpadded=True).microbatches
     assert microbatch.input_ids.tolist() == [[7, 8, 9, 5, 2, 6, 4]]
     row = microbatch.row
@@ -71,7 +70,7 @@ def test_without_padding_there_is_one_row_and_a_column_for_each_token_in_the_los
 
 
 @pytest.mark.parametrize(("unpadded", "weights"), [(False, [[0]]), (True, [[]])])
-def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero(unpadded: bool, weights: list[Any]) -> None:
+def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero(unpadded, weights):
     batch = batch_of(ONE, STEP, num_microbatches=3)
     result = packed(batch, [1.5, -0.5], [False, True], unpadded=unpadded)
     assert [m.input_ids.tolist() for m in result.microbatches] == [[[0, 0]], [[6, 4]], [[0, 0]]]
@@ -82,7 +81,7 @@ def test_a_microbatch_without_trajectories_is_a_dummy_of_weight_zero(unpadded: b
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
-def test_both_layouts_say_the_same_of_the_same_tokens(seed: int, ranks: int, microbatches: int) -> None:
+def test_both_layouts_say_the_same_of_the_same_tokens(seed, ranks, microbatches):
     trajectories = random_step(9, seed=seed)
     values = [float(i) for i in range(len(trajectories))]
     for rank in range(ranks):
@@ -96,13 +95,13 @@ def test_both_layouts_say_the_same_of_the_same_tokens(seed: int, ranks: int, mic
             assert torch.equal(*measured)
 
 
-def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:
+def test_a_trajectory_without_tokens_in_the_loss_is_left_out():
     masked = [dataclasses.replace(ONE[0], loss_mask=[0, 0, 0]), ONE[1]]
     result = packed(batch_of(masked, STEP), [1.5, -0.5])
     assert result.microbatches[0].input_ids.tolist() == [[6, 4]]
 
 
-def test_zero_advantages_are_dropped_only_when_asked() -> None:
+def test_zero_advantages_are_dropped_only_when_asked():
     values = np.array([0.0, -1.0, 0.0], np.float32)
     assert active_trajectories(values, drop_zero_advantage=True).tolist() == [False, True, False]
     assert active_trajectories(values, drop_zero_advantage=False).tolist() == [True, True, True]
@@ -110,7 +109,7 @@ def test_zero_advantages_are_dropped_only_when_asked() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
-def test_ranks_and_microbatches_share_out_every_active_token_once(seed: int, ranks: int, microbatches: int) -> None:
+def test_ranks_and_microbatches_share_out_every_active_token_once(seed, ranks, microbatches):
     trajectories = random_step(9, seed=seed)
     active = [t.group != 0 for t in trajectories]
     tokens, logprobs = 0, 0.0
@@ -141,12 +140,12 @@ def test_ranks_and_microbatches_share_out_every_active_token_once(seed: int, ran
         ({"prompt_lengths": np.array([3, 0], np.int32)}, "trajectory 1 has a prompt of 0 tokens"),
     ],
 )
-def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_contradictions_are_refused(changes, message):
     batch = dataclasses.replace(batch_of(ONE, STEP), **changes)
     with pytest.raises(PackingError, match=message):
         packed(batch, [1.0, -1.0])
 
 
-def test_a_token_out_of_the_loss_may_be_over_age() -> None:
+def test_a_token_out_of_the_loss_may_be_over_age():
     batch = dataclasses.replace(batch_of(ONE, STEP), versions=np.array([3, 0, 4, 4], np.int32))
     assert packed(batch, [1.0, -1.0]).microbatches[0].lags.tolist()[0] == [0, 1, 0, 0]

@@ -1,14 +1,21 @@
-"""Tiny models with random weights, and the configurations that train them."""
+"""Tiny models with random weights, the configurations that train them, and policies over one gloo rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from configs import Config
 from configs.loading import validate
+from learner.model import Policy, build_policy
+from learner.optimizer import Optimizer
 
+CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -50,3 +57,25 @@ def make_config(model_folder: Path, **sections: dict[str, Any]) -> Config:
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
     return validate(tree, "test")
+
+
+@contextmanager
+def process_group(store: Path, rank: int = 0, world_size: int = 1) -> Iterator[DeviceMesh]:
+    """The default process group over gloo, found through a file; left again at the end."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def built(config: Config, mesh: DeviceMesh, device: torch.device = CPU) -> tuple[Policy, Optimizer]:
+    """A policy with a fresh optimizer."""
+    policy = build_policy(config, mesh, device)
+    return policy, Optimizer(config.learner, policy)
+
+
+def logits(policy: Policy, input_ids: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    """[B, T, V] in the compute dtype; `keywords` go to the forward of the transformers model."""
+    found: torch.Tensor = policy.model(input_ids=input_ids, use_cache=False, **keywords).logits
+    return found
