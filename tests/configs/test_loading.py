@@ -15,6 +15,7 @@ from configs.loading import FLAGS, PRESETS, Parser, add_arguments, dump, leaf_ke
 from configs.placement import node_devices
 from scripts import make_config_docs
 
+DIRECT = ["rollout.engine=sglang", "weight_bus.apply=direct"]
 STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
 NODES = ["placement.rollout=node0:0-2", "placement.learner=node1:0"]
 TWO_WIDE = ["placement.tensor_parallel=2", "placement.split=2:1"]
@@ -89,6 +90,10 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
         (["algorithm.loss=policy_gradient"], ["algorithm.loss", "ppo_clip", "i_know_this_is_biased"]),
         (["replay.async_lag=0", "rollout.on_new_weights=keep_kv"], ["rollout.on_new_weights", "'keep_kv'", "drains"]),
         (["weight_bus.apply=direct"], ["weight_bus.apply", "'direct'", "'torch'", "weight_bus.apply=staged"]),
+        ([*DIRECT, "weight_bus.delta=true"], ["weight_bus.apply=staged"]),
+        (["weight_bus.compression=zstd"], ["is of what weight_bus.delta sends"]),
+        (["weight_bus.transport=disk"], ["needs weight_bus.folder"]),
+        (["weight_bus.transport=disk", "weight_bus.folder=f", *DIRECT], ["with weight_bus.apply 'direct'"]),
         (["network.host=10.0.0.1"], ["network.host", "'10.0.0.1'", "network.insecure"]),
         (["network.host=0.0.0.0"], ["network.host", "loopback"]),
         (["network.host=example.org"], ["network.host", "loopback"]),

@@ -81,3 +81,7 @@ def test_gsm8k_keeps_a_system_message_that_is_there():
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     rendered = environment.from_string(template).render(messages=messages, add_generation_prompt=False)
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+    rendered = environment.from_string(template).render(messages=messages[1:], add_generation_prompt=True)
+    system = "Reason step by step, then write the final number after ####."
+    assert rendered.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n")
+    assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")

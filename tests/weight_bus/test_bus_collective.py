@@ -17,7 +17,7 @@ from weight_bus import TransportError
 from weight_bus.transports.gloo import Collective
 
 
-def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group() -> None:
+def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group():
     members = [Collective(CONFIG, HOST) for _ in range(3)]
     endpoint = members[0].serve()
     assert endpoint.startswith("127.0.0.1:") and members[0].serve() == endpoint
@@ -35,7 +35,7 @@ def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_defau
         transport.close()
 
 
-def test_a_member_that_stays_away_costs_the_collective_timeout() -> None:
+def test_a_member_that_stays_away_costs_the_collective_timeout():
     root = Collective(CONFIG, HOST)
     started = time.monotonic()
     with pytest.raises(TransportError, match="epoch 1 with 2 members did not form") as raised:
@@ -56,7 +56,7 @@ def listening() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts ports in /proc")
-def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_open() -> None:
+def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_open():
     """gloo would wait five timeouts, and hand a connection that comes late to what is freed by then."""
     root, member = Collective(CONFIG, HOST), Collective(CONFIG, HOST)
     endpoint, meet = root.serve(), member._meeting.at
@@ -85,6 +85,6 @@ def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_ope
 
 
 @pytest.mark.parametrize("endpoint", ["nowhere", "127.0.0.1:", "127.0.0.1:port"])
-def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+def test_an_endpoint_that_is_none_is_refused(endpoint):
     with pytest.raises(TransportError, match="not host:port"):
         Collective(CONFIG, HOST).form(formation(endpoint, 1, 1, 2))
