@@ -7,12 +7,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
+from typing import Any, Self
 
 from configs.loading import load
 from configs.schema import Config
@@ -32,26 +31,23 @@ from scripts.chaos.settings import (
 )
 from scripts.chaos.watch import Logs, Probe, Watch
 
-TICK_S, PACE_EVERY_S, RESTART_S = 0.004, 0.3, 0.2
+TICK_S, PACE_EVERY_S = 0.004, 0.3
 LAUNCHER = "launcher"
 CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
 
 @dataclass(slots=True)
 class Started:
-    """A process of the cluster."""
-
     process: "subprocess.Popen[bytes]"
     again: Callable[[], None] | None  # how it is started again when it ends, where it is
     may_end: bool = False
-    restart_at: float = 0.0
 
 
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    Everything is in the folder `work`, the run in work/run. With `probes`, rollout servers and learner rank 0 get
-    probes. `pace` is asked again and again for the seconds that the reward of one trajectory takes.
+    The run is in work/run. With `probes`, rollout servers and learner rank 0 get probes. `pace` is asked again and
+    again for the seconds that the reward of one trajectory takes.
     """
 
     config: Config
@@ -76,7 +72,7 @@ class Cluster:
             **({"CHAOS_PROBES": str(work / "probes")} if probes else {}),
         }
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         self.proxy.__enter__()
         return self
 
@@ -87,8 +83,6 @@ class Cluster:
         for root in roots:
             root.wait()
         self.proxy.__exit__()
-
-    # ---- starting --------------------------------------------------------------------------------------
 
     def start(self, name: str, *command: str, restarts: bool = False, **environment: str) -> None:
         """Start a process; what it prints goes to NAME.out."""
@@ -127,7 +121,6 @@ class Cluster:
         self.wait(lambda: self.history.version > 0, "the first step", 2 * START_S)
 
     def serve(self, name: str, address: str, *command: str, restarts: bool = False) -> None:
-        """Start a rollout server with a probe."""
         self.watch.probes[name] = Probe(self.work / "probes" / name)
         own = (sys.executable, "-m", "rollout_server.main", "--parent", str(os.getpid()), "--replay", address)
         words = [*(command or own), "--config", f"{self.folder}/config.yaml", "--server-name", name]
@@ -135,7 +128,6 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where replay listens; empty before the launcher has said that."""
         output = self.output(LAUNCHER)
         text = output.read_text(errors="replace") if output.exists() else ""
         found = re.search(r"replay listens at (tcp://\S+):? start", text)
@@ -145,26 +137,18 @@ class Cluster:
         return self.work / f"{name}.out"
 
     def last_words(self, name: str = LAUNCHER) -> str:
-        """The end of what a process has printed."""
         return " | ".join(self.output(name).read_text(errors="replace").splitlines()[-3:])[-600:]
-
-    # ---- while it runs ---------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """Whether processes may end by themselves."""
         return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
-        """Look at everything once: journal, probes, dead servers, pace."""
         self.watch.poll()
-        now = time.monotonic()
         for started in list(self.started.values()):
             if started.again is not None and started.process.poll() is not None and not self.is_over:
-                started.restart_at = started.restart_at or now + RESTART_S
-                if now >= started.restart_at:
-                    started.again()
-        if now - self._paced_at > PACE_EVERY_S:
+                started.again()
+        if time.monotonic() - self._paced_at > PACE_EVERY_S:
             self.set_pace()
         time.sleep(TICK_S)
 
@@ -173,12 +157,7 @@ class Cluster:
         set_pace(self.work, self._pace())
 
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
-        """Tick until the condition holds; what it is then.
-
-        Raises:
-            Hung: it did not within the deadline.
-            Ended: a process has ended meanwhile that must not.
-        """
+        """Tick until the condition holds; what it is then. Raises Hung, or Ended where a process ends that must not."""
 
         def look() -> None:
             for name, started in self.started.items():
@@ -222,20 +201,18 @@ class Cluster:
         return int(launcher.returncode)
 
     def check(self) -> checker.Report:
-        """The checker's report of a run whose processes have ended."""
         self.watch.poll()
         records = sorted(self.work.glob("probes/*/events.jsonl"))
         return checker.check(self.folder, journal=self.watch.archive, acks=records)
-
-    # ---- what faults reach for -------------------------------------------------------------------------
 
     def pids(self, role: str) -> list[int]:
         """Living processes of a role: replay, learner (its ranks), `rank N`, torchrun, or a started process's name."""
         if role in self.started:
             process = self.started[role].process
             return [process.pid] if process.poll() is None else []
-        if role.startswith("rank "):
-            return [pid for pid in self.pids("learner") if _has(pid, role.upper().replace(" ", "="))]
+        if role.startswith("rank "):  # ranks start in their order
+            number = int(role.removeprefix("rank "))
+            return self.pids("learner")[number : number + 1]
         return processes.of_role(self.started[LAUNCHER].process.pid, role)
 
     def kill(self, role: str) -> int | None:
@@ -244,13 +221,6 @@ class Cluster:
         return pids[0] if pids and processes.send(pids[0], SIGKILL) else None
 
     def skew(self, role: str, seconds: float) -> None:
-        """Set the wall clock of a role off by so much."""
         with self._clock.open("r+b") as file:
             file.seek(CLOCKS.index(role) * site_start.DOUBLE.size)
             file.write(site_start.DOUBLE.pack(seconds))
-
-
-def _has(pid: int, variable: str) -> bool:
-    with suppress(OSError):
-        return variable.encode() in (processes.PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    return False

@@ -17,7 +17,7 @@ from scripts.chaos.settings import START_S
 
 AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
 HOLD_S = 1.0
-"""Longest that a gate holds a receiver: less than the collective timeout, so that holding alone breaks nothing."""
+"""Longest that a gate holds a process: less than the collective timeout, so that holding alone breaks nothing."""
 MIN_REPEATED = 3  # steps that must be there to repeat before the learner is killed for it
 CLOCK_S = {"forward": 3600.0, "backward": -3600.0}
 CUT_S, SLOW_FOR_S, SLOW_BY_S, SKEW_FOR_S, FULL_FOR_S = 3.0, 3.0, 0.1, 2.0, 2.0
@@ -105,10 +105,7 @@ class Aim:
 
 
 class Injector:
-    """Faults into one run: the first word of a fault's name is a method here, which takes the others.
-
-    `server` is the rollout server that is meant. An injection lasts as long as its fault.
-    """
+    """Faults into one run: the first word of a fault's name is a method here, which takes the others."""
 
     def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
         self.cluster, self.server, self.rng = cluster, server, rng
@@ -117,11 +114,8 @@ class Injector:
         self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
 
     def do(self, name: str) -> None:
-        """A fault of the table, to its end."""
         verb, _, rest = name.partition(" ")
         getattr(self, f"do_{verb}")(rest)
-
-    # ---- processes -------------------------------------------------------------------------------------
 
     def _pids(self, role: str) -> list[int]:
         """The process of a role, if it is there: of the learner's ranks the first; `rank` is the last of them."""
@@ -180,8 +174,6 @@ class Injector:
         self.cluster.rest(SKEW_FOR_S)
         self.cluster.skew(self.detail, 0.0)
 
-    # ---- links -----------------------------------------------------------------------------------------
-
     def do_cut(self, _: str, seconds: float = CUT_S) -> None:
         self.cluster.proxy.cut(self.cluster.links[self.server], closed_for_s=seconds)
         self.cluster.rest(seconds)
@@ -210,11 +202,11 @@ class Injector:
 
     def do_flip(self, what: str) -> None:
         direction, kinds = FLIPS[what]
-        if what in ("hello", "welcome"):
+        at_start = what in ("hello", "welcome")
+        if at_start:
             self.do_kill("server")
-            self._change(direction, self._flip, kinds, deadline_s=START_S)
-        else:
-            self._change(direction, self._flip_array if what == "up" else self._flip, kinds)
+        change = self._flip_array if what == "up" else self._flip
+        self._change(direction, change, kinds, deadline_s=START_S if at_start else MESSAGE_S)
 
     def do_tamper(self, _: str) -> None:
         change = self.rng.choice([self._flip, _twice])

@@ -1,8 +1,7 @@
 """A rollout server or learner rank 0 as it is, with a probe: `python -m scripts.chaos.probe MODULE ARGUMENTS`.
 
-The probe records one JSON line for everything that the process's life among its peers turns on, and has a gate at which
-the harness can hold it. CHAOS_PROBES names the folder of all probes. Its subclasses are handed to the product's own
-entry points; nothing of the product is replaced.
+It records a JSON line for each event below, and has a gate at which the harness holds the process. CHAOS_PROBES names
+the folder of all probes. Subclasses are handed to the product's own entry points; nothing of the product is replaced.
 
     join                                a place on the weight bus was asked for
     welcome    version                  the publisher's newest version at that moment
@@ -42,7 +41,7 @@ from weight_bus.transports.base import Labelled, ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
-PASSED = {messages.EpochReady, messages.Staged, messages.Applied, messages.Epoch, messages.Begin, messages.Commit}
+PASSED = {"Welcome", "EpochReady", "Staged", "Applied", "Epoch", "Begin", "Commit"}
 """Messages of a receiver behind which there is a moment of their name, when they are sent or have come."""
 
 
@@ -60,8 +59,6 @@ class Recorder:
 
 
 def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
-    """The channel to replay, recorded."""
-
     class RecordedDealer(AsyncDealer):
         async def send(self, message: Message) -> None:
             if isinstance(message, m.LeaseRequest) and message.capacity:
@@ -89,8 +86,6 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     gate = recorder.gate
 
     class GatedDealer(Dealer):
-        """The control plane."""
-
         def send(self, message: Message) -> bool:
             if isinstance(message, messages.Join):
                 gate.reach("before Join")
@@ -98,7 +93,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             if isinstance(message, messages.Join):
                 recorder.note("join")
                 gate.reach("joining")
-            if type(message) in PASSED:
+            if type(message).__name__ in PASSED:
                 gate.reach(type(message).__name__)
             return sent
 
@@ -108,7 +103,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
                 recorder.note("welcome", version=message.version)
             elif isinstance(message, messages.Begin):
                 recorder.note("begin", version=message.version, digest=message.digest)
-            if type(message) in PASSED:
+            if type(message).__name__ in PASSED:
                 gate.reach(type(message).__name__)
             return message
 
@@ -138,8 +133,6 @@ def halfway(named: Sequence[tuple[str, torch.Tensor]], reach: Callable[[], None]
 
 
 def gated(gate: Gate) -> TransportFactory:
-    """A transport factory whose data plane has a gate."""
-
     def make(config: WeightBus, host: str) -> Transport:
         inner = make_transport(config, host)
         if type(inner) is Collective:
@@ -169,8 +162,6 @@ def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> T
 
 
 class GatedTransport(Wrapped):
-    """The data plane."""
-
     def __init__(self, inner: Transport, gate: Gate) -> None:
         super().__init__(inner)
         self._gate, self._buckets = gate, 1
@@ -232,7 +223,6 @@ class GatedStore(Store):
 
 
 def main() -> int:
-    """Entry point: the module's own, with the probe."""
     module, folder = sys.argv[1], Path(os.environ["CHAOS_PROBES"])
     sys.argv = sys.argv[1:]
     if module == "learner.train":

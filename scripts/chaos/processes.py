@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from stat import S_ISSOCK
 
 PROC = Path("/proc")
 ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learner.launch.torchrun "),
@@ -20,14 +21,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1  # two thirds of the time stopped, never for as long as a heartbeat
+GONE = (FileNotFoundError, ProcessLookupError)  # what /proc says of a process that has ended
 
 
 def table() -> Iterator[tuple[int, int, str, str]]:
     """(pid, parent, state, command line) of every process."""
-    for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(FileNotFoundError, ProcessLookupError):
+    for entry in PROC.glob("[0-9]*"):
+        with suppress(*GONE):
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             yield int(entry.name), int(fields[1]), fields[0], command
@@ -59,13 +59,12 @@ def send(pid: int, sig: signal.Signals) -> bool:
 
 def state(pid: int) -> str:
     """One letter, as ps prints it; empty when there is no such process."""
-    with suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(*GONE):
         return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
     return ""
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs and is no zombie."""
     return state(pid) not in ("", "Z")
 
 
@@ -120,7 +119,7 @@ def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
     over = threading.Event()
 
     def run() -> None:
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
+        with suppress(*GONE):
             while not over.is_set():
                 turn(over)
 
@@ -138,47 +137,35 @@ def may_cut() -> bool:
     """Whether the kernel lets this process reach the sockets of its children."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as child:
         try:
-            copy = _copy(child.pid, 0)
-            if copy is not None:
-                os.close(copy)
-            return copy is not None
+            close_connections(child.pid)
         except PermissionError:
             return False
         finally:
             child.kill()
+    return True
 
 
 def close_connections(pid: int) -> int:
     """Shut down both directions of every TCP connection of a process; how many there were.
 
-    Raises:
-        ProcessLookupError: it has ended.
-        PermissionError: the kernel does not let this process reach that one's sockets.
+    Raises ProcessLookupError where it has ended, PermissionError where the kernel keeps its sockets from this process.
     """
-    closed = 0
-    os.close(os.pidfd_open(pid))
-    for entry in (PROC / str(pid) / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(entry).startswith("socket:"):
-                closed += _close(_copy(pid, int(entry.name)))
+    closed, process = 0, os.pidfd_open(pid)
+    try:
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            copy = LIBC.syscall(SYS_PIDFD_GETFD, process, int(entry.name), 0)
+            if copy < 0 and ctypes.get_errno() == errno.EPERM:
+                raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
+            if copy >= 0 and S_ISSOCK(os.fstat(copy).st_mode):
+                closed += _close(copy)
+            elif copy >= 0:  # a number below 0: closed meanwhile
+                os.close(copy)
+    finally:
+        os.close(process)
     return closed
 
 
-def _copy(pid: int, number: int) -> int | None:
-    """A file descriptor of another process, as one of this one; None where it was closed meanwhile."""
-    process = os.pidfd_open(pid)
-    try:
-        copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
-        if copy < 0 and ctypes.get_errno() == errno.EPERM:
-            raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
-        return copy if copy >= 0 else None
-    finally:
-        os.close(process)
-
-
-def _close(copy: int | None) -> bool:
-    if copy is None:
-        return False
+def _close(copy: int) -> bool:
     with socket.socket(fileno=copy) as connection, suppress(OSError):  # it listens, or has no peer any more
         if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
             connection.getpeername()

@@ -6,20 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import Config
-from scripts.chaos.watch import replace_text
+from scripts.chaos.polling import replace_text
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0  # how long a process may take to start on a busy machine; no key of the configuration says that
 SERVERS = ("rollout-a", "rollout-b")
-
-
 SHOWN = ("tracking.live=plain", "tracking.plot=false")
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Settings in which one run differs from the others."""
-
     name: str
     settings: tuple[str, ...]
     keys: bool = False  # CURVE on every socket: then the proxy sees sealed messages
@@ -98,5 +94,4 @@ def recovery_s(config: Config) -> float:
 
 
 def naming_s(config: Config) -> float:
-    """Deadline for some log to name a fault."""
     return config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s

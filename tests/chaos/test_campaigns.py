@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns.bus_points import totals
+from scripts.chaos.campaigns.bus import totals
 from scripts.chaos.campaigns.chaos import as_json, new_part
 from scripts.chaos.campaigns.resume import compare
 from scripts.chaos.polling import Hung, JsonLines, wait_until

@@ -1,6 +1,5 @@
 """Faults of the product, planted in what it leaves behind, in its code in memory, or in a copy of its source."""
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -8,9 +7,6 @@ import pytest
 from written_journal import a_run, groups_of, wire_message
 
 from scripts.chaos import checker
-from scripts.chaos.campaigns import bus_receivers
-from scripts.chaos.campaigns.bus_points import NAMED
-from scripts.chaos.campaigns.bus_receivers import Receivers
 from scripts.chaos.campaigns.changes import Chances, Changes
 from scripts.chaos.campaigns.flips import Flip, Flips
 from scripts.chaos.campaigns.policy import Policy
@@ -116,7 +112,7 @@ def test_weights_that_are_not_proven_in_the_engine_are_seen(monkeypatch):
     monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
     with Flips(3) as campaign:
         campaign.update(Flip("live", "receiver-1", "embed", byte=40, bit=6))
-        assert campaign.bus.oracle.wrong == ["'receiver-1' serves v1 with a wrong 'embed'"]
+        assert campaign.oracle.wrong == ["'receiver-1' serves v1 with a wrong 'embed'"]
 
 
 def changes(back=0.0, base=0.0):
@@ -145,15 +141,6 @@ def test_changes_of_another_base_are_seen(monkeypatch):
     found, wrong = changes(base=1.0)
     assert found["unnoticed"] > 0 and found["refused_other_base"] == 0 and found["in_order"] is False
     assert any(text.startswith("other base of v") for text in wrong)
-
-
-def test_a_publisher_that_names_no_lost_receiver_and_other_weights_are_seen(monkeypatch, tmp_path):
-    monkeypatch.setattr(logging.getLogger("weight_bus.bus"), "warning", lambda *_: None)
-    truth = bus_receivers.bytes_digest
-    monkeypatch.setattr(bus_receivers, "bytes_digest", lambda named: truth(named)[::-1])
-    with Receivers(tmp_path) as campaign:
-        outcome = campaign.case("kill", NAMED["middle bucket"])
-    assert not outcome.hung and outcome.wrong == ["no line names it"] and not outcome.digests_equal
 
 
 # ---- in a copy of the source, in whole runs ----------------------------------------------------------------

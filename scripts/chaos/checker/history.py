@@ -12,8 +12,6 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the run promised."""
-
     async_lag: int = 0
     on_stale: str = "wait"
     groups_per_step: int = 0
@@ -61,7 +59,6 @@ class History:
         self._number, self._file, self._file_number = 0, "", 0
 
     def held_by(self, server: str) -> int:
-        """Leases that a rollout server holds now."""
         return sum(holder == server for holder in self.leases.values())
 
     def apply(self, record: Record) -> None:
