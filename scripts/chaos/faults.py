@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from scripts.chaos.settings import SERVERS, VARIANTS, Variant
+from scripts.chaos.cluster import SERVERS, VARIANTS, Variant
 
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""

@@ -10,10 +10,9 @@ from typing import Literal
 
 from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
-from scripts.chaos.cluster import CLOCKS, LAUNCHER, Cluster
+from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
 from scripts.chaos.polling import Hung
 from scripts.chaos.proxy import Direction, Intercept, ZmtpMessage
-from scripts.chaos.settings import START_S
 
 AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
 HOLD_S = 1.0

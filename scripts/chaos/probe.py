@@ -41,9 +41,6 @@ from weight_bus.transports.base import Labelled, ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
-PASSED = {"Welcome", "EpochReady", "Staged", "Applied", "Epoch", "Begin", "Commit"}
-"""Messages of a receiver behind which there is a moment of their name, when they are sent or have come."""
-
 
 class Recorder:
     """The process's end of a probe."""
@@ -86,6 +83,8 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     gate = recorder.gate
 
     class GatedDealer(Dealer):
+        """Behind each message, sent or come, there is a moment of its name."""
+
         def send(self, message: Message) -> bool:
             if isinstance(message, messages.Join):
                 gate.reach("before Join")
@@ -93,8 +92,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             if isinstance(message, messages.Join):
                 recorder.note("join")
                 gate.reach("joining")
-            if type(message).__name__ in PASSED:
-                gate.reach(type(message).__name__)
+            gate.reach(type(message).__name__)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
@@ -103,8 +101,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
                 recorder.note("welcome", version=message.version)
             elif isinstance(message, messages.Begin):
                 recorder.note("begin", version=message.version, digest=message.digest)
-            if type(message).__name__ in PASSED:
-                gate.reach(type(message).__name__)
+            gate.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
@@ -112,7 +109,6 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
 
         def receive(self, load: Load, **callbacks: Any) -> int:
-
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
                 held = load(version, halfway(list(named), lambda: gate.reach("applying")))
                 recorder.note("proven", version=version, digest=combined(held))

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.chaos import processes
-from scripts.chaos.cluster import Cluster
+from scripts.chaos.cluster import SERVERS, Cluster, Variant, make_data, recovery_s
 from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
 from scripts.chaos.injection import HOLD_S
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import SERVERS, Variant, make_data, recovery_s
 from scripts.chaos.watch import Gate
 
 POINTS = {

@@ -35,8 +35,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, decode, encode
-from scripts.chaos.bus_cluster import BusCluster
-from scripts.chaos.campaigns.policy import Policy
+from scripts.chaos.bus_cluster import BusCluster, Policy
 from scripts.chaos.polling import Hung
 from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.proxy import Direction, Intercept, Link, Proxy, ZmtpMessage

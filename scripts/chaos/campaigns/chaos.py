@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster
+from scripts.chaos.cluster import Cluster, Variant, make_data, naming_s
 from scripts.chaos.faults import BY_NAME, INSTANT, Planned, PlannedRun, as_markdown, make_plan
 from scripts.chaos.injection import Aim, Injector
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import Variant, make_data, naming_s
 
 OPTIONS = {
     "faults": (20, "faults in all"),
@@ -39,8 +38,8 @@ KEYS = (
     *("violations", "buffered", "repeated_steps"),
 )
 Part = dict[str, Any]
-"""What came of one run, or the sums over all; JSON. `coverage` counts by `fault at point`, where the fault has really
-met the run; `recovery_s` is the time from each fault's end until the run had gone on."""
+"""What came of one run, or the sums over all. `coverage` counts by `fault at point`, where the fault has met the run;
+`recovery_s` are the times from a fault's end until the run had gone on."""
 
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:

@@ -13,9 +13,8 @@ from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 from scripts.chaos.campaigns.elastic_judge import FAR, FIRST, MID_UPDATE, Facts, Judge
-from scripts.chaos.cluster import LAUNCHER, Cluster
+from scripts.chaos.cluster import LAUNCHER, Cluster, make_data, run_settings
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import make_data, run_settings
 from scripts.chaos.watch import Gate
 
 OPTIONS: dict[str, tuple[Any, str]] = {

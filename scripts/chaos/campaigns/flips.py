@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from scripts.chaos.bus_cluster import BusCluster, Receiver
+from scripts.chaos.bus_cluster import BusCluster, Policy, Receiver
 from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
-from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.report import State, ends_within
 from weight_bus.manifest import plan as make_manifest

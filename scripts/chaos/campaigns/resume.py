@@ -17,10 +17,9 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from scripts.chaos import processes
-from scripts.chaos.cluster import LAUNCHER, Cluster
+from scripts.chaos.cluster import LAUNCHER, ROOT, SHOWN, Cluster
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import ROOT, SHOWN
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "kills": (50, "how many"),

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from scripts.chaos.checker.history import GroupId, History, Rules
+from scripts.chaos.checker.history import GroupId, History
 from scripts.chaos.checker.journal import Damage, read
 from scripts.chaos.polling import JsonLines
 
@@ -42,13 +42,10 @@ class Report:
 
 
 def check(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | None = None) -> Report:
-    """Check a run folder.
+    """Check a run folder, which has config.yaml, journal/ and ledger.jsonl.
 
-    Args:
-        run: runs/<name> with config.yaml, journal/ and ledger.jsonl.
-        journal: a folder that has every file of the journal; default run/journal, which has them all only with
-            replay.journal_keep all.
-        acks: records of producers, one JSON line for each Ack; default run/logs/acks-*.jsonl.
+    `journal` has every file of the journal; default run/journal, which has them all only with replay.journal_keep all.
+    `acks` are records of producers, a JSON line for each Ack; default run/logs/acks-*.jsonl.
     """
     return examine(run, journal=journal, acks=acks)[0]
 
@@ -57,8 +54,7 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
     """The same, and what the journal tells; of a damaged journal that is nothing."""
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     replay = config["replay"]
-    rules = Rules(replay["async_lag"], replay["on_stale"], config["rollout"]["groups_per_step"])
-    history = History(rules)
+    history = History(replay["async_lag"], replay["on_stale"], config["rollout"]["groups_per_step"])
     try:
         records, _ = read(journal or run / "journal")
     except Damage as damage:
@@ -80,7 +76,8 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
         for group, attempt in sorted(set(acked) - history.accepted_attempts)
     ]
     _fates(history, report)
-    report.violations += [*ledger_differences(run / "ledger.jsonl", history), *lag_rows(run / "metrics.jsonl", rules)]
+    report.violations += ledger_differences(run / "ledger.jsonl", history)
+    report.violations += lag_rows(run / "metrics.jsonl", history.async_lag)
     return report, history
 
 
@@ -99,7 +96,7 @@ def _fates(history: History, report: Report) -> None:
         if group in trained or group in history.dropped:
             continue
         report.buffered += 1
-        limit = high + history.rules.async_lag + 1
+        limit = high + history.async_lag + 1
         if history.version >= limit:
             report.lost.append(
                 f"group {list(group)} was accepted at version {high}, must be trained by step {limit}, and is neither"
@@ -132,9 +129,9 @@ def ledger_differences(path: Path, history: History) -> Iterable[str]:
             yield f"ledger: step {step} of incarnation {commit.incarnation} is missing"
 
 
-def lag_rows(path: Path, rules: Rules) -> Iterable[str]:
+def lag_rows(path: Path, async_lag: int) -> Iterable[str]:
     """Steps whose metrics count a trained token above the bound, after masking."""
     for row in JsonLines.read(path):
-        above = [lag for lag in row.get("training/lag_histogram", {}) if int(lag) > rules.async_lag]
+        above = [lag for lag in row.get("training/lag_histogram", {}) if int(lag) > async_lag]
         if above:
             yield f"metrics: step {row['training/global_step']} trained tokens of lag {', '.join(above)}"
