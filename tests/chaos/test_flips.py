@@ -6,7 +6,6 @@ import pytest
 
 from scripts.chaos.__main__ import main
 from scripts.chaos.campaigns.flips import ALL, Flip, Flips
-from weight_bus.manifest import Manifest
 from weight_bus.staging import Staging
 
 UPDATES, EVERY = 24, 2
@@ -39,22 +38,6 @@ def test_bits_at_rest_are_reported_as_what_the_bus_cannot_see():
         at_rest = made.run(6, 6)["at_rest"]
     assert at_rest["planted"] >= 4
     assert at_rest["found"] == 0 and at_rest["served"] == at_rest["overwritten"] == at_rest["planted"]
-
-
-def test_the_same_seed_plants_the_same():
-    with Flips(5) as first, Flips(5) as second:
-        assert [first.draw(last=False) for _ in range(20)] == [second.draw(last=False) for _ in range(20)]
-
-
-# ---- without the guards ---------------------------------------------------------------------------------
-
-
-def test_without_the_proof_of_live_weights_a_flip_in_the_base_is_served(monkeypatch):
-    with Flips(3, delta=True) as made:
-        made.update(Flip("base", "receiver-1", "embed", byte=40, bit=6))
-        monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
-        made.update(None)
-        assert made.oracle.wrong == ["'receiver-1' serves v2 with a wrong 'embed'"]
 
 
 def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monkeypatch):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.chaos.cluster import VARIANTS
 from scripts.chaos.faults import FAULTS, POINTS, as_markdown, make_plan, pairs
 from scripts.chaos.injection import FLIPS, Injector
-from scripts.chaos.settings import VARIANTS
 from scripts.chaos.watch import CLASSES, Logs
 
 ROOT = Path(__file__).parents[2]
