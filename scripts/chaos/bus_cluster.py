@@ -22,8 +22,7 @@ END_S = 60.0
 Weights = dict[str, torch.Tensor]
 
 # versions of a small policy under a real AdamW, with the odd one that is no ordinary step
-LR = 1e-6
-LEAP_LR = 3e-3  # moves more than half of all elements in one step
+LR, LEAP_LR = 1e-6, 3e-3  # a leap moves more than half of all elements in one step
 STEPS_BEFORE = 40  # after so many, Adam's moments are those of a run that is under way
 KINDS = {"step": 78, "leap": 4, "same": 4, "back": 14}
 """How often, in a hundred: an ordinary step, a leap, the last version again, the one before it again."""

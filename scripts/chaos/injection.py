@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 from signal import SIGKILL
 from typing import Literal
@@ -62,13 +63,12 @@ class Aim:
     def reach(self) -> None:
         """Wait for the point; one that does not come in time is given up, and `was_hit` says so."""
         with suppress(Hung):
-            self._bring_about()
+            self._bring_about(self.cluster)
             if self.point != "reading":  # which may be over already
                 self._until(self._is_there)
             self._reached = True
 
-    def _bring_about(self) -> None:
-        cluster = self.cluster
+    def _bring_about(self, cluster: Cluster) -> None:
         match self.point:
             case "any":
                 cluster.rest(self.rng.uniform(0.0, 0.5))
@@ -204,7 +204,7 @@ class Injector:
         at_start = what in ("hello", "welcome")
         if at_start:
             self.do_kill("server")
-        change = self._flip_array if what == "up" else self._flip
+        change = partial(self._flip, of_array=what == "up")
         self._change(direction, change, kinds, deadline_s=START_S if at_start else MESSAGE_S)
 
     def do_tamper(self, _: str) -> None:
@@ -241,11 +241,8 @@ class Injector:
             self.cluster.wait(intercept.done.is_set, "any message to change", deadline_s)
         self.detail = intercept.kind
 
-    def _flip(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(0, self.rng.random()).wire()]
-
-    def _flip_array(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(message.largest_array, self.rng.random()).wire()]
+    def _flip(self, message: ZmtpMessage, *, of_array: bool = False) -> list[bytes]:
+        return [message.flipped(message.largest_array if of_array else 0, self.rng.random()).wire()]
 
 
 def _twice(message: ZmtpMessage) -> list[bytes]:

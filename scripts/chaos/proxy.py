@@ -102,7 +102,7 @@ class Link:
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self.upstream, self.address = upstream, ""
-        self.delay_s = 0.0  # wait before each message
+        self.delay_s = 0.0  # before each message
         self.frozen: set[Direction] = set()  # nothing passes in these directions; connections stay open
         self.closed_until = 0.0  # no connection is accepted before this monotonic time
         self.intercepts: dict[Direction, list[Intercept]] = {"up": [], "down": []}
@@ -114,12 +114,11 @@ class Link:
 
     def intercept(self, direction: Direction, message: ZmtpMessage) -> Intercept | None:
         """The first intercept that wants this message; it is used up."""
-        for intercept in self.intercepts[direction] if message.is_message else ():
-            if intercept.wanted(message):
-                self.intercepts[direction].remove(intercept)
-                intercept.kind = message.kind
-                return intercept
-        return None
+        found = next((i for i in self.intercepts[direction] if message.is_message and i.wanted(message)), None)
+        if found is not None:
+            self.intercepts[direction].remove(found)
+            found.kind = message.kind
+        return found
 
     def abort(self) -> None:
         for writer in self.writers:

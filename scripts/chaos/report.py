@@ -135,7 +135,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Show all threads and exit when this process itself hangs; for what runs in it, and no processes below."""
+    """Show all threads and exit when this process itself hangs; for campaigns without processes below."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
         yield

@@ -22,11 +22,9 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "data": (None, "of make_sort6 (default: data/sort6-seed<seed>)"),
 }
 MID_UPDATE_HOLD_S = 2.0  # longest that a broadcast is held for a join; below weight_bus.collective_timeout_s
-START_S, STEP_S, END_S = 90.0, 60.0, 180.0
-"""For the start of a process on a busy machine; for anything that the next few steps bring; for the end of the run."""
+START_S, STEP_S, END_S = 90.0, 60.0, 180.0  # for a process, for what the next few steps bring, for the end of the run
 JOINING_S, LEAVING_S, TOO_SOON_S = 1.5, 1.2, 10.0
-"""How long one server is busy with the rewards of a step: while others start; while servers that hold leases leave; and
-when the steps are used up faster than the plan allows."""
+"""How long one server is busy with a step's rewards: while others start, while servers leave, and past LATEST."""
 STANDSTILL_S = 1.0  # reward of one answer while a server joins far from the next update, or leaves
 CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
 QUIET_S = 2.0  # without a new version before a server joins far from one, and after it is served
@@ -112,7 +110,6 @@ class ElasticRun(Cluster):
         names, trained = list(facts.started), self.history.trained
         self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
         self._reach_step(self.history.version + planned.between)
-        self._say(f"{len(names)} rollout servers, groups trained so far: {dict(trained)}")
         for name, sig in planned.leaves.items():
             self._leave(name, sig)
         facts.ranks.append(self.pids("learner"))
@@ -177,13 +174,11 @@ class ElasticRun(Cluster):
             caught = self.history.held_by(name) > 0
 
     def _finish(self) -> None:
-        self._say(f"training goes on to step {self.plan.steps} with what is left")
         for name, started in self.started.items():  # the launcher first
             process, limit = started.process, END_S if name == LAUNCHER else STEP_S
             self.wait(lambda: process.poll() is not None, f"the end of {name!r}", limit)  # noqa: B023
             self.facts.exits["learner" if name == LAUNCHER else name] = process.returncode
         self.watch.poll()
-        self._say(f"the run ended with exit code {self.facts.exits['learner']}")
 
     def _reach_step(self, goal: int, deadline_s: float = 0.0) -> None:
         limit = deadline_s or STEP_S + TOO_SOON_S * (goal - self.history.version)

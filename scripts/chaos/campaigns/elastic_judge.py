@@ -165,9 +165,9 @@ class Judge:
 
     def _largest_share(self) -> float | None:
         """Of a step's groups, how many came from one server: the median over steps with all servers on the bus."""
-        most = len(self.facts.started)
-        full = [int(row["training/global_step"]) for row in self.steps if row.get("weight_sync/members") == most]
-        shares = [max(s.values()) / s.total() for step in full if (s := self.history.shares.get(step))]
+        full = [row for row in self.steps if row.get("weight_sync/members") == len(self.facts.started)]
+        found = [self.history.shares.get(int(row["training/global_step"])) for row in full]
+        shares = [max(share.values()) / share.total() for share in found if share]
         return round(median(shares), 3) if shares else None
 
     def _numbers_of_servers(self) -> Iterator[str]:
