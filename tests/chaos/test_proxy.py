@@ -12,7 +12,6 @@ from scripts.chaos.proxy import Intercept, Proxy
 
 @pytest.fixture
 def ends():
-    """(router socket, dealer through the proxy, proxy, link)"""
     with Proxy() as proxy, zmq.Context() as context:
         router = context.socket(zmq.ROUTER)
         router.linger = 0
@@ -24,7 +23,6 @@ def ends():
 
 
 def arrived(router, timeout_s=5.0):
-    """The next message at the router."""
     assert router.poll(int(timeout_s * 1000)), "nothing came"
     _, *frames = router.recv_multipart()
     return decode(frames, TO_REPLAY).message
@@ -35,10 +33,9 @@ def say(dealer, *activities):
         dealer.send(Heartbeat(activity=activity))
 
 
-def intercept_on(link, direction, **fields):
-    intercept = Intercept(wanted=lambda message: True, **fields)
-    link.intercepts[direction].append(intercept)
-    return intercept
+def intercept_on(link, **fields):
+    link.intercepts["up"].append(Intercept(wanted=lambda message: True, **fields))
+    return link.intercepts["up"][0]
 
 
 def test_messages_pass_both_ways_with_their_identity(ends):
@@ -51,14 +48,10 @@ def test_messages_pass_both_ways_with_their_identity(ends):
     assert dealer.poll(5.0).message.activity == "back"
 
 
-@pytest.mark.parametrize("frame", ["header", "array"])
-def test_a_flipped_bit_is_found_by_the_checksum(ends, frame):
+@pytest.mark.parametrize("of", [lambda message: 0, lambda message: message.largest_array], ids=["header", "array"])
+def test_a_flipped_bit_is_found_by_the_checksum(ends, of):
     router, dealer, _, link = ends
-    intercept = intercept_on(
-        link,
-        "up",
-        change=lambda message: [message.flipped(message.largest_array if frame == "array" else 0, 0.5).wire()],
-    )
+    intercept = intercept_on(link, change=lambda message: [message.flipped(of(message), 0.5).wire()])
     dealer.send(Renew(leases=[[0, 1, 1, 5]], token_ids=[1, 2, 3]))
     with pytest.raises(WireError):
         arrived(router)
@@ -74,7 +67,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(ends, frame):
 )
 def test_a_message_is_given(ends, times, late, expected):
     router, dealer, _, link = ends
-    intercept = intercept_on(link, "up", change=lambda message: [message.wire()] * times, hold_for_next=late)
+    intercept = intercept_on(link, change=lambda message: [message.wire()] * times, hold_for_next=late)
     say(dealer, "1", "2", "3")
     assert [arrived(router).activity for _ in expected] == expected and intercept.done.is_set()
 
