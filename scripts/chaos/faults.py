@@ -103,9 +103,6 @@ def as_markdown() -> list[str]:
     return rows
 
 
-# ---- which faults, at which points, in which order: drawn once from the seed, so that a campaign can be repeated ----
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """One fault to come. Example: Planned("kill replay", "formed", "rollout-a")"""

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from stat import S_ISSOCK
@@ -68,11 +68,9 @@ def is_alive(pid: int) -> bool:
     return state(pid) not in ("", "Z")
 
 
-# ---- faults of a process, which last as long as their context ------------------------------------------------
-
-
 @contextmanager
 def killed(pid: int) -> Iterator[None]:
+    """Like all faults below, it lasts as long as its context."""
     send(pid, signal.SIGKILL)
     yield
 
@@ -87,40 +85,31 @@ def stopped(pid: int) -> Iterator[None]:
         send(pid, signal.SIGCONT)
 
 
-@contextmanager
-def slowed(pid: int) -> Iterator[None]:
+def slowed(pid: int) -> AbstractContextManager[None]:
     """SIGSTOP and SIGCONT in turns, as on a machine that is too busy: the process is never silent for long."""
 
     def turn(over: threading.Event) -> None:
         with stopped(pid):
             over.wait(SLOW_STOPPED_S)
-        over.wait(SLOW_RUNNING_S)
 
-    with _repeated(turn):
-        yield
+    return _repeated(turn, SLOW_RUNNING_S)
 
 
-@contextmanager
-def cut_off(pid: int) -> Iterator[None]:
+def cut_off(pid: int) -> AbstractContextManager[None]:
     """Every TCP connection of the process ends, at both ends, and so does each that it makes meanwhile."""
     close_connections(pid)
-
-    def turn(over: threading.Event) -> None:
-        over.wait(CUT_EVERY_S)
-        close_connections(pid)
-
-    with _repeated(turn):
-        yield
+    return _repeated(lambda _: close_connections(pid), CUT_EVERY_S)
 
 
 @contextmanager
-def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
+def _repeated(turn: Callable[[threading.Event], object], pause_s: float) -> Iterator[None]:
     """A thread that does something again and again while the process is there."""
     over = threading.Event()
 
     def run() -> None:
         with suppress(*GONE):
-            while not over.is_set():
+            turn(over)
+            while not over.wait(pause_s):
                 turn(over)
 
     thread = threading.Thread(target=run, name="fault", daemon=True)

@@ -82,9 +82,6 @@ def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[dict[s
     return state.done[0] if state.done else ({}, [])
 
 
-# ---- messages, by a proxy ----------------------------------------------------------------------------------
-
-
 def after(left: int, kind: str = "") -> Callable[[ZmtpMessage], bool]:
     """Wants the n-th message, from 0 on, of a kind, or of all but heartbeats, which have a pace of their own."""
     numbers = itertools.count()
@@ -158,9 +155,6 @@ def _envelope(message: ZmtpMessage) -> Envelope:
     return decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
 
 
-# ---- changes, on the data plane ----------------------------------------------------------------------------
-
-
 class DataFaults:
     """What is to happen to the next change at each subscriber, and what has happened."""
 
@@ -219,9 +213,6 @@ class AlteredTransport(Wrapped):
                 for piece, part in zip(self._pieces, given.split([p.numel() for p in self._pieces]), strict=True):
                     piece.copy_(part)
         self._history = [*self._history, real][-HISTORY:]
-
-
-# ---- the campaign ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
