@@ -63,6 +63,7 @@ JUDGED = {
     "not named": ("kill", "all is well", True, ["no line names it"]),
     "another process of its name": ("kill", LOST.replace("pid 7", "pid 8"), True, ["no line names it"]),
     "another one, too": ("kill", f"{LOST}\nreplay: lost 'rollout-b' [closed]", True, ["lost 'rollout-b'"]),
+    "stuck": ("stuck", "all is well", True, ["no line names it"]),
     "slow": ("slow", "all is well", True, []),
     "slow, and lost": ("slow", LOST, True, ["; removed"]),
     "other weights": ("kill", LOST, False, []),

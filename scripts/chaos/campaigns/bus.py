@@ -274,8 +274,10 @@ class TrainingRun(Cluster):
             if outcome.role == RECEIVER and outcome.point in UNKNOWN:
                 says = (*says, rf"replay: lost '{HELD}'.*\[(closed|silent)\]")
             line = self.logs.first([pattern.replace("{pid}", str(self._pid)) for pattern in says], self._mark)
-            outcome.culprit = f"{line.log}: {line.text}" if line is not None else ""
-            outcome.wrong += [] if line is not None else ["no line names it"]
+            if line is not None:
+                outcome.culprit = f"{line.log}: {line.text}"
+            elif outcome.fault != "stuck" or outcome.point not in UNKNOWN:  # its heartbeats to replay go on
+                outcome.wrong.append("no line names it")
             if outcome.role != RECEIVER:  # without rank 1 or replay, others are lost with them
                 return
             others = OTHER_NAMED
