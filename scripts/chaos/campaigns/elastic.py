@@ -84,6 +84,8 @@ def verdict(state: State, hung: str, _args: argparse.Namespace) -> tuple[dict[st
 
 
 class ElasticRun(Cluster):
+    """The run of a plan."""
+
     def __init__(self, planned: Plan, work: Path) -> None:
         super().__init__(work, pace=self._seconds_per_reward)
         self.plan, self.facts = planned, Facts(steps=planned.steps, target=planned.target)
