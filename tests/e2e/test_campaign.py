@@ -17,12 +17,3 @@ def test_nothing_is_lost_doubled_hung_or_unnamed(tmp_path, sort6):
     assert found["faults"] == 6
     assert found["acked"] >= found["trained"] > 6 * 10, "real groups were acked, and real steps trained"
     assert found["repeated_steps"] > 0, "a learner was killed, and repeated what the journal has"
-
-
-@pytest.mark.slow  # the above and test_in_place kill replay in a run, tests/chaos/test_bus.py hits a receiver
-def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):
-    cases = ("--roles", "replay", "--faults", "kill,slow", "--only", "gathering")
-    found, said = run_campaign("bus", *cases, "--work", str(tmp_path / "work"), "--data", str(sort6.folder))
-    assert (found["cases"], found["hung"], found["unnamed"], found["violations"]) == (2, 0, 0, 0)
-    assert found["digests_equal"] is True and found["longest_s"] <= found["deadline_s"]
-    assert "died: killed by SIGKILL [closed]" in said
