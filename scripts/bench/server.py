@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,15 +21,15 @@ from configs.schema import Config
 from replay import messages as m
 from replay.prompts import stream_seed
 from rollout_server import main as rollout_server
-from rollout_server.engines import Completion, Engine, EngineError, Health, Partial, Sampling, build_engine
+from rollout_server.engines import Completion, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Part
 from rollout_server.generate import Generator
 from rollout_server.progress import prefixes_of
+from scripts.bench.core import quantile
 
-PART = "#"
-"""Separates a lease's request id from the answer's number: here each answer is a request of its own."""
+PART = "#"  # between a lease's request id and the answer's number: here each answer is a request of its own
 KEPT = 4096
 
 
@@ -54,10 +54,13 @@ class ForcedLengths(Generator):
     async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
         names = self._names(request_id)
         prefixes = prefixes_of(lease, len(names))
+        limit = self.config.rollout.max_new_tokens
 
         async def run(index: int, name: str) -> Completion:
             given = [prefixes[index]] if prefixes is not None else None
-            sampling = self._forced(lease.seed, index)
+            length = forced_length(lease.seed, index, median=self.median, sigma=self.sigma, limit=limit)
+            sampling = self.sampling(stream_seed(lease.seed, index, 0))
+            sampling = replace(sampling, max_new_tokens=length, stop_token_ids=())
             (found,) = await self.engine.generate(prompt_ids, sampling, 1, request_id=name, prefixes=given)
             self._ended[name] = found
             return found
@@ -73,11 +76,6 @@ class ForcedLengths(Generator):
 
     def _names(self, request_id: str) -> list[str]:
         return [f"{request_id}{PART}{index}" for index in range(self.config.rollout.group_size)]
-
-    def _forced(self, seed: int, index: int) -> Sampling:
-        limit = self.config.rollout.max_new_tokens
-        length = forced_length(seed, index, median=self.median, sigma=self.sigma, limit=limit)
-        return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
 
     def abort(self, request_id: str) -> None:
         for name in self._names(request_id):
@@ -101,12 +99,6 @@ class ForcedLengths(Generator):
             else:
                 found += self.engine.progress(name, [first]) or [Partial()]
         return found
-
-
-def quantile(values: Iterable[float], share: float) -> float:
-    """The value at `share` of the sorted values, 0 without any."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 class TokenGaps:
@@ -199,9 +191,8 @@ class ProbedEngine(SGLangEngine):
         return replace(found, detail={**found.detail, **self._gaps.detail()})
 
 
-def make_engine(config: Config) -> Engine:
-    """The configuration's engine, probed where it is SGLang."""
-    return build_engine(config, sglang=ProbedEngine)
+make_engine = partial(build_engine, sglang=ProbedEngine)
+"""The configuration's engine, probed where it is SGLang."""
 
 
 def main() -> int:

@@ -1,9 +1,8 @@
 """`torchrun -m scripts.bench.train`: one learner rank that runs the phases of the pipeline benchmark.
 
 The loop is that of learner/train.py, and so are replay, the rollout servers and the weight bus. Only the steps of
-the idle phase leave the update out: they take, commit and publish as always, so that admission and versions go on
-as in a run. After the last step the updates are made once more from batches in memory, while the engines stand
-still; nothing of that is committed or published.
+the idle phase leave the update out. After the last step the updates are made once more from batches in memory, while
+the engines stand still; nothing of that is committed or published.
 """
 
 import argparse
@@ -36,8 +35,8 @@ NOTHING = Update({}, applied=False, has_advantage=False)
 class Plan:
     """Steps of each phase, in this order. A measured phase runs one step more: its first only refills the pipeline.
 
-    Example: Plan(warmup=2, idle=3, full=3, train=3, quiet_s=60) has 10 steps; steps 4 to 6 give T_roll, 8 to 10
-    T_step, and after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
+    Example: Plan(warmup=2, idle=3, full=3, quiet_s=60) has 10 steps; steps 4 to 6 give T_roll, 8 to 10 T_step, and
+    after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
     """
 
     warmup: int
@@ -45,9 +44,7 @@ class Plan:
     idle: int
     """Counted steps in which the update is left out: T_roll."""
     full: int
-    """Counted steps as a run makes them: T_step."""
-    train: int
-    """Counted updates on batches that are already here: T_train."""
+    """Counted steps as a run makes them: T_step; afterwards as many counted updates on their batches: T_train."""
     quiet_s: float
     """How long the engines have to finish what they hold before the updates are timed."""
 
@@ -62,10 +59,6 @@ class Plan:
     def total_steps(self) -> int:
         """Steps of the run."""
         return len(self.phases)
-
-    def phase(self, step: int) -> Phase:
-        """The phase of a step, counted from 1."""
-        return self.phases[step - 1]
 
     def measured(self, phase: Phase) -> list[int]:
         """Steps of a phase that count."""
@@ -115,7 +108,7 @@ class BenchLearner(Learner):
 
     def update(self, batch: m.Batch) -> Update:
         """The update, or nothing in the idle phase. The batches that count towards T_step are kept."""
-        if self.plan.phase(batch.step) == "idle":
+        if self.plan.phases[batch.step - 1] == "idle":
             return NOTHING
         if batch.step in self.plan.measured("full"):
             self.kept.append(batch)
@@ -131,7 +124,7 @@ class BenchLearner(Learner):
     def checkpoint_if_due(self, batch: m.Batch) -> None:
         """No checkpoint; after the last step come the measurements without rollouts."""
         self._write()  # so that a run which is cut short has given what it had measured
-        if batch.step == self.plan.total_steps and self.plan.train:
+        if batch.step == self.plan.total_steps and self.plan.full:
             self.wait_for_broadcast()
             if self.ranks.is_first:
                 self.result["quiet"] = until(self._is_quiet, self.plan.quiet_s, look_s=0.2)
@@ -159,13 +152,12 @@ class BenchLearner(Learner):
 
     def _measure_updates(self) -> None:
         """The same batches as in the full phase; the first one twice, because the first update is not counted."""
-        order = [self.kept[i % len(self.kept)] for i in range(self.plan.train)]
         seconds = []
-        for batch in [order[0], *order]:
+        for batch in [self.kept[0], *self.kept]:
             started = self._together()
             super().update(batch)
             seconds.append(self._now() - started)
-        self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in order]}
+        self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in self.kept]}
 
     def _measure_parts(self) -> None:
         """Parts of a publication by themselves: the gather of all tensors, and the digests of the shards."""

@@ -14,7 +14,7 @@ from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
 from scripts.bench import link, model, pipeline, replay
-from scripts.bench.core import CaseFailed, p90, spread, table
+from scripts.bench.core import CaseFailed, quantile, spread, table
 from scripts.bench.load import Case
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
@@ -103,18 +103,17 @@ def test_link_names_the_commands_that_are_missing(tmp_path: Path, monkeypatch: p
 
 
 def test_every_step_has_one_phase_and_the_first_of_each_does_not_count(tmp_path: Path) -> None:
-    plan = Plan(warmup=2, idle=3, full=4, train=4, quiet_s=1)
-    phases = [plan.phase(step) for step in range(1, plan.total_steps + 1)]
-    assert phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
+    plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
+    assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
     assert plan.measured("idle") == [4, 5, 6] and plan.measured("full") == [8, 9, 10, 11]
-    stream = Plan(warmup=1, idle=2, full=0, train=0, quiet_s=1)
+    stream = Plan(warmup=1, idle=2, full=0, quiet_s=1)
     assert stream.total_steps == 4 and stream.measured("full") == []
     plan.write(tmp_path)
     assert Plan.read(tmp_path) == plan
 
 
 def test_numbers() -> None:
-    assert p90([3.0]) == 3.0 and p90([float(i) for i in range(1, 11)]) == 9.0 and p90([1.0, 9.0]) == 9.0
+    assert [quantile(found, 0.9) for found in ([3.0], range(1, 11), [1.0, 9.0], [])] == [3, 9, 9, 0]
     rows = [{"bytes": 100.0 if number % 2 else 3.0, "total_s": 1.0, "cpu_s": 0.1} for number in range(12)]
     assert link.summary(rows)["measured"] == [5, 5]
     with pytest.raises(CaseFailed, match="4 versions whole"):

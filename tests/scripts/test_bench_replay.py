@@ -18,8 +18,8 @@ from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from scripts.bench import core
 from scripts.bench import replay as bench_replay
-from scripts.bench.core import cost_of, resident_bytes, written_bytes
-from scripts.bench.load import VOCAB_SIZE, Case, Fault, Learner, Load, config_of, prepare
+from scripts.bench.core import CaseFailed, cost_of, resident_bytes, written_bytes
+from scripts.bench.load import VOCAB_SIZE, Case, Learner, Load, config_of, prepare
 from scripts.bench.replay import MIB, memory
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_a_batch_that_breaks_an_invariant_is_a_fault() -> None:
         (batch(2, [8, 8], [1]), 2, "of 1 groups"),
         (batch(5, [8, 9], [3, 2]), 5, "a token of version 2"),
     ):
-        with pytest.raises(Fault, match=words):
+        with pytest.raises(CaseFailed, match=words):
             learner.check(wrong, step)
 
 
