@@ -49,8 +49,6 @@ def check(name: str, line: dict[str, Any]) -> None:
     assert differences(FROZEN[name]["line"], shape_of(line)) == []
 
 
-# ---- the record builders --------------------------------------------------------------------------------
-
 BUS_PHASES = ("apply", "epoch", "gather", "queue", "send", "total", "verify", "wire")
 RAW = {"raw_s": 0.1, "raw_min_s": 0.1, "raw_max_s": 0.1, "raw_receivers": 1, "raw_repeats": 12}
 
