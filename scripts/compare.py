@@ -92,7 +92,6 @@ def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, An
 
 
 def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]]:
-    """The three as a table, and their numbers."""
     model = args.out.resolve() / "model-for-long-answers"
     shutil.copytree(data / "model", model, dirs_exist_ok=True)
     path = model / "config.json"
@@ -138,7 +137,6 @@ def stale_numbers(folder: Path, data: Path, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Entry point."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m scripts.compare", description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=["corrections", "staleness"])

@@ -42,7 +42,6 @@ They are answered with the key here, in a file, in `--set` and as an option. Of 
 
 
 def page() -> str:
-    """The whole page as Markdown."""
     flags = "\n".join(f"| `{flag}` | `{key}` |" for flag, key in FLAGS.items())
     presets = ", ".join(f"`{path.stem}`" for path in sorted(PRESETS.glob("*.yaml")))
     presets = presets.replace(f"`{QUICKSTART}`", f"`{QUICKSTART}` (the default)")
@@ -103,7 +102,6 @@ def _one_line(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
     parser = argparse.ArgumentParser("python -m scripts.make_config_docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     args = parser.parse_args(argv)

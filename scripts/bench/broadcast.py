@@ -44,15 +44,16 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
 
 
+def device_time(device: torch.device) -> float:
+    """When the device has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
     buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)
-
-    def now() -> float:
-        """When the device has done what was queued."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
 
     def slowest(seconds: float) -> float:
         """Of all ranks; also a barrier."""
@@ -62,12 +63,12 @@ def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
 
     found = []
     for _ in range(WARM_UP + REPEAT):
-        now()
+        device_time(device)
         slowest(0.0)
-        started = now()
+        started = device_time(device)
         for one in buckets:
             dist.broadcast(one, 0)
-        found.append(slowest(now() - started))
+        found.append(slowest(device_time(device) - started))
     return found[WARM_UP:]
 
 

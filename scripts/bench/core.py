@@ -45,9 +45,10 @@ def tail(text: str) -> str:
     return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
 
 
-def tails(logs: Iterable[Path]) -> str:
-    """The last lines of every log, each below the name of its file."""
-    return "\n".join(f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
+def failed(why: str, logs: Iterable[Path]) -> CaseFailed:
+    """The error that says why, with the last lines of every log."""
+    texts = (f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
+    return CaseFailed("\n".join([why, *texts]))
 
 
 def table(results: Sequence[Row], title: str) -> str:
@@ -133,13 +134,11 @@ class Processes:
         children.stop(self.children, patience_s=10)
 
     def start(self, name: str, command: Sequence[str], **environment: str) -> Child:
-        """Start a process whose output goes to a file."""
         self.children.append(children.start(name, command, self.folder / f"{name}.log", environment))
         return self.children[-1]
 
     def fail(self, why: str) -> CaseFailed:
-        """The error that says why, with the last lines of every log."""
-        return CaseFailed(f"{why}\n{tails(child.log_path for child in self.children)}")
+        return failed(why, (child.log_path for child in self.children))
 
     def check(self) -> None:
         """Raises CaseFailed when a process has ended that should not."""
@@ -158,7 +157,6 @@ class Processes:
             raise self.fail(f"waited {limit_s:g} s for {what}")
 
     def ended(self) -> bool:
-        """Whether none runs any more."""
         return all(child.exit_code() is not None for child in self.children)
 
 
@@ -175,7 +173,6 @@ class Cost(NamedTuple):
     other: float
 
     def since(self, before: "Cost") -> "Cost":
-        """CPU seconds between two readings."""
         return Cost(*(now - then for now, then in zip(self, before, strict=True)))
 
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,7 @@ POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
 VOCAB_SIZE = 151_936
+OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
 TEXT_BYTES_PER_TOKEN = 4
 """Groups carry their decoded answers as well."""
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
@@ -131,16 +132,9 @@ class Prepared:
     def group(self, lease: m.Lease, version: int) -> m.Group:
         """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
         oldest = max(lease.min_version, version - 1)
-        return m.Group(
-            pass_=lease.pass_,
-            index=lease.index,
-            attempt=lease.attempt,
-            reward_metrics={"reward/seconds": 0.01},
-            generate_s=1.0,
-            data_source="bench",
-            versions=np.int32(oldest) + self.young * np.int32(version - oldest),
-            **self.arrays,
-        )
+        versions = np.int32(oldest) + self.young * np.int32(version - oldest)
+        ids = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
+        return m.Group(**ids, **OF_EVERY_GROUP, versions=versions, **self.arrays)
 
 
 def random_text(rng: np.random.Generator, length: int) -> str:
@@ -216,14 +210,13 @@ class Producer:
 
 
 class Producers:
-    """All producers."""
-
     def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
         self.config, self.counts, self.pool, self.next = config, counts, pool, 0
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(tokens, bytes) of what was not acked yet, by lease."""
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
-        self.fingerprint = run_fingerprint(config)
+        identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
+        self.hello = m.Hello(role="rollout_server", name="", **identity)
         self.context = zmq.Context()  # one for all: each has threads of its own
         self.context.set(zmq.MAX_SOCKETS, count + SPARE_SOCKETS)
         self.poller = zmq.Poller()
@@ -244,17 +237,12 @@ class Producers:
             if time.monotonic() >= next_beat:
                 for producer in self.by_socket.values():
                     # a connection that was given up during its handshake has lost its Hello
-                    producer.send(BEAT if producer.joined else self.hello(producer.name))
+                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
             self.follow(self.counts.version)
         self.context.destroy(linger=0)
-
-    def hello(self, name: str) -> m.Hello:
-        """The first message of a producer."""
-        host = socket.gethostname()
-        return m.Hello(role="rollout_server", name=name, pid=os.getpid(), host=host, fingerprint=self.fingerprint)
 
     def follow(self, version: int) -> None:
         """In the place of the weight bus: every server gets the newest version, and says so."""

@@ -4,7 +4,6 @@ Speed, memory and broadcasts do not depend on the values of weights; so a benchm
 """
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -81,24 +80,16 @@ def make(name: str, out: Path, seed: int) -> bool:
     """Write the folder unless it is there; False when it was. It appears whole or not at all."""
     if (out / "config.json").is_file():
         return False
-    beside = out.with_name(f".{out.name}.{os.getpid()}.new")
+    beside = out.with_name(f".{out.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    try:
-        write_weights(beside, name, seed)
-        write_tokenizer(beside, SHAPES[name]["vocab_size"])
-        try:
-            beside.rename(out)
-        except OSError:  # another process was faster; its folder is as good
-            if not (out / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    write_weights(beside, name, seed)
+    write_tokenizer(beside, SHAPES[name]["vocab_size"])
+    beside.rename(out)
     return True
 
 
 def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model folder."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)

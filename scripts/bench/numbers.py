@@ -145,13 +145,11 @@ def medians(rows: Collection[Row]) -> dict[str, float | None]:
 
 def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
     """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
-    name = "perf/max_memory_allocated_gb"  # that metric counts in GiB
-    allocated = [row[name] * 2**30 / 1e9 for row in counted if name in row]
-    return run.learner["memory"] | ({"learner_allocated_gb": max(allocated)} if allocated else {})
+    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
+    return run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {})
 
 
 def circumstances(run: Finished) -> dict[str, Any]:
-    """What the numbers were measured with, and on."""
     options, rollout, bus, learner = run.options, run.config.rollout, run.config.weight_bus, run.config.learner
     versions = {name: installed(name) for name in ("torch", "transformers", "sglang", "pyzmq")}
     return {

@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, say, write_json
 from scripts.bench.model import SHAPES, write_prompts
 from scripts.bench.numbers import result_of, with_raw, with_stream
-from scripts.bench.train import RESULT, Finished, Plan
+from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
@@ -157,7 +157,6 @@ def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
 
 
 def prompts_of(options: argparse.Namespace, case: Case) -> Path:
-    """Where the prompts of a case are."""
     return Path(options.work / f"prompts-{case.shape}.jsonl")
 
 
@@ -188,7 +187,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True)
     run = Finished(options, config, plan_of(options, stream), watcher)
-    run.plan.write(run_dir)
+    write_json(run_dir / PLAN, asdict(run.plan))
     cut_short = ""
     try:
         launcher.start()
@@ -197,21 +196,20 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     except TimeUp as late:
         cut_short = str(late)
     except (RunFailed, ConfigError, OSError, ValueError) as error:
-        raise failed(str(error), run_dir) from error
+        raise core.failed(str(error), logs_of(run_dir)) from error
     finally:
         launcher.stop()
-    if not (run_dir / RESULT).is_file():
-        raise failed(cut_short or f"the learner has left no {RESULT}", run_dir)
-    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8")) if (run_dir / RESULT).is_file() else {}
+    if not measured:
+        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs_of(run_dir))
     run = replace(run, learner=measured, seconds=time.monotonic() - watcher.started, cut_short=cut_short)
     if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise failed(cut_short, run_dir)
+        raise core.failed(cut_short, logs_of(run_dir))
     return run
 
 
-def failed(why: str, run_dir: Path) -> CaseFailed:
-    """The error that says why, with the last lines of every process's log."""
-    return CaseFailed(f"{why}\n{core.tails(sorted((run_dir / 'logs').glob('*.log')))}")
+def logs_of(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "logs").glob("*.log"))
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -242,7 +240,6 @@ def reason(case: Case, error: Exception) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The options of the command. Exits on what cannot be used."""
     parser = core.make_parser("pipeline", __doc__, SIZES, argv)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--configs", help="cases in order, such as 0.6B@1:1,1.7B@2:2 (SHAPE@ROLLOUT:LEARNER)")

@@ -89,7 +89,6 @@ class Running(Processes):
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """See `wait_until`; within --limit-s."""
         self.wait_until(what, done, self.options.limit_s, LOOK_S)
 
     def end_all(self) -> None:
@@ -137,7 +136,6 @@ class Reading:
 
 
 def _flow(running: Running) -> dict[str, Any]:
-    """Full load for `seconds`."""
     options = running.options
     warm = options.warmup_steps
     running.wait(f"step {warm}", lambda: running.counts.steps >= warm)
@@ -228,7 +226,6 @@ def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The options of the command. Exits on what cannot be used."""
     parser = core.make_parser("replay", __doc__, {"seconds": (20.0, 2.0, "of each case")}, argv)
     parser.add_argument("--minutes", type=float, help="the main case alone, for so long")
     parser.add_argument("--profile", action="store_true", help="the main case alone, under cProfile")

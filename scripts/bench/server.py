@@ -9,7 +9,7 @@ import asyncio
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -83,10 +83,9 @@ class ForcedLengths(Generator):
 
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens of answers that have ended no longer count."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for name, tokens in self.engine.running_tokens().items():
-            lease = name.partition(PART)[0]
-            counts[lease] = counts.get(lease, 0) + tokens
+            counts[name.partition(PART)[0]] += tokens
         return counts
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
@@ -105,14 +104,11 @@ class TokenGaps:
     """Gaps between two tokens of the probe; those that an update fell into stand apart."""
 
     def __init__(self) -> None:
-        self._probe = ""
+        self._probe, self._resumed = "", False
         self._last: float | None = None
-        self._gaps: deque[float] = deque(maxlen=KEPT)
-        self._pauses: deque[float] = deque(maxlen=KEPT)
-        self._resumed = False
+        self._gaps, self._pauses = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
 
     def is_probe(self, rid: str) -> bool:
-        """Whether this request reports every token."""
         return rid == self._probe
 
     def claim(self, rid: str) -> bool:
@@ -123,11 +119,9 @@ class TokenGaps:
         return True
 
     def release(self) -> None:
-        """The probe has ended."""
         self._probe, self._last = "", None
 
     def token(self, now: float) -> None:
-        """A token of the probe has arrived."""
         if self._last is not None:
             (self._pauses if self._resumed else self._gaps).append(now - self._last)
         self._resumed, self._last = False, now
@@ -140,14 +134,13 @@ class TokenGaps:
         """Milliseconds: the median gap, and gaps over an update less that."""
         median = quantile(self._gaps, 0.5)
         pauses = [max(0.0, gap - median) for gap in self._pauses]
-        return {
-            "token_gap_ms_p50": 1e3 * median,
-            "pause_ms_p50": 1e3 * quantile(pauses, 0.5),
-            "pause_ms_p99": 1e3 * quantile(pauses, 0.99),
-            "pause_ms_max": 1e3 * max(pauses, default=0.0),
-            "pause_ms_last": 1e3 * (pauses[-1] if pauses else 0.0),
-            "pause_samples": float(len(pauses)),
+        found = {
+            "token_gap_ms_p50": median,
+            "pause_ms_p50": quantile(pauses, 0.5),
+            "pause_ms_p99": quantile(pauses, 0.99),
         }
+        found |= {"pause_ms_max": max(pauses, default=0.0), "pause_ms_last": pauses[-1] if pauses else 0.0}
+        return {name: 1e3 * seconds for name, seconds in found.items()} | {"pause_samples": float(len(pauses))}
 
 
 class ProbedProcess(SGLangProcess):

@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,11 @@ from learner.learner import Learner, Update
 from learner.ranks import Ranks
 from learner.train import main
 from replay import messages as m
+from scripts.bench.broadcast import device_time
 from scripts.bench.core import until, write_json
 
 Phase = Literal["warmup", "idle", "full"]
-FILE = "bench_plan.json"
+PLAN = "bench_plan.json"
 RESULT = "bench_learner.json"
 ALONE_REPEATS = 3
 NOTHING = Update({}, applied=False, has_advantage=False)
@@ -50,28 +51,17 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        """The phase of each step."""
         lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
         lengths["full"] = self.full and self.full + 1
         return [phase for phase, length in lengths.items() for _ in range(length)]
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run."""
         return len(self.phases)
 
     def measured(self, phase: Phase) -> list[int]:
         """Steps of a phase that count."""
         return [step for step, its in enumerate(self.phases, 1) if its == phase][1:]
-
-    def write(self, run_dir: Path) -> None:
-        """Leave the plan where the learner ranks look for it."""
-        (run_dir / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, run_dir: Path) -> "Plan":
-        """The plan of a run. Raises FileNotFoundError in the folder of any other run."""
-        return cls(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +89,7 @@ class BenchLearner(Learner):
 
     def __init__(self, config: Config, ranks: Ranks, batches: BatchReader) -> None:
         super().__init__(config, ranks, batches)
-        self.plan = Plan.read(Path(config.run_dir))
+        self.plan = Plan(**json.loads((Path(config.run_dir) / PLAN).read_text(encoding="utf-8")))
         self.kept: list[m.Batch] = []
         self.result: dict[str, Any] = {"committed_at": {}, "trained": {}, "memory": {}, "nccl": None}
         if ranks.device.type == "cuda":
@@ -132,7 +122,6 @@ class BenchLearner(Learner):
             self._measure_parts()
 
     def finish(self, version: int) -> None:
-        """Leave as always, and write what was measured."""
         super().finish(version)
         if self.ranks.device.type == "cuda":
             # of the fullest rank; the allocator gives nothing back by itself, so at the end this is its peak
@@ -156,7 +145,7 @@ class BenchLearner(Learner):
         for batch in [self.kept[0], *self.kept]:
             started = self._together()
             super().update(batch)
-            seconds.append(self._now() - started)
+            seconds.append(device_time(self.ranks.device) - started)
         self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in self.kept]}
 
     def _measure_parts(self) -> None:
@@ -166,22 +155,16 @@ class BenchLearner(Learner):
             started = self._together()
             for _ in self.policy.named_full_tensors(self.config.rollout.dtype):
                 pass
-            gathered = self._now()
+            gathered = device_time(self.ranks.device)
             self.bus.digests()
             parts["gather"].append(gathered - started)
-            parts["digest"].append(self._now() - gathered)
+            parts["digest"].append(device_time(self.ranks.device) - gathered)
         self.result["alone"] = parts
 
     def _together(self) -> float:
         """Begin together with all ranks, the device idle; the time then."""
         dist.all_reduce(torch.zeros(1, device=self.ranks.device))
-        return self._now()
-
-    def _now(self) -> float:
-        """The time when the device has done what was queued."""
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        return time.perf_counter()
+        return device_time(self.ranks.device)
 
 
 if __name__ == "__main__":
