@@ -15,9 +15,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
-
-import numpy as np
 
 from configs.loading import ConfigError, load
 from learner.launch.launcher import Launcher
@@ -36,7 +35,6 @@ LOSSES = {
 }
 LAST = 3
 """Evaluations that a run's value is the mean of."""
-ON_STALE = ("wait", "mask", "drop")
 GROUP_SIZE, GROUPS = 4, 8
 MEDIAN, SIGMA, CAP = 24, 0.9, 240
 
@@ -61,15 +59,14 @@ def train(name: str, args: argparse.Namespace, data: Path, settings: dict[str, A
         "tracking.plot": "false",
     }
     config = load("quickstart", [f"{key}={value}" for key, value in (given | settings).items()])
-    view = LiveView(config, "off")
-    launcher = Launcher(config, False, view, **({"server_command": server} if server else {}))
+    launcher = Launcher(config, False, LiveView(config, "off"), **({"server_command": server} if server else {}))
     if run(launcher) != 0:
         raise CompareError(f"{config.run_dir}: the run failed; look at its logs/")
     return Path(config.run_dir)
 
 
 def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]]:
-    """Sampled accuracy by policy version as text, and the summary."""
+    """Sampled accuracy by policy version as a table, and the summary."""
     curves: dict[str, dict[int, float]] = {}
     lags: dict[str, float] = {}
     for name, loss in LOSSES.items():
@@ -83,21 +80,18 @@ def corrections(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, An
             raise CompareError(f"{folder}: no evaluation in metrics.jsonl; look at its logs/")
     text = table([{"version": name, **curve, "mean lag": lags[name]} for name, curve in curves.items()], "version")
     enough = 0.75 * args.lag
-    if min(lags.values()) < enough:
-        text += (
-            f"NOT meaningful: a mean realised lag is below {enough:g} (bound {args.lag}); give the rollout servers more"
-        )
-        text += " room (placement.split, rollout.max_running)"
-    else:
+    if min(lags.values()) >= enough:
         text += f"meaningful: both runs realised a mean lag of {enough:g} or more"
-    values = {name: float(np.mean(list(curve.values())[-LAST:])) for name, curve in curves.items()}
+    else:
+        text += f"NOT meaningful: a mean realised lag is below {enough:g} (bound {args.lag}); give the rollout servers "
+        text += "more room (placement.split, rollout.max_running)"
+    values = {name: mean(list(curve.values())[-LAST:]) for name, curve in curves.items()}
     summary = values | {"difference": values["ppo_clip"] - values["off"]}
     summary |= {f"mean_lag_{name}": lag for name, lag in lags.items()}
     return text, {name: round(value, 4) for name, value in summary.items()}
 
 
 def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]]:
-    """The three as a table, and their numbers."""
     model = args.out.resolve() / "model-for-long-answers"
     shutil.copytree(data / "model", model, dirs_exist_ok=True)
     path = model / "config.json"
@@ -108,7 +102,7 @@ def staleness(args: argparse.Namespace, data: Path) -> tuple[str, dict[str, Any]
     settings |= {"limits.flat_reward_steps": 0, "limits.zero_gradient_steps": 0}
     server = ("scripts.bench.server", "--median", str(MEDIAN), "--sigma", str(SIGMA))
     results: dict[str, dict[str, Any]] = {}
-    for policy in ON_STALE:
+    for policy in ("wait", "mask", "drop"):
         folder = train(f"stale-{policy}", args, data, settings | {"replay.on_stale": policy}, *server)
         results[policy] = stale_numbers(folder, data, args.seed)
         results[policy]["step_over_wait"] = round(results[policy]["step_s"] / results["wait"]["step_s"], 3)
@@ -121,32 +115,30 @@ def stale_numbers(folder: Path, data: Path, seed: int) -> dict[str, Any]:
     if not rows:
         raise CompareError(f"{folder}: no step in metrics.jsonl; look at its logs/")
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines()]
-    trained, dropped = sum(len(line["groups"]) for line in ledger), int(rows[-1]["buffer/dropped"])
+    trained, last = sum(len(line["groups"]) for line in ledger), rows[-1]
+    dropped = int(last["buffer/dropped"])
     source = PromptSource(load_rows(data / "train.jsonl"), shuffle=True, seed=seed)
-    prompts = [source.next()[:2] for _ in range(trained + dropped)]
     drawn = [
         forced_length(stream_seed(seed, pass_, index), answer, median=MEDIAN, sigma=SIGMA, limit=CAP)
-        for pass_, index in prompts
+        for pass_, index, *_ in (source.next() for _ in range(trained + dropped))
         for answer in range(GROUP_SIZE)
     ]
     lengths = [row["response_length/mean"] for row in rows]
     return {
         "dropped": dropped,
         "dropped_share": round(dropped / (dropped + trained), 4),
-        "leased_again": int(rows[-1]["buffer/stale_leased_again"]),
-        "masked_share": round(rows[-1]["buffer/tokens_masked"] / (sum(lengths) * GROUPS * GROUP_SIZE), 4),
-        "mean_length_trained": round(float(np.mean(lengths)), 2),
-        "mean_length_of_all": round(float(np.mean(drawn)), 2),
+        "leased_again": int(last["buffer/stale_leased_again"]),
+        "masked_share": round(last["buffer/tokens_masked"] / (sum(lengths) * GROUPS * GROUP_SIZE), 4),
+        "mean_length_trained": round(mean(lengths), 2),
+        "mean_length_of_all": round(mean(drawn), 2),
         "mean_lag": round(report(folder)["mean_lag"], 3),
-        "step_s": float(np.median([row["timing_s/step"] for row in rows[1:]])),
+        "step_s": median(row["timing_s/step"] for row in rows[1:]),
     }
 
 
 def main() -> int:
-    """Entry point."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m scripts.compare", description=__doc__, formatter_class=raw)
     parser.add_argument("what", choices=["corrections", "staleness"])
     parser.add_argument("--lag", type=int, help="replay.async_lag of all runs (default: 4, or 1 for staleness)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")

@@ -1,8 +1,4 @@
-"""Write docs/configuration.md from the configuration schema: `python -m scripts.make_config_docs [--check]`.
-
-Every key, its type, its default and what it does, section by section, in the order of the schema. A test fails
-when the page is out of date, so the page cannot say anything that the code does not.
-"""
+"""Write docs/configuration.md from the configuration schema: `python -m scripts.make_config_docs [--check]`."""
 
 import argparse
 import json
@@ -39,8 +35,6 @@ Flags that are short for one key:
 
 There are {count} keys.
 """
-
-
 FOREIGN = """## Names of other frameworks
 
 They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
@@ -48,7 +42,6 @@ They are answered with the key here, in a file, in `--set` and as an option. Of 
 
 
 def page() -> str:
-    """The whole page as Markdown."""
     flags = "\n".join(f"| `{flag}` | `{key}` |" for flag, key in FLAGS.items())
     presets = ", ".join(f"`{path.stem}`" for path in sorted(PRESETS.glob("*.yaml")))
     presets = presets.replace(f"`{QUICKSTART}`", f"`{QUICKSTART}` (the default)")
@@ -59,10 +52,8 @@ def page() -> str:
             (f"`{name}.{key}`", type_text(one), default_text(one), _one_line(one.description or ""))
             for key, one in section.model_fields.items()
         ]
-        parts += [
-            f"## {name}\n\n{_one_line(section.__doc__ or '')}\n",
-            _table(("key", "type", "default", "meaning"), rows),
-        ]
+        parts.append(f"## {name}\n\n{_one_line(section.__doc__ or '')}\n")
+        parts.append(_table(("key", "type", "default", "meaning"), rows))
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
     return "\n".join([*parts, FOREIGN, _table(("key", *FRAMEWORKS), foreign)])
 
@@ -74,11 +65,13 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def type_text(field: FieldInfo) -> str:
     """The type of a key in words, with the bounds of its value."""
-    bounds = []
-    for constraint in field.metadata:
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-            if (bound := getattr(constraint, attribute, None)) is not None:
-                bounds.append(f"{sign} {bound}")
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    bounds = [
+        f"{sign} {getattr(bound, name)}"
+        for bound in field.metadata
+        for name, sign in signs.items()
+        if hasattr(bound, name)
+    ]
     return ", ".join([_type(field.annotation), *bounds])
 
 
@@ -87,12 +80,11 @@ def _type(hint: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_type(option) for option in arguments)
+        return " or ".join(map(_type, arguments))
     if origin is tuple:
         return f"list of {len(arguments)} {_type(arguments[0])}s"
     if origin is not None:
-        inner = ", ".join(_type(argument) for argument in arguments)
-        return f"{origin.__name__} of {inner}"
+        return f"{origin.__name__} of {', '.join(map(_type, arguments))}"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
     return names.get(hint) or str(hint.__name__)
 
@@ -110,19 +102,16 @@ def _one_line(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.make_config_docs", description="Write the key reference.")
+    parser = argparse.ArgumentParser("python -m scripts.make_config_docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
     args = parser.parse_args(argv)
     wanted = page()
-    if args.check and PAGE.is_file() and PAGE.read_text(encoding="utf-8") == wanted:
-        return 0
-    if args.check:
+    if not args.check:
+        PAGE.write_text(wanted, encoding="utf-8")
+        print(PAGE)
+    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != wanted:
         print(f"{PAGE.name} is out of date: run python -m scripts.make_config_docs", file=sys.stderr)
         return 1
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(wanted, encoding="utf-8")
-    print(PAGE)
     return 0
 
 

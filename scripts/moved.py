@@ -40,11 +40,9 @@ class MovedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     """Finds the old names for `python -m`."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """A module for an old name; none for any other."""
         return importlib.util.spec_from_loader(name, self) if name in MOVED else None
 
     def is_package(self, name: str) -> bool:
-        """Whether other old names are below this one."""
         return any(old.startswith(f"{name}.") for old in MOVED)
 
     def get_source(self, name: str) -> str:

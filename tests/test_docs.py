@@ -5,22 +5,19 @@ import ast
 import contextlib
 import functools
 import io
-import json
 import re
 import runpy
 import shlex
-import struct
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from configs.loading import add_arguments, dump, from_arguments, leaf_keys, load
+from configs.loading import add_arguments, from_arguments, leaf_keys
 from configs.schema import Config
 from learner import main as launcher
-from learner.examples import sort6
 from replay import messages as replay_messages
 from weight_bus import messages as bus_messages
 
@@ -49,19 +46,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_lead_somewhere():
     broken = []
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
-            is_here = not re.match(r"[a-z]+:", target)
-            if is_here and (not file.exists() or (anchor and anchor not in anchors(file))):
-                broken.append(f"{name_of(page)}: {target}")
+            is_there = re.match(r"[a-z]+:", target) or (file.exists() and (not anchor or anchor in anchors(file)))
+            broken += [] if is_there else [f"{name_of(page)}: {target}"]
     assert broken == []
 
 
-def test_the_index_lists_every_page() -> None:
+def test_the_index_lists_every_page():
     listed = set(re.findall(r"\]\((\w[\w/-]*\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"README.md"}
     assert listed == pages
@@ -90,10 +86,6 @@ def commands() -> Iterator[tuple[str, ...]]:
 COMMANDS = list(dict.fromkeys(commands()))
 
 
-def runs(words: tuple[str, ...]) -> bool:
-    return PASSED_ON.get(words[0], words[0]) in RUNNERS
-
-
 @functools.cache
 def help_of(module: str) -> str:
     shown, before = io.StringIO(), sys.argv
@@ -108,7 +100,7 @@ def help_of(module: str) -> str:
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_exist_and_take_these_flags(words: tuple[str, ...]) -> None:
+def test_commands_exist_and_take_these_flags(words):
     target, *arguments = words
     known = (ROOT / target).read_text(encoding="utf-8") if target.endswith(".sh") else help_of(target)
     known += help_of(PASSED_ON[target]) if target in PASSED_ON else ""
@@ -116,33 +108,17 @@ def test_commands_exist_and_take_these_flags(words: tuple[str, ...]) -> None:
         assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", known), f"{target} has no {flag}"
 
 
-@pytest.fixture(scope="module")
-def a_user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder as the pages assume it after a quick start, with a model of no weights."""
-    folder, config = tmp_path_factory.mktemp("user"), load("quickstart")
-    (folder / config.run_dir).mkdir(parents=True)
-    (folder / config.run_dir / "config.yaml").write_text(dump(config), encoding="utf-8")
-    model = folder / config.model.path
-    model.mkdir(parents=True)
-    sort6.save_tokenizer(model)
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 16}))
-    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    for path, numbers in zip((config.data.train, config.data.eval), sort6.split_prompts(0, 20, 20), strict=True):
-        (folder / str(path)).write_text("".join(json.dumps(row) + "\n" for row in sort6.rows(numbers)))
-    return folder
-
-
-@pytest.mark.parametrize("words", [words for words in COMMANDS if runs(words)], ids=" ".join)
-def test_what_is_shown_can_start(
-    words: tuple[str, ...], a_user_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(a_user_folder)
-    if words[0] == "learner.main" and not {"--config", "--replay"} & set(words):
+@pytest.mark.parametrize(
+    "words", [words for words in COMMANDS if PASSED_ON.get(words[0], words[0]) in RUNNERS], ids=" ".join
+)
+def test_what_is_shown_can_start(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if words[0] == "learner.main" and not {"--config", "--replay", "--resume"} & set(words):
         monkeypatch.setattr(sys, "argv", [*words, "--dry-run"])
         assert launcher.main() == 0
         said = capsys.readouterr().err
         assert "trajectories a step" in said and "dry run" in said
-    elif "--resume" not in words:  # of the rest, the data is the reader's
+    else:  # the data is the reader's
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(parser)
         from_arguments(parser.parse_known_args(words[1:])[0])
@@ -151,29 +127,26 @@ def test_what_is_shown_can_start(
 # ---- files and keys -------------------------------------------------------------------------------------
 
 
-def test_files_and_tests_that_are_named_exist() -> None:
-    missing = []
+def test_files_and_tests_that_are_named_exist():
+    folders, missing = "|".join((*PACKAGES, "scripts", "tests")), []
     for page in [page for page in PAGES if page.name not in GENERATED]:
-        text = prose(page)
-        for path in re.findall(rf"`((?:{'|'.join((*PACKAGES, 'scripts', 'tests'))})/[\w/.-]*)(?:::\w+)?`", text):
-            missing += [] if (ROOT / path).exists() else [f"{name_of(page)}: {path}"]
-        for path, function in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
-            found = re.search(rf"^(?:async )?def {function}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
-            missing += [] if found else [f"{name_of(page)}: {path}::{function}"]
+        for path, function in re.findall(rf"`((?:{folders})/[\w/.-]*)(?:::(\w+))?`", prose(page)):
+            file = ROOT / path
+            if not file.exists() or (function and f"def {function}(" not in file.read_text(encoding="utf-8")):
+                missing.append(f"{name_of(page)}: {path}::{function}")
     assert missing == []
 
 
-def test_keys_that_are_named_exist() -> None:
-    keys, sections, unknown = set(leaf_keys()), "|".join(Config.model_fields), []
+def test_keys_that_are_named_exist():
+    sections, unknown = "|".join(Config.model_fields), []
+    modules = [path.relative_to(ROOT).with_suffix("") for package in PACKAGES for path in (ROOT / package).rglob("*")]
+    known = {*leaf_keys(), *(".".join(module.parts) for module in modules)}
     for page in PAGES:
         # the table of names holds those of other systems in all columns but the first
         text, _, foreign = prose(page).partition("\n## Names of other frameworks\n")
         text += "\n".join(line.split("|")[1] for line in foreign.splitlines() if line.startswith("|"))
-        for key in re.findall(rf"`((?:{sections})\.[a-z_.]*[a-z_])(?:(?:=|: )[^`]*)?`", text):
-            module = ROOT / key.replace(".", "/")
-            is_module = module.with_suffix(".py").exists() or (module / "__init__.py").exists()
-            if not (key in keys or key.startswith(MAPPINGS) or is_module):
-                unknown.append(f"{name_of(page)}: {key}")
+        named = re.findall(rf"`((?:{sections})\.[a-z_.]*[a-z_])(?:(?:=|: )[^`]*)?`", text)
+        unknown += [f"{name_of(page)}: {key}" for key in named if key not in known and not key.startswith(MAPPINGS)]
     assert unknown == []
 
 
@@ -185,14 +158,14 @@ def section_of_protocol(heading: str) -> str:
     return re.split(r"^## ", page.partition(f"\n{heading}\n")[2], flags=re.MULTILINE)[0]
 
 
-def test_every_message_is_in_the_protocol() -> None:
+def test_every_message_is_in_the_protocol():
     replay = {*replay_messages.TO_REPLAY, *replay_messages.FROM_REPLAY}
     bus = {*bus_messages.TO_PUBLISHER, *bus_messages.TO_SUBSCRIBER}
     for heading, messages in (("## Replay", replay), ("## Weight bus", bus)):
         assert set(re.findall(r"^\| `([A-Z]\w+)` \|", section_of_protocol(heading), re.MULTILINE)) == messages
 
 
-def test_the_schema_of_status_is_written_down() -> None:
+def test_the_schema_of_status_is_written_down():
     section = section_of_protocol("### Schema of Status.state")
     nodes = ast.walk(ast.parse((ROOT / "replay" / "status.py").read_text(encoding="utf-8")))
     (state,) = [node.value for node in nodes if isinstance(node, ast.Return) and isinstance(node.value, ast.Dict)]
@@ -200,9 +173,9 @@ def test_the_schema_of_status_is_written_down() -> None:
     assert {key for key in keys if f"`{key}`" not in section} == set()
 
 
-def texts_in_the_code() -> Iterator[str]:
+def texts_in_the_code(packages: Sequence[str] = PACKAGES) -> Iterator[str]:
     """Every string of the packages, f-strings with `…` where a value stands."""
-    for path in [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]:
+    for path in [path for package in packages for path in (ROOT / package).rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 parts = [str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values]
@@ -216,7 +189,28 @@ def without_values(text: str) -> str:
     return re.sub(r"'…'", "…", re.sub(r"%[-.0-9]*[srdgf]", "…", text))
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+# ---- metrics --------------------------------------------------------------------------------------------
+
+PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
+PREFIXES += " weight_sync reward metrics"
+NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
+
+
+MEASURED = ("learner", "replay", "weight_bus")
+
+
+def test_docs_and_code_have_the_same_metric_names():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    documented = [re.sub(r"<[^>]*>", "…", name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+    assert len(documented) == len(set(documented)), "a name stands twice in docs/metrics.md"
+    sources = [path.read_text(encoding="utf-8") for name in MEASURED for path in (ROOT / name).rglob("*.py")]
+    spans = {f"timing_s/{name}" for source in sources for name in re.findall(r"\bspan\(\"(\w+)\"", source)}
+    in_code = spans | {name for name in texts_in_the_code(MEASURED) if NAME.fullmatch(name)} - {"timing_s/…"}
+    assert in_code - set(documented) == set(), "add these to docs/metrics.md"
+    assert set(documented) - in_code == set(), "no module writes these; remove them from docs/metrics.md"
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code():
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `")]
     shown = {message for cell in cells for message in re.findall(r"`([^`]+)`", cell)}

@@ -37,42 +37,42 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
         visible = visible_devices(os.environ)
         chosen = [share.learner[0], *receivers]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
-    command = [sys.executable, "-m", "learner.launch.torchrun", "--standalone"]
-    command += [f"--nproc-per-node={len(receivers) + 1}", "-m", "scripts.bench.broadcast"]
-    command += [str(num_bytes), str(config.weight_bus.bucket_bytes), config.weight_bus.backend, config.network.host]
-    said = output_of("the raw broadcast", command, LIMIT_S, environment)
+    words = ["-m", "learner.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
+    words += ["-m", "scripts.bench.broadcast", str(num_bytes), str(config.weight_bus.bucket_bytes)]
+    words += [config.weight_bus.backend, config.network.host]
+    said = output_of("the raw broadcast", words, LIMIT_S, environment)
     return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
+
+
+def device_time(device: torch.device) -> float:
+    """When the device has done what was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
-    sizes = [bucket] * (num_bytes // bucket) + ([num_bytes % bucket] if num_bytes % bucket else [])
-    buckets = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-
-    def now() -> float:
-        """When the device has done what was queued."""
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+    buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)
 
     def slowest(seconds: float) -> float:
-        """The largest number of all ranks; also a barrier."""
+        """Of all ranks; also a barrier."""
         value = torch.tensor([seconds], dtype=torch.float64, device=device)
         dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return float(value.item())
 
     found = []
     for _ in range(WARM_UP + REPEAT):
-        now()
+        device_time(device)
         slowest(0.0)
-        started = now()
+        started = device_time(device)
         for one in buckets:
             dist.broadcast(one, 0)
-        found.append(slowest(now() - started))
+        found.append(slowest(device_time(device) - started))
     return found[WARM_UP:]
 
 
-def main() -> int:
+def main() -> None:
     """One rank (BYTES BUCKET BACKEND HOST); rank 0 prints one line of JSON."""
     num_bytes, bucket, backend, host = sys.argv[1:]
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
@@ -87,8 +87,7 @@ def main() -> int:
         result = {"raw_s": statistics.median(seconds), "raw_min_s": min(seconds), "raw_max_s": max(seconds)}
         conclude(result | {"raw_receivers": dist.get_world_size() - 1, "raw_repeats": len(seconds)}, (), in_order=True)
     dist.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

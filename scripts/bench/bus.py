@@ -15,13 +15,13 @@ import asyncio
 import json
 import os
 import resource
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from rollout_server.engines import Sampling
 from rollout_server.follower import WeightFollower
 from scripts.bench import core, model
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, Processes, Row, median_of
+from scripts.bench.core import CaseFailed, Processes, Row
 from scripts.bench.server import make_engine
 from scripts.chaos.report import conclude
 from weight_bus import Publisher
@@ -42,6 +42,8 @@ from weight_bus.transports import set_nccl_defaults
 RUN = "bench-bus"
 JOIN_S = 300.0
 STEPS_BEFORE = 40
+BETWEEN_S = 0.3
+"""Pause between two versions."""
 AROUND_S = 0.1
 """After an update the next token of every request has come."""
 PROMPT = [3, 4, 5, 6]
@@ -57,13 +59,7 @@ SIZES = {
 def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
     """The configuration of the job. Raises ConfigError."""
     cuda = args.device == "cuda"
-    bus = {
-        "transport": args.transport,
-        "backend": "nccl" if cuda and args.transport == "collective" else "gloo",
-        "folder": str(folder / "weights") if args.transport == "disk" else None,
-        "bucket_bytes": int(args.bucket_mib * 2**20),
-        "compression": args.compression,
-    }
+    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(args.bucket_mib * 2**20)}
     bus |= {"delta": True, "full_every": 2, "deadline_s": 120.0, "collective_timeout_s": 30.0}
     engine = {"engine": "sglang" if cuda else "torch", "dtype": "bfloat16"}
     tree: dict[str, Any] = {
@@ -72,7 +68,7 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "data": {"train": "unused", "max_prompt_tokens": 16},
         "rollout": engine | {"max_new_tokens": args.tokens, "max_running": max(1, args.requests)},
         "learner": {"compute_dtype": "bfloat16" if cuda else "float32"},
-        "weight_bus": bus | ({"stage_in": args.stage_in} if cuda else {}),
+        "weight_bus": bus | ({"stage_in": "engine"} if cuda else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
     }
     for override in args.overrides:
@@ -80,21 +76,14 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
     return validate(tree, "bench bus")
 
 
-# ---- the publisher --------------------------------------------------------------------------------------
-
-
-def to_and_fro(number: int, kept: int) -> int:
-    """Which of the kept versions to send: a jump from the last one back to the first would be a long step."""
-    at = number % (2 * kept - 2)
-    return min(at, 2 * kept - 2 - at)
-
-
 def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
     digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
     rows = []
     for number in range(args.versions):
-        kept = to_and_fro(number, len(made))
+        # to and fro: a jump from the last one back to the first would be a long step
+        turn = number % (2 * len(made) - 2)
+        kept = min(turn, 2 * len(made) - 2 - turn)
         began, cpu = time.monotonic(), time.process_time()
         digests = dict(zip(made[kept], digesters[kept].launch().sums(), strict=True))
         digested = time.monotonic() - began
@@ -105,8 +94,13 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
         row |= {f"{phase}_s": seconds for phase, seconds in report.seconds.items()}
         rows.append(row | {"learner_digest_s": digested})
         print(f"v{number}: {row['bytes']:,} bytes, {1e3 * row['total_s']:.1f} ms", flush=True)
-        time.sleep(args.between_s)
+        time.sleep(BETWEEN_S)
     return rows
+
+
+def median_of(rows: Sequence[Row], key: str) -> float:
+    """Median of a key; a row without it counts as 0."""
+    return statistics.median(row.get(key, 0.0) for row in rows)
 
 
 def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
@@ -121,65 +115,32 @@ def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     return whole, changes
 
 
-def summary(rows: Sequence[Row], enough: int) -> dict[str, Any]:
-    """Medians of versions sent whole (`full_`) and as changes (`delta_`). Raises CaseFailed."""
-    kinds = dict(zip(("full", "delta"), by_kind(rows, enough), strict=True))
+def summary(whole: Sequence[Row], changes: Sequence[Row]) -> dict[str, Any]:
+    """Medians of versions sent whole (`full_`) and as changes (`delta_`)."""
     found: dict[str, Any] = {}
-    for kind, its in kinds.items():
-        keys = sorted({key for row in its for key in row if key.endswith("_s")})
-        phases = {key: median_of(its, key) for key in keys}
+    for kind, its in (("full", whole), ("delta", changes)):
+        phases = {key: median_of(its, key) for key in sorted({key for row in its for key in row if key.endswith("_s")})}
         found |= {f"{kind}_bytes": median_of(its, "bytes"), f"{kind}_sync_s": phases["total_s"]}
         found |= {f"{kind}_cpu_s": phases["cpu_s"], f"{kind}_phases": phases}
     found["delta_ratio"] = found["full_bytes"] / found["delta_bytes"]
     found["delta_over_full"] = found["delta_sync_s"] / found["full_sync_s"]
-    return found | {"measured": [len(its) for its in kinds.values()]}
+    return found | {"measured": [len(whole), len(changes)]}
 
 
-def engine_side(pauses: Sequence[Row]) -> dict[str, Any]:
-    """What updates cost the engines: how long decoding stood still, and what went on meanwhile."""
-    gaps = [row.get("gap_ms", 1e3 * row["paused_s"]) for row in pauses]
+def engine_side(pauses: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
+    """What these versions cost the engines: how long decoding stood still, and what went on meanwhile."""
+    versions = {row["version"] for row in rows}
+    seen = [pause for pause in pauses if pause["version"] in versions]
+    gaps = [pause.get("gap_ms", 1e3 * pause["paused_s"]) for pause in seen]
     names = ("paused_s", "pausing_s", "apply_wait_s", "apply_load_s", "apply_digest_s")
     return {
         "pause_ms_p50": core.median(gaps),
         "pause_ms_max": max(gaps, default=None),
-        "engine_phases": {key: median_of(pauses, key) for key in names} if pauses else {},
+        "engine_phases": {key: median_of(seen, key) for key in names} if seen else {},
     }
 
 
-def result_of(
-    args: argparse.Namespace, rows: list[dict[str, Any]], pauses: list[dict[str, Any]], raw: Row, density: float
-) -> dict[str, Any]:
-    """What both ways cost, beside the raw broadcast. Raises CaseFailed when too little was measured."""
-    found = summary(rows, 1)
-    engines = [
-        engine_side([p for p in pauses if p["version"] in {r["version"] for r in kind}]) for kind in by_kind(rows, 1)
-    ]
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    phases = found["full_phases"]
-    return {
-        **{key: getattr(args, key) for key in ("shape", "device", "transport", "receivers")},
-        "bytes": found["full_bytes"],
-        "sync_s": phases["total_s"],
-        "wire_s": phases["wire_s"],
-        "phases": phases,
-        **{key: value for key, value in found.items() if key.startswith("delta_")},
-        "compression": args.compression,
-        **engines[0],
-        **{f"delta_{key}": value for key, value in engines[1].items()},
-        "digests_equal": True,
-        "density": density,
-        "lr": args.lr,
-        "step": STEPS_BEFORE,
-        **raw,
-        "sync_over_raw": phases["total_s"] / raw["raw_s"],
-        "wire_over_raw": phases["wire_s"] / raw["raw_s"],
-        "receivers_cpu_s": usage.ru_utime + usage.ru_stime,
-        "torch": torch.__version__,
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Updates:
+class Updates(NamedTuple):
     """What a publisher and its receivers have measured."""
 
     config: Config
@@ -191,6 +152,37 @@ class Updates:
     """Share of elements that a version changes."""
     busy: dict[str, Any]
     """A raw broadcast while the engines answer, on GPUs."""
+
+
+def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, Any]:
+    """What both ways cost, beside the raw broadcast. Raises CaseFailed when too little was measured."""
+    whole, changes = by_kind(found.rows, 1)
+    medians, bus = summary(whole, changes), found.config.weight_bus
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    phases = medians["full_phases"]
+    result = {
+        **{key: getattr(args, key) for key in ("shape", "device", "receivers", "lr")},
+        "transport": bus.transport,
+        "bytes": medians["full_bytes"],
+        "sync_s": phases["total_s"],
+        "wire_s": phases["wire_s"],
+        "phases": phases,
+        **{key: value for key, value in medians.items() if key.startswith("delta_")},
+        "compression": bus.compression,
+        **engine_side(found.pauses, whole),
+        **{f"delta_{key}": value for key, value in engine_side(found.pauses, changes).items()},
+        "digests_equal": True,
+        "density": found.density,
+        "step": STEPS_BEFORE,
+        **raw,
+        "sync_over_raw": phases["total_s"] / raw["raw_s"],
+        "wire_over_raw": phases["wire_s"] / raw["raw_s"],
+        "receivers_cpu_s": usage.ru_utime + usage.ru_stime,
+        "torch": torch.__version__,
+    }
+    if found.busy:
+        result |= {"raw_busy_s": found.busy["raw_s"], "wire_over_raw_busy": phases["wire_s"] / found.busy["raw_s"]}
+    return result
 
 
 def updates(
@@ -224,24 +216,11 @@ def updates(
             everyone = f"{args.receivers} receivers to join"
             processes.wait_until(everyone, lambda: len(publisher.members()) == args.receivers, JOIN_S)
             rows = publish_all(publisher, made, args)
-            if cuda and args.transport == "collective":
+            if cuda and config.weight_bus.transport == "collective":
                 busy = raw_broadcast(config, max(row["bytes"] for row in rows))
         core.until(processes.ended, 20)  # by themselves, with the publisher's goodbye
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]
     return Updates(config, rows, pauses, model.density(made[0], made[1]), busy)
-
-
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The whole job. Raises CaseFailed, ConfigError."""
-    found = updates(args, folder)
-    raw = raw_broadcast(found.config, max(row["bytes"] for row in found.rows))
-    result = result_of(args, found.rows, found.pauses, raw, found.density)
-    if found.busy:
-        result |= {"raw_busy_s": found.busy["raw_s"], "wire_over_raw_busy": result["wire_s"] / found.busy["raw_s"]}
-    return result
-
-
-# ---- a receiver -----------------------------------------------------------------------------------------
 
 
 class Receiver:
@@ -249,9 +228,7 @@ class Receiver:
 
     def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
         self.config, self.name, self.out, self.requests = config, name, out, requests
-        self.engine = make_engine(config)
-        self.first_live = asyncio.Event()
-        self.gaps_seen = 0.0
+        self.engine, self.first_live, self.gaps_seen = make_engine(config), asyncio.Event(), 0.0
         self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)
 
     async def run(self, address: str) -> None:
@@ -302,27 +279,17 @@ def main() -> None:
     asyncio.run(serve())
 
 
-# ---- the command ----------------------------------------------------------------------------------------
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench bus", description=__doc__)
+    parser = core.make_parser("bus", __doc__, SIZES, argv)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    core.add_sizes(parser, SIZES)
-    parser.add_argument("--transport", choices=["collective", "disk"], default="collective")
-    parser.add_argument("--compression", choices=["none", "zstd"], default="none")
-    stage_in = {"choices": ["server", "engine"], "default": "engine"}
-    parser.add_argument("--stage-in", **stage_in, help="weight_bus.stage_in, on GPUs")
     parser.add_argument("--kept", type=int, default=3, help="consecutive versions in memory, sent to and fro")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the AdamW steps")
     parser.add_argument("--tokens", type=int, default=512, help="of each answer")
-    parser.add_argument("--between-s", type=float, default=0.3, help="pause between versions")
     parser.add_argument("--work", type=Path, help="folder for models; default: a temporary one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")
     parser.add_argument("--out", type=Path, help="also write the result there")
     args = parser.parse_args(argv)
-    core.fill_sizes(args, SIZES)
     if args.shape not in model.SHAPES:
         parser.error(f"--shape {args.shape!r}: take one of {', '.join(model.SHAPES)}")
     return args
@@ -333,7 +300,9 @@ def command(argv: Sequence[str]) -> int:
     args = parse(argv)
     try:
         with tempfile.TemporaryDirectory(prefix="bench-bus-") as folder:
-            result = measure(args, Path(folder))
+            found = updates(args, Path(folder))
+            raw = raw_broadcast(found.config, max(row["bytes"] for row in found.rows))
+            result = result_of(args, found, raw)
     except (CaseFailed, ConfigError) as error:
         core.say(str(error))
         return 1

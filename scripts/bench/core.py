@@ -1,7 +1,8 @@
-"""What all benchmarks share: a deadline, processes with logs, costs from /proc, medians, the last line. No torch."""
+"""What all benchmarks share: processes with logs and deadlines, costs from /proc, options, a table. No torch."""
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -9,29 +10,21 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from learner.launch import children
 from learner.launch.children import Child
 from scripts.chaos.polling import Hung, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-ZMQ_IO = "ZMQbg/IO"
-UTIME, STIME = 11, 12
-"""Fields of /proc/PID/stat behind the name, counted from 0 (proc(5) counts from 1 and has two before)."""
-
 Row = Mapping[str, Any]
+Sizes = Mapping[str, tuple[Any, Any, str]]
+"""Options that --quick changes, by name: (default, default with --quick, help)."""
 
 
 class CaseFailed(RuntimeError):
     """A case has no result: the first line is the root cause, the others the last lines of every process's log."""
-
-
-# ---- output ---------------------------------------------------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -52,9 +45,10 @@ def tail(text: str) -> str:
     return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
 
 
-def tails(logs: Iterable[Path]) -> str:
-    """The last lines of every log, each below the name of its file."""
-    return "\n".join(f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
+def failed(why: str, logs: Iterable[Path]) -> CaseFailed:
+    """The error that says why, with the last lines of every log."""
+    texts = (f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
+    return CaseFailed("\n".join([why, *texts]))
 
 
 def table(results: Sequence[Row], title: str) -> str:
@@ -75,22 +69,17 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def add_sizes(parser: argparse.ArgumentParser, sizes: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Options that --quick changes, by name: (default, default with --quick, help)."""
+def make_parser(name: str, description: str | None, sizes: Sizes, argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of a benchmark, with --quick and the options whose defaults depend on it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    prog = f"python -m scripts.bench {name}"
+    parser = argparse.ArgumentParser(prog, description=description, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="small and short, in less than a minute")
-    for name, (whole, quick, text) in sizes.items():
-        shown = f"{text} (default: {whole}; with --quick {quick})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(whole), help=shown)
-
-
-def fill_sizes(args: argparse.Namespace, sizes: Mapping[str, tuple[Any, Any, str]]) -> None:
-    """Defaults for the sizes that were not given."""
-    for name, defaults in sizes.items():
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[args.quick])
-
-
-# ---- numbers --------------------------------------------------------------------------------------------
+    for option, (whole, quick, text) in sizes.items():
+        shown = f"{text} (default: {whole}{f'; with --quick {quick}' if quick != whole else ''})"
+        default = quick if "--quick" in argv else whole
+        parser.add_argument(f"--{option.replace('_', '-')}", type=type(whole), default=default, help=shown)
+    return parser
 
 
 def median(values: Iterable[float]) -> float | None:
@@ -98,23 +87,15 @@ def median(values: Iterable[float]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def p90(values: Sequence[float]) -> float:
-    """The value that nine in ten do not exceed."""
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest value that `share` of the values do not exceed; 0 without any."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, -(-9 * len(ordered) // 10) - 1)]
-
-
-def median_of(rows: Iterable[Row], key: str) -> float:
-    """Median of a key; a row without it counts as 0."""
-    return statistics.median(row.get(key, 0.0) for row in rows)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else 0.0
 
 
 def spread(sample: dict[str, Any]) -> float:
     """Reward in [0, 1) that differs for every answer, so that every token is trained on."""
     return zlib.crc32(sample["completion"].encode()) / 2**32
-
-
-# ---- deadlines and processes ----------------------------------------------------------------------------
 
 
 def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> bool:
@@ -125,8 +106,9 @@ def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> boo
         return False
 
 
-def output_of(what: str, command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of a command that ends well within `limit_s`. Raises CaseFailed."""
+def output_of(what: str, words: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
+    """Standard output of `python WORDS`, which ends well within `limit_s`. Raises CaseFailed."""
+    command = [sys.executable, *words]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired as expired:
@@ -142,6 +124,8 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[Child] = []
+        self.may_end = False
+        """Whether a process that ends without an error is in order."""
 
     def __enter__(self) -> Self:
         return self
@@ -150,64 +134,46 @@ class Processes:
         children.stop(self.children, patience_s=10)
 
     def start(self, name: str, command: Sequence[str], **environment: str) -> Child:
-        """Start a process whose output goes to a file."""
         self.children.append(children.start(name, command, self.folder / f"{name}.log", environment))
         return self.children[-1]
 
     def fail(self, why: str) -> CaseFailed:
-        """The error that says why, with the last lines of every log."""
-        return CaseFailed(f"{why}\n{tails(child.log_path for child in self.children)}")
+        return failed(why, (child.log_path for child in self.children))
 
-    def check(self, *, may_end: bool = False) -> None:
-        """Raises CaseFailed when a process has ended, or with `may_end` when it has failed."""
+    def check(self) -> None:
+        """Raises CaseFailed when a process has ended that should not."""
         for child in self.children:
-            if child.exit_code() not in (None, 0 if may_end else None):
+            if child.exit_code() not in (None, 0 if self.may_end else None):
                 raise self.fail(f"{child.name} ended: {child.how_it_ended()}")
 
-    def wait_until(
-        self, what: str, done: Callable[[], bool], limit_s: float, *, look_s: float = 0.05, may_end: bool = False
-    ) -> None:
+    def wait_until(self, what: str, done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> None:
         """Raises CaseFailed when `limit_s` pass, or a process ends."""
 
         def look() -> bool:
-            self.check(may_end=may_end)
+            self.check()
             return done()
 
         if not until(look, limit_s, look_s):
             raise self.fail(f"waited {limit_s:g} s for {what}")
 
     def ended(self) -> bool:
-        """Whether none runs any more."""
         return all(child.exit_code() is not None for child in self.children)
 
 
-# ---- costs ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """CPU seconds since the start of a process."""
 
-    user: float
+    total: float
+    """All threads, those that have ended included."""
     system: float
     main: float
     """The main thread: Python, the service, the batches."""
     zmq_io: float
     """ZeroMQ's thread: sockets, framing, CURVE."""
-
-    @property
-    def total(self) -> float:
-        """All threads, those that have ended included."""
-        return self.user + self.system
-
-    @property
-    def other(self) -> float:
-        """Threads beside the main one and ZeroMQ's."""
-        return self.total - self.main - self.zmq_io
+    other: float
 
     def since(self, before: "Cost") -> "Cost":
-        """CPU seconds between two readings."""
-        return Cost(**{name: getattr(self, name) - getattr(before, name) for name in self.__slots__})
+        return Cost(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 def cost_of(pid: int) -> Cost:
@@ -222,14 +188,14 @@ def cost_of(pid: int) -> Cost:
             continue  # it has ended since the folder was listed; the process's total has its seconds
         if thread.name == str(pid):
             main = thread_user + thread_system
-        elif name.startswith(ZMQ_IO):
+        elif name.startswith("ZMQbg/IO"):
             zmq_io += thread_user + thread_system
-    return Cost(user=user, system=system, main=main, zmq_io=zmq_io)
+    return Cost(user + system, system, main, zmq_io, user + system - main - zmq_io)
 
 
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process."""
-    return int((Path("/proc") / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * PAGE_BYTES
+    return int((Path("/proc") / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def written_bytes(pid: int) -> int:
@@ -241,5 +207,6 @@ def written_bytes(pid: int) -> int:
 def _times(path: Path) -> tuple[str, float, float]:
     """(name, user seconds, system seconds) of a stat file; the name may hold spaces and brackets."""
     head, _, rest = path.read_text(encoding="utf-8").rpartition(")")
-    fields = rest.split()
-    return head.partition("(")[2], int(fields[UTIME]) / TICKS_PER_S, int(fields[STIME]) / TICKS_PER_S
+    fields = rest.split()  # from the third of proc(5) on, so utime (14) and stime (15) are at 11 and 12
+    user, system = (int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in fields[11:13])
+    return head.partition("(")[2], user, system

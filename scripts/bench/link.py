@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,29 +52,29 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     lines = ["127.0.0.1 localhost", *(f"{address} end{n}" for n, address in enumerate(ADDRESSES))]
     (folder / "names").write_text("\n".join(lines) + "\n", encoding="utf-8")
     first, second = ends = [f"slip{os.getpid()}-{end}" for end in "ab"]
-    script = 'mount --bind "$0" /etc/hosts && exec "$@"'
-    enter = [["ip", "netns", "exec", end, "bash", "-c", script, str(folder / "names")] for end in ends]
+    script = f'mount --bind "{folder}/names" /etc/hosts && exec "$0" "$@"'
+    enter = [["ip", "netns", "exec", end, "bash", "-c", script] for end in ends]
+    shape = f"tbf rate {round(8e6 * mb_s)}bit burst {BURST} limit {QUEUE}"
     try:
         for end in ends:
-            _do("ip", "netns", "add", end)
-            _do("ip", "-n", end, "link", "set", "lo", "up")
-        _do("ip", "-n", first, "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", second)
+            _do(f"ip netns add {end}")
+            _do(f"ip -n {end} link set lo up")
+        _do(f"ip -n {first} link add {DEVICE} type veth peer name {DEVICE} netns {second}")
         for end, address in zip(ends, ADDRESSES, strict=True):
-            _do("ip", "-n", end, "addr", "add", f"{address}/24", "dev", DEVICE)
-            _do("ip", "-n", end, "link", "set", DEVICE, "up")
-            shape = ["tbf", "rate", f"{round(8e6 * mb_s)}bit", "burst", BURST, "limit", QUEUE]
-            _do("tc", "-n", end, "qdisc", "add", "dev", DEVICE, "root", *shape)
-        _do(*enter[0], "true")
+            _do(f"ip -n {end} addr add {address}/24 dev {DEVICE}")
+            _do(f"ip -n {end} link set {DEVICE} up")
+            _do(f"tc -n {end} qdisc add dev {DEVICE} root {shape}")
+        _do("true", enter[0])
         yield enter[0], enter[1]
     finally:
         for end in ends:
             subprocess.run(["ip", "netns", "del", end], capture_output=True, check=False)
 
 
-def _do(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _do(command: str, enter: Sequence[str] = ()) -> None:
+    done = subprocess.run([*enter, *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoLink(f"`{' '.join(command)}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
+        raise NoLink(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
 
 
 def measure(job: argparse.Namespace) -> dict[str, Any]:
@@ -84,31 +84,28 @@ def measure(job: argparse.Namespace) -> dict[str, Any]:
     # both namespaces are this job's own, so nothing is encrypted
     words = [f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
     words += [f"--{name}={value}" for name, value in options.items()]
-    passes: dict[str, list[dict[str, Any]]] = {}
-    cpu_s: dict[str, float] = {}
+    passes = {}
     for compression in ("none", "zstd") if job.zstd else ("none",):
         folder = Path(job.folder) / compression
         folder.mkdir()
-        args = bus.parse([*words, f"--compression={compression}"])
-        found = bus.updates(args, folder, ADDRESSES[0], job.far_end, job.threads)
-        passes[compression] = found.rows
-        cpu_s[compression] = found.pauses[-1]["cpu_s"] - found.pauses[0]["cpu_s"]
-    return result_of(job, {"passes": passes, "density": found.density}, {"cpu_s": cpu_s})
+        args = bus.parse([*words, f"--set=weight_bus.compression={compression}"])
+        passes[compression] = bus.updates(args, folder, ADDRESSES[0], job.far_end, job.threads)
+    return result_of(job, passes)
 
 
-def result_of(job: argparse.Namespace, published: Row, received: Row) -> dict[str, Any]:
-    """The last line, from what the ends have found. Raises CaseFailed when too little was measured."""
-    found = {compression: summary(rows) for compression, rows in published["passes"].items()}
-    plain = found["none"]
+def result_of(job: argparse.Namespace, passes: Mapping[str, bus.Updates]) -> dict[str, Any]:
+    """The last line, from what each pass has found. Raises CaseFailed when too little was measured."""
+    found = {compression: summary(its.rows) for compression, its in passes.items()}
+    plain, pauses = found["none"], passes["none"].pauses
     return {
         "link_mb_s": job.link_mb_s,
         "measured_mb_s": plain["full_bytes"] / plain["full_phases"]["wire_s"] / 1e6,
         "model": job.model,
         **plain,
-        "density": published["density"],
+        "density": passes["none"].density,
         "lr": job.lr,
         "step": bus.STEPS_BEFORE,
-        "subscriber_cpu_s": received["cpu_s"]["none"] / (job.versions - 1),
+        "subscriber_cpu_s": (pauses[-1]["cpu_s"] - pauses[0]["cpu_s"]) / (job.versions - 1),
         "digests_equal": True,
         "threads": job.threads,
         "cores": os.cpu_count(),
@@ -117,9 +114,10 @@ def result_of(job: argparse.Namespace, published: Row, received: Row) -> dict[st
     }
 
 
-def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Medians of both kinds, without the digests of a learner. Raises CaseFailed."""
-    return bus.summary([{key: row[key] for key in row if key != "learner_digest_s"} for row in rows], ENOUGH)
+    kept = [{key: row[key] for key in row if key != "learner_digest_s"} for row in rows]
+    return bus.summary(*bus.by_kind(kept, ENOUGH))
 
 
 def main() -> int:
@@ -137,15 +135,18 @@ def main() -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench link", description=__doc__)
-    parser.add_argument("--link-mb-s", type=float, default=100.0, help="10^6 bytes a second (default: %(default)s)")
-    parser.add_argument("--versions", type=int, default=14, help="to publish (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--model", choices=["tiny", "85M"], default="85M", help="default: %(default)s")
-    parser.add_argument("--lr", type=float, default=1e-6, help="of the AdamW steps (default: %(default)s)")
     half = max(1, (os.cpu_count() or 1) // 2)
-    parser.add_argument("--threads", type=int, default=half, help="of each end; default: half the cores")
+    for name, default, text in (
+        ("link-mb-s", 100.0, "10^6 bytes a second"),
+        ("versions", 14, "to publish"),
+        ("seed", 1, "of weights and gradients"),
+        ("lr", 1e-6, "of the AdamW steps"),
+        ("threads", half, "of each end"),
+        ("at-most", 0.3, "share of the full update's time"),
+    ):
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default})")
+    parser.add_argument("--model", choices=["tiny", "85M"], default="85M", help="default: %(default)s")
     parser.add_argument("--zstd", action="store_true", help="once more with weight_bus.compression zstd")
-    parser.add_argument("--at-most", type=float, default=0.3, help="share of the full update's time (default: 0.3)")
     job = parser.parse_args(argv)
     if job.zstd and importlib.util.find_spec("zstandard") is None:
         parser.error("--zstd needs the package zstandard: pip install 'slipstream-rl[zstd]'")

@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -27,13 +27,14 @@ from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import Limits, Message, configure, decode, encode, load_keys
 from replay.fingerprint import run_fingerprint
+from scripts.bench.core import CaseFailed
 
 RUN_ID = "bench"
 POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
-Int32 = NDArray[np.int32]
 VOCAB_SIZE = 151_936
+OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
 TEXT_BYTES_PER_TOKEN = 4
 """Groups carry their decoded answers as well."""
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
@@ -95,29 +96,27 @@ def write_files(options: argparse.Namespace) -> None:
     (work / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     (work / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
     rng = np.random.default_rng(load.seed)
-    with (work / "prompts.jsonl").open("w", encoding="utf-8") as file:
-        for _ in range(load.rows):
-            prompt = random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN)
-            file.write(json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n")
+    prompts = [random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN) for _ in range(load.rows)]
+    rows = [json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n" for prompt in prompts]
+    (work / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
     make_keys.make(work / "keys", ["producers"], force=False)
 
 
 def config_of(options: argparse.Namespace, case: Case) -> Config:
     """The configuration of one case. Raises ConfigError when the options do not fit together."""
     load, work = options.load, options.work
-    sizes = {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap}
-    endless = {"total_steps": 1_000_000, "batch_deadline_s": options.seconds + options.limit_s}
     tree: dict[str, Any] = {
         "run": {"name": "case", "dir": str(work / "runs"), "seed": load.seed},
         "model": {"path": str(work / "model")},
         "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": load.prompt},
-        "rollout": sizes,
+        "rollout": {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap},
         "replay": {"async_lag": case.lag, "fsync": case.fsync},
-        "learner": endless | {"max_tokens_per_microbatch": load.prompt + load.cap},
+        "learner": {"total_steps": 1_000_000, "max_tokens_per_microbatch": load.prompt + load.cap},
         "evaluation": {"every_steps": 0},
         "network": {"keys": str(work / "keys") if case.curve else None, "silent_after_s": 30.0},
         "placement": {"device": "cpu", "split": "1:1"},
     }
+    tree["learner"]["batch_deadline_s"] = options.seconds + options.limit_s
     return validate(tree, f"the settings of {case}")
 
 
@@ -127,22 +126,15 @@ class Prepared:
 
     arrays: dict[str, Any]
     """Fields of Group that no lease changes."""
-    young: Int32
+    young: NDArray[np.int32]
     """1 for tokens that were sampled after the weights changed during the answer, else 0."""
 
     def group(self, lease: m.Lease, version: int) -> m.Group:
         """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
         oldest = max(lease.min_version, version - 1)
-        return m.Group(
-            pass_=lease.pass_,
-            index=lease.index,
-            attempt=lease.attempt,
-            reward_metrics={"reward/seconds": 0.01},
-            generate_s=1.0,
-            data_source="bench",
-            versions=np.int32(oldest) + self.young * np.int32(version - oldest),
-            **self.arrays,
-        )
+        versions = np.int32(oldest) + self.young * np.int32(version - oldest)
+        ids = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
+        return m.Group(**ids, **OF_EVERY_GROUP, versions=versions, **self.arrays)
 
 
 def random_text(rng: np.random.Generator, length: int) -> str:
@@ -180,13 +172,6 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
     return Prepared(arrays, young)
 
 
-# ---- peers of replay ------------------------------------------------------------------------------------
-
-
-class Fault(RuntimeError):
-    """Replay did something that no peer could work with; the message says what."""
-
-
 @dataclass(slots=True)
 class Counts:
     """What has happened so far; each number has one thread that writes it."""
@@ -198,7 +183,6 @@ class Counts:
     tokens: int = 0
     batch_bytes: int = 0
     joined: int = 0
-    """Producers that are welcome."""
     groups: int = 0
     """Accepted groups, their answer tokens and their frames."""
     group_tokens: int = 0
@@ -222,19 +206,17 @@ class Producer:
         self.sequence += 1
         frames = encode(message, RUN_ID, self.sequence)
         self.socket.send_multipart(frames, copy=False)
-        return sum(len(frame) for frame in frames)
+        return sum(map(len, frames))
 
 
 class Producers:
-    """All producers."""
-
     def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
-        self.config, self.counts, self.pool = config, counts, pool
+        self.config, self.counts, self.pool, self.next = config, counts, pool, 0
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(tokens, bytes) of what was not acked yet, by lease."""
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
-        self.next = 0
-        self.fingerprint = run_fingerprint(config)
+        identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
+        self.hello = m.Hello(role="rollout_server", name="", **identity)
         self.context = zmq.Context()  # one for all: each has threads of its own
         self.context.set(zmq.MAX_SOCKETS, count + SPARE_SOCKETS)
         self.poller = zmq.Poller()
@@ -249,23 +231,18 @@ class Producers:
             self.by_socket[dealer] = Producer(f"rollout-{i}", dealer)
 
     def run(self, over: threading.Event) -> None:
-        """Until it is over. Raises Fault when replay refuses something."""
+        """Until it is over. Raises CaseFailed when replay refuses something."""
         next_beat = 0.0
         while not over.is_set():
             if time.monotonic() >= next_beat:
                 for producer in self.by_socket.values():
                     # a connection that was given up during its handshake has lost its Hello
-                    producer.send(BEAT if producer.joined else self.hello(producer.name))
+                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
             self.follow(self.counts.version)
         self.context.destroy(linger=0)
-
-    def hello(self, name: str) -> m.Hello:
-        """The first message of a producer."""
-        host = socket.gethostname()
-        return m.Hello(role="rollout_server", name=name, pid=os.getpid(), host=host, fingerprint=self.fingerprint)
 
     def follow(self, version: int) -> None:
         """In the place of the weight bus: every server gets the newest version, and says so."""
@@ -296,7 +273,7 @@ class Producers:
                     self.counts.joined += not producer.joined
                     producer.joined, producer.incarnation = True, welcome.incarnation
                 case m.Ack() | m.Refused() | m.Cancel() as message:
-                    raise Fault(f"replay refused what {producer.name} sent: {message}")
+                    raise CaseFailed(f"replay refused what {producer.name} sent: {message}")
 
 
 class Learner:
@@ -311,7 +288,7 @@ class Learner:
         """Join, then step after step until it is over; its Goodbye ends the run. With `hold` it takes nothing."""
         self.batches.connect()
         self.batches.join(version=0, digest="", bus_address=None, cursor=None)
-        while not over.wait(0 if not hold else 0.1):
+        while not over.wait(0.1 if hold else 0):
             if not hold:
                 self.step(self.counts.steps + 1)
         self.batches.close("the benchmark is over", failed=False)
@@ -332,15 +309,15 @@ class Learner:
         self.counts.steps = step
 
     def check(self, batch: m.Batch, step: int) -> int:
-        """Answer tokens of a batch. Raises Fault when it is not the batch of a step, or has a group a second time."""
+        """Answer tokens of a batch. Raises CaseFailed when it is of another step, or has a group again."""
         expected = self.config.rollout.groups_per_step
         groups = {(pass_, index) for pass_, index in batch.group_ids}
         tokens = int(batch.lengths.sum())
         if batch.step != step or len(groups) != expected or batch.versions.size != tokens:
-            raise Fault(f"batch {batch.step} of {len(groups)} groups came for step {step} of {expected} groups")
+            raise CaseFailed(f"batch {batch.step} of {len(groups)} groups came for step {step} of {expected} groups")
         if groups & self.trained:
-            raise Fault(f"batch {step} has group {min(groups & self.trained)} a second time")
+            raise CaseFailed(f"batch {step} has group {min(groups & self.trained)} a second time")
         self.trained |= groups
         if int(batch.versions.min()) < step - 1 - self.config.replay.async_lag:
-            raise Fault(f"batch {step} has a token of version {int(batch.versions.min())}")
+            raise CaseFailed(f"batch {step} has a token of version {int(batch.versions.min())}")
         return tokens

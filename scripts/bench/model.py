@@ -1,11 +1,9 @@
-"""`python -m scripts.bench.model --shape 8B --out DIR`: a Qwen3 folder of random weights; prompts and versions of it.
+"""`python -m scripts.bench.model SHAPE FOLDER`: a Qwen3 folder of random weights; prompts and versions of it.
 
 Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
 """
 
-import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from safetensors import safe_open
 
 SHARD = "2GB"
 MAX_TOKENS = 40_960
-SPECIAL = ("<pad>", "<eos>", "<unk>")
+SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAD, EOS, UNK = range(3)
 COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 COLUMNS += ("head_dim", "vocab_size", "tie_word_embeddings")
@@ -63,17 +61,11 @@ def write_tokenizer(folder: Path, vocab: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {word: i for i, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(len(SPECIAL), vocab))])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=SPECIAL[UNK]))
+    words = [*SPECIAL.values(), *(f"w{i}" for i in range(len(SPECIAL), vocab))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL[PAD],
-        eos_token=SPECIAL[EOS],
-        unk_token=SPECIAL[UNK],
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_TOKENS,
-    ).save_pretrained(folder)
+    settings = {"clean_up_tokenization_spaces": False, "model_max_length": MAX_TOKENS}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL, **settings).save_pretrained(folder)
 
 
 def write_prompts(path: Path, *, vocab: int, count: int, num_tokens: int, seed: int) -> None:
@@ -88,24 +80,16 @@ def make(name: str, out: Path, seed: int) -> bool:
     """Write the folder unless it is there; False when it was. It appears whole or not at all."""
     if (out / "config.json").is_file():
         return False
-    beside = out.with_name(f".{out.name}.{os.getpid()}.new")
+    beside = out.with_name(f".{out.name}.new")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    try:
-        write_weights(beside, name, seed)
-        write_tokenizer(beside, SHAPES[name]["vocab_size"])
-        try:
-            beside.rename(out)
-        except OSError:  # another process was faster; its folder is as good
-            if not (out / "config.json").is_file():
-                raise
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+    write_weights(beside, name, seed)
+    write_tokenizer(beside, SHAPES[name]["vocab_size"])
+    beside.rename(out)
     return True
 
 
 def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model folder."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
@@ -139,17 +123,11 @@ def density(old: Version, new: Version) -> float:
     return changed / sum(tensor.numel() for tensor in new.values())
 
 
-def main() -> int:
+def main() -> None:
     """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.model", description=__doc__)
-    parser.add_argument("--shape", choices=sorted(SHAPES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder to make; left alone if it is there")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    made = make(args.shape, args.out, args.seed)
-    sys.stdout.write(f"{args.out}: {'made' if made else 'there already'}\n")
-    return 0
+    shape, out = sys.argv[1:]
+    make(shape, Path(out), 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

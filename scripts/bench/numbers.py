@@ -3,13 +3,13 @@
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from learner.report.metrics import FILE, read_rows
-from scripts.bench.core import Row, median, p90
+from scripts.bench.core import Row, median, quantile
 from scripts.bench.train import Finished, Phase
 
 WARM_UPDATES = 2
@@ -32,7 +32,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         "eta": max(roll, train) / step,
         "eta_same_length": max(scaled, train) / step,
         **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
-        **{f"t_{name}_p90": p90(found) for name, found in seconds.items()},
+        **{f"t_{name}_p90": quantile(found, 0.9) for name, found in seconds.items()},
         "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
         "cut_short": run.cut_short,
         "roll_over_train": roll / train,
@@ -57,7 +57,7 @@ def durations(run: Finished, phase: Phase) -> list[float]:
 
 
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
-    """Tokens and seconds of the full phase; lengths of both phases, because each has draws of its own."""
+    """Tokens of the full phase; lengths of both phases, because each has draws of its own."""
     generated = sum(row["response_length/mean"] for row in counted) * run.config.trajectories_per_step
     processed = sum(row["perf/total_num_tokens"] for row in counted)
     ranks = run.config.num_learner_ranks
@@ -83,10 +83,10 @@ def idleness(run: Finished, counted: Sequence[Row], seconds: Sequence[float]) ->
 
     # steps may be shorter than a beat
     busy = beats("full") or [row["rollout/idle_ratio"] for row in counted if "rollout/idle_ratio" in row]
+    shares = {"rollout_idle": busy, "rollout_idle_alone": beats("idle")}
     return {
         "learner_idle": min(1.0, sum(waited) / sum(seconds)),
-        "rollout_idle": statistics.mean(busy) if busy else None,
-        "rollout_idle_alone": statistics.mean(beats("idle")) if beats("idle") else None,
+        **{name: statistics.mean(found) if found else None for name, found in shares.items()},
         "update_s": median(row["timing_s/update_actor"] for row in counted),
         "param_sync_s": median(row["timing_s/param_sync"] for row in counted),
     }
@@ -99,9 +99,10 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
     learner's shards before it, and what of the optimizer step the device still had to do.
     """
     synced = [row for row in counted if "weight_sync/seconds" in row]
-    names = {name for row in synced for name in row if name.startswith("weight_sync/") and name.endswith("_s")}
     phases = {
-        name.removeprefix("weight_sync/"): median(row[name] for row in synced if name in row) for name in sorted(names)
+        name.removeprefix("weight_sync/"): seconds
+        for name, seconds in medians(synced).items()
+        if name.startswith("weight_sync/")
     }
     alone = {f"{name}_alone_s": median(seconds) for name, seconds in run.learner.get("alone", {}).items()}
     equal = [bool(row["weight_sync/digests_equal"]) for row in rows if "weight_sync/digests_equal" in row]
@@ -131,40 +132,35 @@ def pauses(run: Finished) -> dict[str, Any]:
         seconds = [1e3 * gauges["pause_s"] for gauges in steady.values()]
         found |= zip(keys, (median(seconds), max(seconds), max(seconds)), strict=True)
         found["pause_source"] = f"follower: from pause to resume, {len(seconds)} updates seen (p99 is the largest)"
-    names = {name for gauges in steady.values() for name in gauges if name.endswith("_s") and "/" not in name}
-    found["engine_phases"] = {
-        name: median(gauges[name] for gauges in steady.values() if name in gauges)
-        for name in sorted(names - {"tokens_per_s"})
-    }
+    phases = medians(steady.values())
+    found["engine_phases"] = {name: s for name, s in phases.items() if "/" not in name and name != "tokens_per_s"}
     return found
+
+
+def medians(rows: Collection[Row]) -> dict[str, float | None]:
+    """Of every key that ends in `_s`, over the rows that have it."""
+    names = sorted({name for row in rows for name in row if name.endswith("_s")})
+    return {name: median(row[name] for row in rows if name in row) for name in names}
 
 
 def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
     """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
-    name = "perf/max_memory_allocated_gb"  # that metric counts in GiB
-    allocated = [row[name] * 2**30 / 1e9 for row in counted if name in row]
-    return run.learner["memory"] | ({"learner_allocated_gb": max(allocated)} if allocated else {})
+    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
+    return run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {})
 
 
 def circumstances(run: Finished) -> dict[str, Any]:
-    """What the numbers were measured with, and on."""
-    rollout, bus, learner = run.config.rollout, run.config.weight_bus, run.config.learner
+    options, rollout, bus, learner = run.options, run.config.rollout, run.config.weight_bus, run.config.learner
     versions = {name: installed(name) for name in ("torch", "transformers", "sglang", "pyzmq")}
     return {
         "settings": {
             "prompt": run.config.data.max_prompt_tokens,
-            "length_median": run.options.median,
-            "length_sigma": run.options.sigma,
+            **{f"length_{name}": getattr(options, name) for name in ("median", "sigma")},
             "length_cap": rollout.max_new_tokens,
             "groups": rollout.groups_per_step,
-            "group_size": rollout.group_size,
             "lag": run.config.replay.async_lag,
-            "engine": rollout.engine,
-            "max_running": rollout.max_running,
-            "dtype": rollout.dtype,
-            "backend": bus.backend,
-            "apply": bus.apply,
-            "bucket_bytes": bus.bucket_bytes,
+            **{name: getattr(rollout, name) for name in ("group_size", "engine", "max_running", "dtype")},
+            **{name: getattr(bus, name) for name in ("backend", "apply", "bucket_bytes")},
             "microbatch_tokens": learner.max_tokens_per_microbatch,
             "lr": learner.lr,
             "seed": run.config.run.seed,

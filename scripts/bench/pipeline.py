@@ -11,7 +11,7 @@ and eta = max(T_roll, T_train) / T_step: 1 means that the shorter side and the b
 run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against. Where the answers'
 lengths, the batch or the split are not yours, take --median, --cap, --groups or --configs.
 
-Standard output gets markdown tables, and as its last line one object of JSON (of several cases: {"results": [...]}).
+Standard output gets a markdown table, and as its last line one object of JSON (of several cases: {"results": [...]}).
 `--device cpu --quick` does all of it with a tiny model, the torch engine and gloo, in less than a minute.
 """
 
@@ -22,7 +22,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,13 @@ from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, say, write_json
 from scripts.bench.model import SHAPES, write_prompts
 from scripts.bench.numbers import result_of, with_raw, with_stream
-from scripts.bench.train import RESULT, Finished, Plan
+from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
 MODEL_LIMIT_S = 240.0
 SIZES = {
+    "shape": ("0.6B", "tiny", "of the only case"),
     "prompt": (256, 16, "tokens of every prompt"),
     "median": (512, 24, "median of the answers' lognormal lengths"),
     "sigma": (0.7, 0.5, "deviation of the logarithm of the lengths"),
@@ -52,6 +53,11 @@ SIZES = {
     "max_running": (512, 64, "answers that an engine decodes at once"),
     "microbatch": (16384, 1024, "tokens of a microbatch"),
     "bucket_mib": (512.0, 0.125, "size of one broadcast"),
+    "lag": (1, 1, "bound of the lag"),
+    "warmup": (2, 2, "whole steps before"),
+    "limit_s": (300.0, 300.0, "of one run"),
+    "quiet_s": (60.0, 60.0, "wait for the engines before T_train, at most"),
+    "seed": (0, 0, "of weights, prompts and lengths"),
 }
 
 
@@ -115,9 +121,6 @@ class Watcher:
             self.death = text
 
 
-# ---- the input of a run ---------------------------------------------------------------------------------
-
-
 def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
     cuda = options.device == "cuda"
@@ -150,39 +153,28 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
 def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
     """The phases of the main run, or of the run without an admission barrier."""
     full = 0 if stream else options.steps
-    return Plan(warmup=options.warmup, idle=options.steps, full=full, train=full, quiet_s=options.quiet_s)
-
-
-def make_model(options: argparse.Namespace, case: Case) -> None:
-    """The folder of the case's shape, made on first use. Raises CaseFailed."""
-    folder = options.work / "models" / case.shape
-    if (folder / "config.json").is_file():
-        return
-    command = [sys.executable, "-m", "scripts.bench.model", "--shape", case.shape, "--out", str(folder)]
-    core.output_of(f"writing the model of shape {case.shape}", command, MODEL_LIMIT_S)
+    return Plan(warmup=options.warmup, idle=options.steps, full=full, quiet_s=options.quiet_s)
 
 
 def prompts_of(options: argparse.Namespace, case: Case) -> Path:
-    """Where the prompts of a case are."""
     return Path(options.work / f"prompts-{case.shape}.jsonl")
 
 
-def make_data(options: argparse.Namespace, case: Case) -> None:
-    """Prompts for all steps and what is in flight at the end, none of them twice."""
+def make_inputs(options: argparse.Namespace, case: Case) -> None:
+    """The model, once, and prompts for all steps and what is in flight at the end, none twice. Raises CaseFailed."""
+    folder = options.work / "models" / case.shape
+    if not (folder / "config.json").is_file():
+        words = ["-m", "scripts.bench.model", case.shape, str(folder)]
+        core.output_of(f"writing the model of shape {case.shape}", words, MODEL_LIMIT_S)
     lag = max(options.lag, STREAM_LAG if options.stream else 0)
     count = options.groups * (plan_of(options).total_steps + 2 + lag)
-    options.work.mkdir(parents=True, exist_ok=True)
     vocab = SHAPES[case.shape]["vocab_size"]
     write_prompts(prompts_of(options, case), vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
 
 
-# ---- a run ----------------------------------------------------------------------------------------------
-
-
 def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
     """Start all processes, run all phases, end all processes. Raises CaseFailed, ConfigError."""
-    make_model(options, case)
-    make_data(options, case)
+    make_inputs(options, case)
     suffix = "-stream" if stream else ""
     name = f"{case.shape}-{case.rollout}-{case.learner}{suffix}-{time.time_ns() // 1_000_000}-{os.getpid()}"
     config = config_of(options, case, name=name, stream=stream)
@@ -195,7 +187,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True)
     run = Finished(options, config, plan_of(options, stream), watcher)
-    run.plan.write(run_dir)
+    write_json(run_dir / PLAN, asdict(run.plan))
     cut_short = ""
     try:
         launcher.start()
@@ -204,27 +196,26 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     except TimeUp as late:
         cut_short = str(late)
     except (RunFailed, ConfigError, OSError, ValueError) as error:
-        raise failed(str(error), run_dir) from error
+        raise core.failed(str(error), logs_of(run_dir)) from error
     finally:
         launcher.stop()
-    if not (run_dir / RESULT).is_file():
-        raise failed(cut_short or f"the learner has left no {RESULT}", run_dir)
-    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8")) if (run_dir / RESULT).is_file() else {}
+    if not measured:
+        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs_of(run_dir))
     run = replace(run, learner=measured, seconds=time.monotonic() - watcher.started, cut_short=cut_short)
     if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise failed(cut_short, run_dir)
+        raise core.failed(cut_short, logs_of(run_dir))
     return run
 
 
-def failed(why: str, run_dir: Path) -> CaseFailed:
-    """The error that says why, with the last lines of every process's log."""
-    return CaseFailed(f"{why}\n{core.tails(sorted((run_dir / 'logs').glob('*.log')))}")
+def logs_of(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "logs").glob("*.log"))
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """All numbers of one case; what failed is in `error`, or in `raw_error` and `stream_error` beside the rest."""
     steps = plan_of(options)
-    say(f"{case}: {steps.total_steps} steps, then {steps.train} updates alone")
+    say(f"{case}: {steps.total_steps} steps, then {steps.full} updates alone")
     try:
         result = result_of(str(case), run := run_case(options, case))
     except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
@@ -248,38 +239,21 @@ def reason(case: Case, error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def append(path: Path, result: dict[str, Any]) -> None:
-    """Add one result to a JSON file that holds a list."""
-    write_json(path, [*(json.loads(path.read_text(encoding="utf-8")) if path.exists() else []), result])
-
-
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The options of the command. Exits on what cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench pipeline", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = core.make_parser("pipeline", __doc__, SIZES, argv)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--configs", help="cases in order, such as 0.6B@1:1,1.7B@2:2 (SHAPE@ROLLOUT:LEARNER)")
-    parser.add_argument("--shape", choices=list(SHAPES), help="shape of the only case (default: tiny with --quick)")
     parser.add_argument("--split", default="1:1", help="R:L of the only case (default: %(default)s)")
-    core.add_sizes(parser, SIZES)
-    parser.add_argument("--lag", type=int, default=1, help="bound of the lag (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2, help="whole steps before (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="also T_stream: rollouts at lag 8, in a run of its own")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="of one run (default: %(default)s)")
-    parser.add_argument("--quiet-s", type=float, default=60.0, help="wait for the engines before T_train, at most")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="models, prompts and run folders")
     parser.add_argument("--out", type=Path, help="JSON file that every result is appended to")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
     args = parser.parse_args(argv)
-    core.fill_sizes(args, SIZES)
-    shape = args.shape or ("tiny" if args.quick else "0.6B")
     args.work = args.work.absolute()
     if args.steps < 1 or args.warmup < 1:
         parser.error("--steps and --warmup: at least 1 each")
     try:
-        return args, [Case.parse(text) for text in (args.configs or f"{shape}@{args.split}").split(",")]
+        return args, [Case.parse(text) for text in (args.configs or f"{args.shape}@{args.split}").split(",")]
     except ValueError as error:
         parser.error(str(error))
 
@@ -291,7 +265,8 @@ def command(argv: Sequence[str]) -> int:
     for case in cases:
         results.append(measure(options, case))
         if options.out is not None:
-            append(options.out, results[-1])
+            before = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+            write_json(options.out, [*before, results[-1]])
     sys.stdout.write(core.table(results, "config") + "\n\n")
     good = not any("error" in result for result in results)
     return conclude(results[0] if len(results) == 1 else {"results": results}, (), in_order=good)

@@ -3,11 +3,7 @@
 Starts the real replay process (`python -m replay.main`) between simulated rollout servers that answer every lease with
 a prepared group and a learner rank that takes and commits every batch (scripts/bench/load.py). Counted are the CPU
 seconds of the replay process alone, all its threads, from /proc. A token is counted once, when its step is committed.
-
-    python -m scripts.bench replay                    all cases: CURVE, fsync, 1 to 1,000 producers, memory
-    python -m scripts.bench replay --quick            the same cases, short ones: under a minute
-    python -m scripts.bench replay --minutes 10       the main case alone, for that long: does memory grow?
-    python -m scripts.bench replay --profile          the main case under cProfile: what the main thread does
+docs/benchmarks/replay.md has examples.
 
 Standard output gets a table and, as its last line, one object of JSON with the main case's `tokens_per_cpu_second`.
 """
@@ -16,7 +12,9 @@ import argparse
 import os
 import platform
 import pstats
+import re
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -38,12 +36,9 @@ from scripts.bench.load import CASES, MAIN, QUICK_CASES, QUICK_LOAD, Case, Load
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
-LOOK_S = 0.002
-SAMPLE_S = 1.0
+LOOK_S, SAMPLE_S = 0.002, 1.0
 END_S = 15.0
-SETTLE_S = 1.0
-IDLE_S = 3.0
-COUNTED = ("steps", "tokens", "batch_bytes", "groups", "group_tokens", "group_bytes")
+SETTLE_S, IDLE_S = 1.0, 3.0
 CURVE_POINTS = 60
 MIB = 2**20
 PROFILE_LINES = 40
@@ -68,9 +63,9 @@ class Running(Processes):
         super().__exit__(*error)
         self.threads.shutdown()  # a learner that waits for a batch notices that replay is silent
 
-    def check(self, *, may_end: bool = False) -> None:
+    def check(self) -> None:
         """Raises CaseFailed when replay has ended, or a thread has failed."""
-        super().check(may_end=may_end)
+        super().check()
         for end in self.ends:
             if end.done() and end.exception() is not None:
                 raise self.fail(str(end.exception()))
@@ -94,15 +89,15 @@ class Running(Processes):
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        """See `wait_until`; within --limit-s."""
-        self.wait_until(what, done, self.options.limit_s, look_s=LOOK_S)
+        self.wait_until(what, done, self.options.limit_s, LOOK_S)
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
+        self.may_end = True
         self.learner_over.set()
-        self.wait_until("replay to end", self.ended, END_S, may_end=True)
+        self.wait_until("replay to end", self.ended, END_S)
         self.producers_over.set()
-        self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S, may_end=True)
+        self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S)
 
 
 def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -120,11 +115,6 @@ def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
             return found
     finally:
         shutil.rmtree(options.work / "runs", ignore_errors=True)
-
-
-def named(case: Case, found: dict[str, Any]) -> dict[str, Any]:
-    """The result of a case with what the case is."""
-    return {"case": str(case), **asdict(case), **found}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +136,6 @@ class Reading:
 
 
 def _flow(running: Running) -> dict[str, Any]:
-    """Full load for `seconds`."""
     options = running.options
     warm = options.warmup_steps
     running.wait(f"step {warm}", lambda: running.counts.steps >= warm)
@@ -162,7 +151,7 @@ def _flow(running: Running) -> dict[str, Any]:
 def flow_of(before: Reading, after: Reading, resident: list[int], sent: Load) -> dict[str, Any]:
     """What lies between two readings."""
     cost, seconds = after.cost.since(before.cost), after.at - before.at
-    counts = {field: after.counts[field] - before.counts[field] for field in COUNTED}
+    counts = {field: count - before.counts[field] for field, count in after.counts.items()}
     tokens = counts["tokens"]
     return {
         "seconds": round(seconds, 2),
@@ -182,15 +171,14 @@ def flow_of(before: Reading, after: Reading, resident: list[int], sent: Load) ->
 
 def memory(resident: list[int]) -> dict[str, Any]:
     """Whether resident memory grows: means of the quarters of the window, in MiB, and the last against the second."""
-    quarter = max(1, len(resident) // 4)
-    parts = [resident[i * quarter : (i + 1) * quarter] or resident[-quarter:] for i in range(4)]
-    means = [round(sum(part) / len(part) / MIB, 1) for part in parts]
-    step = max(1, len(resident) // CURVE_POINTS)
+    mib = [value / MIB for value in resident]
+    quarter = max(1, len(mib) // 4)
+    means = [round(statistics.mean(mib[i * quarter :][:quarter] or mib[-quarter:]), 1) for i in range(4)]
     return {
-        "rss_mib_max": round(max(resident) / MIB, 1),
+        "rss_mib_max": round(max(mib), 1),
         "rss_mib_by_quarter": means,
         "rss_mib_growth": round(means[3] - means[1], 1),
-        "rss_mib_curve": [round(value / MIB, 1) for value in resident[::step]],
+        "rss_mib_curve": [round(value, 1) for value in mib[:: max(1, len(mib) // CURVE_POINTS)]],
     }
 
 
@@ -224,33 +212,22 @@ def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
     held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
     packages = {name: version(name) for name in ("pyzmq", "numpy", "msgpack")}
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    hardware = {"cpu": cpu[1] if cpu else platform.machine(), "cores": os.cpu_count(), "kernel": platform.release()}
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
         "profiled": profiled,
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": {"cpu": cpu_name(), "cores": os.cpu_count(), "kernel": platform.release()},
+        "hardware": hardware,
         "versions": {"python": platform.python_version(), "libzmq": zmq.zmq_version(), **packages},
         "results": results,
     }
 
 
-def cpu_name() -> str:
-    """Model name of the processor, from /proc/cpuinfo."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
-    """The options of the command. Exits on what cannot be used."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench replay", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter cases: under a minute")
+    parser = core.make_parser("replay", __doc__, {"seconds": (20.0, 2.0, "of each case")}, argv)
     parser.add_argument("--minutes", type=float, help="the main case alone, for so long")
-    parser.add_argument("--seconds", type=float, help="of each case (default: 20; with --quick 2)")
     parser.add_argument("--profile", action="store_true", help="the main case alone, under cProfile")
     parser.add_argument("--producers", type=int, help="one case: so many producers")
     parser.add_argument("--no-curve", action="store_true", help="one case: without keys")
@@ -264,19 +241,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     if args.minutes or args.profile or args.producers or args.no_curve or args.fsync:
         producers = args.producers if args.producers is not None else MAIN.producers
         cases = [Case(producers=producers, curve=not args.no_curve, fsync=args.fsync or MAIN.fsync)]
-    seconds = args.seconds or (60 * args.minutes if args.minutes else 2.0 if args.quick else 20.0)
-    if not seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:
+    if args.minutes:
+        args.seconds = 60 * args.minutes
+    if not args.seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:
         parser.error("--seconds, --minutes, --checkpoint-every and --producers: more than 0 each")
     args.load = QUICK_LOAD if args.quick else Load()
-    args.work, args.seconds, args.warmup_steps = args.work.absolute(), seconds, 4 if args.quick else 10
+    args.work, args.warmup_steps = args.work.absolute(), 4 if args.quick else 10
     return args, cases
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """The result of a case; one that failed has an `error`."""
+    """The result of a case with what the case is; one that failed has an `error`."""
     core.say(str(case))
     try:
-        return named(case, run_case(options, case))
+        return {"case": str(case), **asdict(case), **run_case(options, case)}
     except (CaseFailed, ConfigError) as error:
         core.say(str(error))
         return {"case": str(case), "error": str(error).splitlines()[0]}

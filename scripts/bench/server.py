@@ -9,8 +9,8 @@ import asyncio
 import math
 import sys
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,15 +21,15 @@ from configs.schema import Config
 from replay import messages as m
 from replay.prompts import stream_seed
 from rollout_server import main as rollout_server
-from rollout_server.engines import Completion, Engine, EngineError, Health, Partial, Sampling, build_engine
+from rollout_server.engines import Completion, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Part
 from rollout_server.generate import Generator
 from rollout_server.progress import prefixes_of
+from scripts.bench.core import quantile
 
-PART = "#"
-"""Separates a lease's request id from the answer's number: here each answer is a request of its own."""
+PART = "#"  # between a lease's request id and the answer's number: here each answer is a request of its own
 KEPT = 4096
 
 
@@ -54,10 +54,13 @@ class ForcedLengths(Generator):
     async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
         names = self._names(request_id)
         prefixes = prefixes_of(lease, len(names))
+        limit = self.config.rollout.max_new_tokens
 
         async def run(index: int, name: str) -> Completion:
             given = [prefixes[index]] if prefixes is not None else None
-            sampling = self._forced(lease.seed, index)
+            length = forced_length(lease.seed, index, median=self.median, sigma=self.sigma, limit=limit)
+            sampling = self.sampling(stream_seed(lease.seed, index, 0))
+            sampling = replace(sampling, max_new_tokens=length, stop_token_ids=())
             (found,) = await self.engine.generate(prompt_ids, sampling, 1, request_id=name, prefixes=given)
             self._ended[name] = found
             return found
@@ -74,21 +77,15 @@ class ForcedLengths(Generator):
     def _names(self, request_id: str) -> list[str]:
         return [f"{request_id}{PART}{index}" for index in range(self.config.rollout.group_size)]
 
-    def _forced(self, seed: int, index: int) -> Sampling:
-        limit = self.config.rollout.max_new_tokens
-        length = forced_length(seed, index, median=self.median, sigma=self.sigma, limit=limit)
-        return replace(self.sampling(stream_seed(seed, index, 0)), max_new_tokens=length, stop_token_ids=())
-
     def abort(self, request_id: str) -> None:
         for name in self._names(request_id):
             self.engine.abort(name)
 
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens of answers that have ended no longer count."""
-        counts: dict[str, int] = {}
+        counts: Counter[str] = Counter()
         for name, tokens in self.engine.running_tokens().items():
-            lease = name.partition(PART)[0]
-            counts[lease] = counts.get(lease, 0) + tokens
+            counts[name.partition(PART)[0]] += tokens
         return counts
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
@@ -103,24 +100,15 @@ class ForcedLengths(Generator):
         return found
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """The value at `share` of the sorted values, 0 without any."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 class TokenGaps:
     """Gaps between two tokens of the probe; those that an update fell into stand apart."""
 
     def __init__(self) -> None:
-        self._probe = ""
+        self._probe, self._resumed = "", False
         self._last: float | None = None
-        self._gaps: deque[float] = deque(maxlen=KEPT)
-        self._pauses: deque[float] = deque(maxlen=KEPT)
-        self._resumed = False
+        self._gaps, self._pauses = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
 
     def is_probe(self, rid: str) -> bool:
-        """Whether this request reports every token."""
         return rid == self._probe
 
     def claim(self, rid: str) -> bool:
@@ -131,11 +119,9 @@ class TokenGaps:
         return True
 
     def release(self) -> None:
-        """The probe has ended."""
         self._probe, self._last = "", None
 
     def token(self, now: float) -> None:
-        """A token of the probe has arrived."""
         if self._last is not None:
             (self._pauses if self._resumed else self._gaps).append(now - self._last)
         self._resumed, self._last = False, now
@@ -148,14 +134,13 @@ class TokenGaps:
         """Milliseconds: the median gap, and gaps over an update less that."""
         median = quantile(self._gaps, 0.5)
         pauses = [max(0.0, gap - median) for gap in self._pauses]
-        return {
-            "token_gap_ms_p50": 1e3 * median,
-            "pause_ms_p50": 1e3 * quantile(pauses, 0.5),
-            "pause_ms_p99": 1e3 * quantile(pauses, 0.99),
-            "pause_ms_max": 1e3 * max(pauses, default=0.0),
-            "pause_ms_last": 1e3 * (pauses[-1] if pauses else 0.0),
-            "pause_samples": float(len(pauses)),
+        found = {
+            "token_gap_ms_p50": median,
+            "pause_ms_p50": quantile(pauses, 0.5),
+            "pause_ms_p99": quantile(pauses, 0.99),
         }
+        found |= {"pause_ms_max": max(pauses, default=0.0), "pause_ms_last": pauses[-1] if pauses else 0.0}
+        return {name: 1e3 * seconds for name, seconds in found.items()} | {"pause_samples": float(len(pauses))}
 
 
 class ProbedProcess(SGLangProcess):
@@ -199,9 +184,8 @@ class ProbedEngine(SGLangEngine):
         return replace(found, detail={**found.detail, **self._gaps.detail()})
 
 
-def make_engine(config: Config) -> Engine:
-    """The configuration's engine, probed where it is SGLang."""
-    return build_engine(config, sglang=ProbedEngine)
+make_engine = partial(build_engine, sglang=ProbedEngine)
+"""The configuration's engine, probed where it is SGLang."""
 
 
 def main() -> int:

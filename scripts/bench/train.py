@@ -1,16 +1,15 @@
 """`torchrun -m scripts.bench.train`: one learner rank that runs the phases of the pipeline benchmark.
 
 The loop is that of learner/train.py, and so are replay, the rollout servers and the weight bus. Only the steps of
-the idle phase leave the update out: they take, commit and publish as always, so that admission and versions go on
-as in a run. After the last step the updates are made once more from batches in memory, while the engines stand
-still; nothing of that is committed or published.
+the idle phase leave the update out. After the last step the updates are made once more from batches in memory, while
+the engines stand still; nothing of that is committed or published.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,10 +22,11 @@ from learner.learner import Learner, Update
 from learner.ranks import Ranks
 from learner.train import main
 from replay import messages as m
+from scripts.bench.broadcast import device_time
 from scripts.bench.core import until, write_json
 
 Phase = Literal["warmup", "idle", "full"]
-FILE = "bench_plan.json"
+PLAN = "bench_plan.json"
 RESULT = "bench_learner.json"
 ALONE_REPEATS = 3
 NOTHING = Update({}, applied=False, has_advantage=False)
@@ -36,8 +36,8 @@ NOTHING = Update({}, applied=False, has_advantage=False)
 class Plan:
     """Steps of each phase, in this order. A measured phase runs one step more: its first only refills the pipeline.
 
-    Example: Plan(warmup=2, idle=3, full=3, train=3, quiet_s=60) has 10 steps; steps 4 to 6 give T_roll, 8 to 10
-    T_step, and after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
+    Example: Plan(warmup=2, idle=3, full=3, quiet_s=60) has 10 steps; steps 4 to 6 give T_roll, 8 to 10 T_step, and
+    after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
     """
 
     warmup: int
@@ -45,40 +45,23 @@ class Plan:
     idle: int
     """Counted steps in which the update is left out: T_roll."""
     full: int
-    """Counted steps as a run makes them: T_step."""
-    train: int
-    """Counted updates on batches that are already here: T_train."""
+    """Counted steps as a run makes them: T_step; afterwards as many counted updates on their batches: T_train."""
     quiet_s: float
     """How long the engines have to finish what they hold before the updates are timed."""
 
     @property
     def phases(self) -> list[Phase]:
-        """The phase of each step."""
         lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
         lengths["full"] = self.full and self.full + 1
         return [phase for phase, length in lengths.items() for _ in range(length)]
 
     @property
     def total_steps(self) -> int:
-        """Steps of the run."""
         return len(self.phases)
-
-    def phase(self, step: int) -> Phase:
-        """The phase of a step, counted from 1."""
-        return self.phases[step - 1]
 
     def measured(self, phase: Phase) -> list[int]:
         """Steps of a phase that count."""
         return [step for step, its in enumerate(self.phases, 1) if its == phase][1:]
-
-    def write(self, run_dir: Path) -> None:
-        """Leave the plan where the learner ranks look for it."""
-        (run_dir / FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-
-    @classmethod
-    def read(cls, run_dir: Path) -> "Plan":
-        """The plan of a run. Raises FileNotFoundError in the folder of any other run."""
-        return cls(**json.loads((run_dir / FILE).read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +89,7 @@ class BenchLearner(Learner):
 
     def __init__(self, config: Config, ranks: Ranks, batches: BatchReader) -> None:
         super().__init__(config, ranks, batches)
-        self.plan = Plan.read(Path(config.run_dir))
+        self.plan = Plan(**json.loads((Path(config.run_dir) / PLAN).read_text(encoding="utf-8")))
         self.kept: list[m.Batch] = []
         self.result: dict[str, Any] = {"committed_at": {}, "trained": {}, "memory": {}, "nccl": None}
         if ranks.device.type == "cuda":
@@ -115,7 +98,7 @@ class BenchLearner(Learner):
 
     def update(self, batch: m.Batch) -> Update:
         """The update, or nothing in the idle phase. The batches that count towards T_step are kept."""
-        if self.plan.phase(batch.step) == "idle":
+        if self.plan.phases[batch.step - 1] == "idle":
             return NOTHING
         if batch.step in self.plan.measured("full"):
             self.kept.append(batch)
@@ -131,7 +114,7 @@ class BenchLearner(Learner):
     def checkpoint_if_due(self, batch: m.Batch) -> None:
         """No checkpoint; after the last step come the measurements without rollouts."""
         self._write()  # so that a run which is cut short has given what it had measured
-        if batch.step == self.plan.total_steps and self.plan.train:
+        if batch.step == self.plan.total_steps and self.plan.full:
             self.wait_for_broadcast()
             if self.ranks.is_first:
                 self.result["quiet"] = until(self._is_quiet, self.plan.quiet_s, look_s=0.2)
@@ -139,7 +122,6 @@ class BenchLearner(Learner):
             self._measure_parts()
 
     def finish(self, version: int) -> None:
-        """Leave as always, and write what was measured."""
         super().finish(version)
         if self.ranks.device.type == "cuda":
             # of the fullest rank; the allocator gives nothing back by itself, so at the end this is its peak
@@ -159,13 +141,12 @@ class BenchLearner(Learner):
 
     def _measure_updates(self) -> None:
         """The same batches as in the full phase; the first one twice, because the first update is not counted."""
-        order = [self.kept[i % len(self.kept)] for i in range(self.plan.train)]
         seconds = []
-        for batch in [order[0], *order]:
+        for batch in [self.kept[0], *self.kept]:
             started = self._together()
             super().update(batch)
-            seconds.append(self._now() - started)
-        self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in order]}
+            seconds.append(device_time(self.ranks.device) - started)
+        self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in self.kept]}
 
     def _measure_parts(self) -> None:
         """Parts of a publication by themselves: the gather of all tensors, and the digests of the shards."""
@@ -174,22 +155,16 @@ class BenchLearner(Learner):
             started = self._together()
             for _ in self.policy.named_full_tensors(self.config.rollout.dtype):
                 pass
-            gathered = self._now()
+            gathered = device_time(self.ranks.device)
             self.bus.digests()
             parts["gather"].append(gathered - started)
-            parts["digest"].append(self._now() - gathered)
+            parts["digest"].append(device_time(self.ranks.device) - gathered)
         self.result["alone"] = parts
 
     def _together(self) -> float:
         """Begin together with all ranks, the device idle; the time then."""
         dist.all_reduce(torch.zeros(1, device=self.ranks.device))
-        return self._now()
-
-    def _now(self) -> float:
-        """The time when the device has done what was queued."""
-        if self.ranks.device.type == "cuda":
-            torch.cuda.synchronize(self.ranks.device)
-        return time.perf_counter()
+        return device_time(self.ranks.device)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from scripts.chaos.report import drive
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 only when all was in order."""
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
         case ["-h" | "--help"] | ["weights"] | ["weights", "-h" | "--help"]:

@@ -1,31 +1,31 @@
-"""The weight bus alone, over gloo: a publisher in this process, and receivers as threads or as processes."""
+"""The weight bus alone, over gloo: a publisher and its receivers in threads of this process, and weights to publish."""
 
-import hashlib
 import logging
-import multiprocessing
-import os
+import random
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
-from replay.lifeline import die_with_parent
 from scripts.chaos.polling import wait_until
-from scripts.chaos.probe import Recorder, bus_subscriber, halfway
+from scripts.chaos.probe import halfway
 from weight_bus import BusClosed, Event, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
 
-FORKS = multiprocessing.get_context("forkserver")
-"""Importing torch anew for each receiver would take longer than most faults."""
 HOST, RUN = "127.0.0.1", "chaos-bus"
 KEPT = 64  # versions whose bytes are remembered; an older one that is activated is wrong in any case
 END_S = 60.0
 
 Weights = dict[str, torch.Tensor]
+
+# versions of a small policy under a real AdamW, with the odd one that is no ordinary step
+LR, LEAP_LR = 1e-6, 3e-3  # a leap moves more than half of all elements in one step
+STEPS_BEFORE = 40  # after so many, Adam's moments are those of a run that is under way
+KINDS = {"step": 78, "leap": 4, "same": 4, "back": 14}
+"""How often, in a hundred: an ordinary step, a leap, the last version again, the one before it again."""
 
 
 def digests_of(named: Weights) -> dict[str, int]:
@@ -34,14 +34,6 @@ def digests_of(named: Weights) -> dict[str, int]:
 
 def bytes_of(named: Weights) -> dict[str, bytes]:
     return {name: tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, tensor in named.items()}
-
-
-def bytes_digest(named: Weights) -> str:
-    """Of all bytes by name; shares nothing with the digests of the bus."""
-    state = hashlib.blake2b(digest_size=16)
-    for name, data in sorted(bytes_of(named).items()):
-        state.update(name.encode() + data)
-    return state.hexdigest()
 
 
 class Oracle:
@@ -53,13 +45,11 @@ class Oracle:
         self.wrong: list[str] = []
 
     def publish(self, version: int, named: Weights) -> None:
-        """Copy what is about to be published."""
         self._truth[version] = bytes_of(named)
         if len(self._truth) > KEPT:
             self._truth.popitem(last=False)
 
     def look(self, name: str, version: int, live: Weights) -> None:
-        """An engine is to serve a version from now on."""
         before, held, true = self.activated[name], bytes_of(live), self._truth.get(version, {})
         if before and version < before[-1]:
             self.wrong.append(f"{name!r} went back from v{before[-1]} to v{version}")
@@ -69,21 +59,18 @@ class Oracle:
         before.append(version)
 
     def holds(self, version: int, live: Weights) -> bool:
-        """Whether these are the weights of a version, bit for bit."""
         return self._truth.get(version) == bytes_of(live)
 
     def claims(self, version: int, served: Iterable[str]) -> None:
-        """The publisher says that these serve a version."""
         false = [name for name in served if version not in self.activated[name]]
         self.wrong += [f"the publisher takes {name!r} for one that serves v{version}" for name in false]
 
 
 class Receiver(threading.Thread):
-    """A rollout server whose engine holds copies of what it is sent.
+    """A rollout server whose engine holds copies of what it is sent; one that is removed for good starts anew.
 
     `observe` is called with name, version and live weights when the engine is to serve a version; `spoil` with place
-    (staged, base, live), tensor name and tensor, as each is loaded. With `restarts`, one that is removed for good
-    starts anew, as its launcher would have it.
+    (staged, base, live), tensor name and tensor, as each is loaded.
     """
 
     def __init__(
@@ -93,16 +80,14 @@ class Receiver(threading.Thread):
         config: WeightBus,
         observe: Callable[[str, int, Weights], None],
         *,
-        make: type[Subscriber] = Subscriber,
         spoil: Callable[[str, str, torch.Tensor], None] = lambda *_: None,
-        restarts: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self.live: Weights = {}
         self.removals, self.closed = 0, ""  # why the bus ended
-        self._subscriber = lambda: make(address, name=name, config=config, host=HOST, run_id=RUN, **options)
-        self._observe, self._spoil, self._restarts = observe, spoil, restarts
+        self._subscriber = lambda: Subscriber(address, name=name, config=config, host=HOST, run_id=RUN, **options)
+        self._observe, self._spoil = observe, spoil
 
     def run(self) -> None:
         while not self.closed:
@@ -113,9 +98,8 @@ class Receiver(threading.Thread):
                         subscriber.receive(self._load, activate=self._activate, quarantine=lambda *_: None)
                 except BusClosed as closed:
                     self.closed = str(closed)
-                except RemovedFromBus as removed:
+                except RemovedFromBus:
                     self.removals, self.live = self.removals + 1, {}
-                    self.closed = "" if self._restarts else str(removed)
 
     def _load(self, _version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
         for name, tensor in named_tensors:
@@ -157,7 +141,6 @@ class BusCluster(logging.Handler):
         self._logger.removeHandler(self)
 
     def end(self) -> None:
-        """End the publisher, and with it the receivers."""
         self.publisher.close()
         for receiver in self.receivers.values():
             receiver.join(END_S)
@@ -168,7 +151,6 @@ class BusCluster(logging.Handler):
         self.receivers[name].start()
 
     def wait_for_all(self) -> None:
-        """Wait until all receivers have joined. Raises Hung."""
         names = set(self.receivers)
         self.wait(lambda: names <= self.publisher.members().keys(), f"{sorted(names)} have joined", END_S)
 
@@ -192,23 +174,46 @@ class BusCluster(logging.Handler):
         wait_until(condition, what, deadline_s, state=lambda: f"members {self.publisher.members()}")
 
 
-def start_receiver(address: str, config: WeightBus, name: str, folder: Path) -> int:
-    """A receiver with a probe in a process of its own; its pid. It ends with this process."""
-    FORKS.set_forkserver_preload([__name__])
-    process = FORKS.Process(target=receive, args=(address, config.model_dump_json(), name, folder), daemon=True)
-    process.start()
-    assert process.pid is not None
-    return process.pid
+class Policy:
+    """Trains on noise: how many elements a step changes depends on the learning rate and on Adam's moments.
 
+    Master weights are float32. Vectors and `gate` are published as they are, the others in bfloat16.
+    """
 
-def receive(address: str, config: str, name: str, folder: Path) -> None:
-    die_with_parent()
-    torch.set_num_threads(1)
-    logging.basicConfig(filename=folder / "receiver.log", format="%(asctime)s %(message)s", level=logging.INFO)
-    recorder = Recorder(folder)
+    def __init__(self, seed: int, *, hidden: int = 256, layers: int = 4, kinds: Mapping[str, int] = KINDS) -> None:
+        self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
+        shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
+        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(layers) for matrix in "qkvo"}
+        named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
+        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(layers)} | {"scale": torch.ones(1)}
+        self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
+        self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+        for _ in range(STEPS_BEFORE):
+            self._step(LR)
+        self.last = self._before = self._rounded()
 
-    def observe(_: str, version: int, live: Weights) -> None:
-        recorder.note("live", version=version, pid=os.getpid(), digest=bytes_digest(live))
+    def next(self) -> tuple[str, Weights]:
+        """(kind, tensors as they are published), which stay as they are."""
+        kind = self._rng.choices(list(self._kinds), list(self._kinds.values()))[0]
+        last, before = self.last, self._before
+        if kind in ("step", "leap"):
+            self._step(LEAP_LR if kind == "leap" else LR)
+            self.last = self._rounded()
+        else:
+            self.last = last if kind == "same" else before
+        self._before = last
+        return kind, self.last
 
-    made = WeightBus.model_validate_json(config)
-    Receiver(address, name, made, observe, make=bus_subscriber(recorder), restarts=False).run()
+    def _step(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        for weight in self._masters.values():
+            weight.grad = torch.randn(weight.shape, generator=self._numbers)
+        self._adam.step()
+
+    def _rounded(self) -> Weights:
+        keep = {name for name, weight in self._masters.items() if weight.ndim < 2 or name == "gate"}
+        return {
+            n: w.detach().to(torch.float32 if n in keep else torch.bfloat16, copy=True)
+            for n, w in self._masters.items()
+        }

@@ -1,4 +1,4 @@
-"""A training run of real processes and everything around it; the one cluster of all campaigns."""
+"""A training run of real processes and everything around it, quick to notice a fault: one cluster for all campaigns."""
 
 import os
 import re
@@ -7,51 +7,125 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from configs.loading import load
 from configs.schema import Config
 from learner.launch.hosts.ready import ask_replay
 from scripts.chaos import checker, processes, site_start
-from scripts.chaos.polling import Ended, T, wait_until
+from scripts.chaos.polling import Ended, T, replace_text, wait_until
 from scripts.chaos.proxy import Link, Proxy
-from scripts.chaos.settings import (
-    ROOT,
-    SERVERS,
-    START_S,
-    Variant,
-    recovery_s,
-    run_settings,
-    set_pace,
-    variant_settings,
-)
 from scripts.chaos.watch import Logs, Probe, Watch
 
-TICK_S, PACE_EVERY_S, RESTART_S = 0.004, 0.3, 0.2
+ROOT = Path(__file__).parents[2]
+START_S = 60.0  # how long a process may take to start on a busy machine; no key of the configuration says that
+SERVERS = ("rollout-a", "rollout-b")
+SHOWN = ("tracking.live=plain", "tracking.plot=false")
+TICK_S, PACE_EVERY_S = 0.004, 0.3
 LAUNCHER = "launcher"
 CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
 
+class Variant(NamedTuple):
+    """Settings in which one run differs from the others."""
+
+    name: str
+    settings: tuple[str, ...]
+    keys: bool = False  # CURVE on every socket: then the proxy sees sealed messages
+
+
+PARTIAL = ("replay.async_lag=4", "replay.partial_rollouts=true")
+VARIANTS = (
+    Variant("lag 1", ("replay.async_lag=1",)),
+    Variant("lag 0, fsync every", ("replay.async_lag=0", "replay.fsync=every")),
+    Variant("lag 4, drop, partial rollouts, fsync never", (*PARTIAL, "replay.on_stale=drop", "replay.fsync=never")),
+    Variant("lag 1, mask, two ranks", ("replay.async_lag=1", "replay.on_stale=mask", "placement.split=2:2")),
+    Variant("lag 1, keys", ("replay.async_lag=1",), keys=True),
+    Variant("lag 4, partial rollouts, all of the journal", (*PARTIAL, "replay.journal_keep=all")),
+)
+
+# every deadline is short, so that a fault costs seconds
+SMALL = """
+    rollout.group_size=4 rollout.groups_per_step=8 rollout.max_running=32 placement.local_rollouts=false
+    evaluation.every_steps=0 checkpoint.every_steps=12 learner.lr=1e-4 limits.flat_reward_steps=0
+    network.heartbeat_s=0.5 network.silent_after_s=5
+    weight_bus.heartbeat_s=0.5 weight_bus.collective_timeout_s=2 weight_bus.deadline_s=10
+    replay.lease_s=8 replay.max_attempts=6 replay.restarts=1000 replay.wait_for_learner_s=120
+    learner.restarts=1000 learner.batch_deadline_s=120 rollout.wait_for_servers_s=120
+"""
+REWARD = '''"""The quick start's reward at a pace that the harness sets; evaluations are not slowed."""
+
+import time
+
+from rollout_server.rewards.exact import reward as exact
+
+
+def reward(sample):
+    if sample["data_source"] == "train":
+        with open({pace!r}, encoding="utf-8") as file:
+            time.sleep(float(file.read()))
+    return exact(sample)
+'''
+
+
+def set_pace(work: Path, seconds: float) -> None:
+    """How long the reward of one trajectory takes from now on; every rollout server has one reward process."""
+    replace_text(work / "pace", f"{seconds:.6f}")
+
+
+def run_settings(work: Path, data: Path) -> list[str]:
+    """Settings of every run in a work folder; writes the paced reward."""
+    set_pace(work, 0.0)
+    (work / "paced_reward.py").write_text(REWARD.format(pace=str(work / "pace")), encoding="utf-8")
+    paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
+    run = [f"run.dir={work}", "run.name=run", f"reward.function={work}/paced_reward.py:reward"]
+    return [*run, *(f"{key}={data}/{name}" for key, name in paths.items()), *SHOWN]
+
+
+def variant_settings(variant: Variant, work: Path) -> list[str]:
+    """Settings of a small run; writes the keys that they name."""
+    values = ["placement.split=2:1", *SMALL.split(), *variant.settings]
+    if variant.keys:
+        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
+        subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
+        values.append(f"network.keys={work}/keys")
+    return values
+
+
+def make_data(folder: Path, *, seed: int = 0) -> Path:
+    """The quick start's model and prompts, made where they are missing."""
+    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return (ROOT / folder).resolve()
+
+
+def recovery_s(config: Config) -> float:
+    """Deadline for a run to go on after a fault: its own deadlines in a row, and a process's start."""
+    network, bus = config.network, config.weight_bus
+    waits = 2 * network.silent_after_s + 2 * config.replay.lease_s + bus.deadline_s + 2 * bus.collective_timeout_s
+    return waits + START_S
+
+
+def naming_s(config: Config) -> float:
+    return config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
+
+
 @dataclass(slots=True)
 class Started:
-    """A process of the cluster."""
-
     process: "subprocess.Popen[bytes]"
     again: Callable[[], None] | None  # how it is started again when it ends, where it is
     may_end: bool = False
-    restart_at: float = 0.0
 
 
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    Everything is in the folder `work`, the run in work/run. With `probes`, rollout servers and learner rank 0 get
-    probes. `pace` is asked again and again for the seconds that the reward of one trajectory takes.
+    The run is in work/run. With `probes`, rollout servers and learner rank 0 get probes. `pace` is asked again and
+    again for the seconds that the reward of one trajectory takes.
     """
 
     config: Config
@@ -76,7 +150,7 @@ class Cluster:
             **({"CHAOS_PROBES": str(work / "probes")} if probes else {}),
         }
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> Self:
         self.proxy.__enter__()
         return self
 
@@ -87,8 +161,6 @@ class Cluster:
         for root in roots:
             root.wait()
         self.proxy.__exit__()
-
-    # ---- starting --------------------------------------------------------------------------------------
 
     def start(self, name: str, *command: str, restarts: bool = False, **environment: str) -> None:
         """Start a process; what it prints goes to NAME.out."""
@@ -127,7 +199,6 @@ class Cluster:
         self.wait(lambda: self.history.version > 0, "the first step", 2 * START_S)
 
     def serve(self, name: str, address: str, *command: str, restarts: bool = False) -> None:
-        """Start a rollout server with a probe."""
         self.watch.probes[name] = Probe(self.work / "probes" / name)
         own = (sys.executable, "-m", "rollout_server.main", "--parent", str(os.getpid()), "--replay", address)
         words = [*(command or own), "--config", f"{self.folder}/config.yaml", "--server-name", name]
@@ -135,7 +206,6 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Where replay listens; empty before the launcher has said that."""
         output = self.output(LAUNCHER)
         text = output.read_text(errors="replace") if output.exists() else ""
         found = re.search(r"replay listens at (tcp://\S+):? start", text)
@@ -145,26 +215,18 @@ class Cluster:
         return self.work / f"{name}.out"
 
     def last_words(self, name: str = LAUNCHER) -> str:
-        """The end of what a process has printed."""
         return " | ".join(self.output(name).read_text(errors="replace").splitlines()[-3:])[-600:]
-
-    # ---- while it runs ---------------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
-        """Whether processes may end by themselves."""
         return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
-        """Look at everything once: journal, probes, dead servers, pace."""
         self.watch.poll()
-        now = time.monotonic()
         for started in list(self.started.values()):
             if started.again is not None and started.process.poll() is not None and not self.is_over:
-                started.restart_at = started.restart_at or now + RESTART_S
-                if now >= started.restart_at:
-                    started.again()
-        if now - self._paced_at > PACE_EVERY_S:
+                started.again()
+        if time.monotonic() - self._paced_at > PACE_EVERY_S:
             self.set_pace()
         time.sleep(TICK_S)
 
@@ -173,12 +235,7 @@ class Cluster:
         set_pace(self.work, self._pace())
 
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
-        """Tick until the condition holds; what it is then.
-
-        Raises:
-            Hung: it did not within the deadline.
-            Ended: a process has ended meanwhile that must not.
-        """
+        """Tick until the condition holds; what it is then. Raises Hung, or Ended where a process ends that must not."""
 
         def look() -> None:
             for name, started in self.started.items():
@@ -222,20 +279,18 @@ class Cluster:
         return int(launcher.returncode)
 
     def check(self) -> checker.Report:
-        """The checker's report of a run whose processes have ended."""
         self.watch.poll()
         records = sorted(self.work.glob("probes/*/events.jsonl"))
         return checker.check(self.folder, journal=self.watch.archive, acks=records)
-
-    # ---- what faults reach for -------------------------------------------------------------------------
 
     def pids(self, role: str) -> list[int]:
         """Living processes of a role: replay, learner (its ranks), `rank N`, torchrun, or a started process's name."""
         if role in self.started:
             process = self.started[role].process
             return [process.pid] if process.poll() is None else []
-        if role.startswith("rank "):
-            return [pid for pid in self.pids("learner") if _has(pid, role.upper().replace(" ", "="))]
+        if role.startswith("rank "):  # ranks start in their order
+            number = int(role.removeprefix("rank "))
+            return self.pids("learner")[number : number + 1]
         return processes.of_role(self.started[LAUNCHER].process.pid, role)
 
     def kill(self, role: str) -> int | None:
@@ -244,13 +299,6 @@ class Cluster:
         return pids[0] if pids and processes.send(pids[0], SIGKILL) else None
 
     def skew(self, role: str, seconds: float) -> None:
-        """Set the wall clock of a role off by so much."""
         with self._clock.open("r+b") as file:
             file.seek(CLOCKS.index(role) * site_start.DOUBLE.size)
             file.write(site_start.DOUBLE.pack(seconds))
-
-
-def _has(pid: int, variable: str) -> bool:
-    with suppress(OSError):
-        return variable.encode() in (processes.PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    return False

@@ -1,9 +1,4 @@
-"""The published table of faults and the symptom that each shows as, which docs/faults.md prints; plans drawn from it.
-
-`says` are regular expressions of which one must be found in some log of the run before the fault's time is up. A fault
-without any must change nothing. `classes` are the symptom classes that may appear while it lasts and until the run has
-gone on; another one there is a wrong name, which counts as unnamed.
-"""
+"""The table of faults and the symptom that each shows as, which docs/faults.md prints; plans drawn from it."""
 
 import random
 from collections import Counter
@@ -11,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from scripts.chaos.settings import SERVERS, VARIANTS, Variant
+from scripts.chaos.cluster import SERVERS, VARIANTS, Variant
 
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
@@ -36,13 +31,11 @@ GONE = frozenset({"closed", "silent", "slow"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One row."""
-
     name: str
     what: str
-    says: tuple[str, ...]
+    says: tuple[str, ...]  # regular expressions, one of which some log must have in time; none: it changes nothing
     points: tuple[str, ...]
-    classes: frozenset[str] = GONE
+    classes: frozenset[str] = GONE  # that may appear until the run has gone on; another one is a wrong name
     needs: Needs = ""
 
 
@@ -59,8 +52,7 @@ SERVER_WAITED = r"'{server}' wait(s|ed) .*replay.*\[silent\]"
 FULL = r"journal.*\[full\]"
 ANY, IN_FLIGHT, WRITING = ("any",), ("any", "in flight"), ("any", "checkpoint")
 CORRUPT, DUPLICATE = GONE | {"corrupt"}, GONE | {"duplicate", "corrupt"}
-LONG = "for longer than network.silent_after_s"
-BRIEFLY = "for half of network.silent_after_s"
+LONG, BRIEFLY = "for longer than network.silent_after_s", "for half of network.silent_after_s"
 
 FAULTS = (
     Fault("kill server", "SIGKILL of a rollout server", (LOST_CLOSED,), RUNNING),
@@ -102,7 +94,6 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 def as_markdown() -> list[str]:
-    """The rows of the table in docs/faults.md."""
     head = "| fault | what is done | what some log must say | classes that may appear | aimed at |"
     rows = [head, "|---|---|---|---|---|"]
     for fault in FAULTS:
@@ -110,9 +101,6 @@ def as_markdown() -> list[str]:
         classes = ", ".join(sorted(fault.classes))
         rows.append(f"| {fault.name} | {fault.what} | {says} | {classes} | {', '.join(fault.points)} |")
     return rows
-
-
-# ---- which faults, at which points, in which order: drawn once from the seed, so that a campaign can be repeated ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +116,8 @@ PlannedRun = tuple[Variant, list[Planned]]
 
 
 def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
-    """`num_faults` faults, `per_run` of them in a run.
+    """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
 
-    Every pair of fault and point comes once before any comes a second time, as far as the variants of the runs allow.
     `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
     """
     rng = random.Random(seed)

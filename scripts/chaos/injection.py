@@ -4,20 +4,20 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
 from signal import SIGKILL
 from typing import Literal
 
 from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
-from scripts.chaos.cluster import CLOCKS, LAUNCHER, Cluster
+from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
 from scripts.chaos.polling import Hung
 from scripts.chaos.proxy import Direction, Intercept, ZmtpMessage
-from scripts.chaos.settings import START_S
 
 AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
 HOLD_S = 1.0
-"""Longest that a gate holds a receiver: less than the collective timeout, so that holding alone breaks nothing."""
+"""Longest that a gate holds a process: less than the collective timeout, so that holding alone breaks nothing."""
 MIN_REPEATED = 3  # steps that must be there to repeat before the learner is killed for it
 CLOCK_S = {"forward": 3600.0, "backward": -3600.0}
 CUT_S, SLOW_FOR_S, SLOW_BY_S, SKEW_FOR_S, FULL_FOR_S = 3.0, 3.0, 0.1, 2.0, 2.0
@@ -63,13 +63,12 @@ class Aim:
     def reach(self) -> None:
         """Wait for the point; one that does not come in time is given up, and `was_hit` says so."""
         with suppress(Hung):
-            self._bring_about()
+            self._bring_about(self.cluster)
             if self.point != "reading":  # which may be over already
                 self._until(self._is_there)
             self._reached = True
 
-    def _bring_about(self) -> None:
-        cluster = self.cluster
+    def _bring_about(self, cluster: Cluster) -> None:
         match self.point:
             case "any":
                 cluster.rest(self.rng.uniform(0.0, 0.5))
@@ -105,10 +104,7 @@ class Aim:
 
 
 class Injector:
-    """Faults into one run: the first word of a fault's name is a method here, which takes the others.
-
-    `server` is the rollout server that is meant. An injection lasts as long as its fault.
-    """
+    """Faults into one run: the first word of a fault's name is a method here, which takes the others."""
 
     def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
         self.cluster, self.server, self.rng = cluster, server, rng
@@ -117,11 +113,8 @@ class Injector:
         self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
 
     def do(self, name: str) -> None:
-        """A fault of the table, to its end."""
         verb, _, rest = name.partition(" ")
         getattr(self, f"do_{verb}")(rest)
-
-    # ---- processes -------------------------------------------------------------------------------------
 
     def _pids(self, role: str) -> list[int]:
         """The process of a role, if it is there: of the learner's ranks the first; `rank` is the last of them."""
@@ -180,8 +173,6 @@ class Injector:
         self.cluster.rest(SKEW_FOR_S)
         self.cluster.skew(self.detail, 0.0)
 
-    # ---- links -----------------------------------------------------------------------------------------
-
     def do_cut(self, _: str, seconds: float = CUT_S) -> None:
         self.cluster.proxy.cut(self.cluster.links[self.server], closed_for_s=seconds)
         self.cluster.rest(seconds)
@@ -210,11 +201,11 @@ class Injector:
 
     def do_flip(self, what: str) -> None:
         direction, kinds = FLIPS[what]
-        if what in ("hello", "welcome"):
+        at_start = what in ("hello", "welcome")
+        if at_start:
             self.do_kill("server")
-            self._change(direction, self._flip, kinds, deadline_s=START_S)
-        else:
-            self._change(direction, self._flip_array if what == "up" else self._flip, kinds)
+        change = partial(self._flip, of_array=what == "up")
+        self._change(direction, change, kinds, deadline_s=START_S if at_start else MESSAGE_S)
 
     def do_tamper(self, _: str) -> None:
         change = self.rng.choice([self._flip, _twice])
@@ -250,11 +241,8 @@ class Injector:
             self.cluster.wait(intercept.done.is_set, "any message to change", deadline_s)
         self.detail = intercept.kind
 
-    def _flip(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(0, self.rng.random()).wire()]
-
-    def _flip_array(self, message: ZmtpMessage) -> list[bytes]:
-        return [message.flipped(message.largest_array, self.rng.random()).wire()]
+    def _flip(self, message: ZmtpMessage, *, of_array: bool = False) -> list[bytes]:
+        return [message.flipped(message.largest_array if of_array else 0, self.rng.random()).wire()]
 
 
 def _twice(message: ZmtpMessage) -> list[bytes]:

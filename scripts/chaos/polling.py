@@ -27,10 +27,7 @@ def wait_until(
     state: Callable[[], str] = str,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """Poll until a condition holds; what it is then.
-
-    `look` is called between two polls; `state` is what the error says of the situation. Raises Hung.
-    """
+    """Poll until a condition holds; what it is then. `look` is called between polls. Raises Hung, with `state`."""
     until = clock() + deadline_s
     while not (found := condition()):
         if clock() > until:
@@ -61,5 +58,11 @@ class JsonLines:
 
     @classmethod
     def read(cls, path: Path) -> list[dict[str, Any]]:
-        """The whole lines of a file; none where it is missing."""
         return cls(path).poll()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that others read meanwhile: they find the old or the new text, never half of one."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.rename(path)

@@ -1,8 +1,7 @@
 """A rollout server or learner rank 0 as it is, with a probe: `python -m scripts.chaos.probe MODULE ARGUMENTS`.
 
-The probe records one JSON line for everything that the process's life among its peers turns on, and has a gate at which
-the harness can hold it. CHAOS_PROBES names the folder of all probes. Its subclasses are handed to the product's own
-entry points; nothing of the product is replaced.
+It records a JSON line for each event below, and has a gate at which the harness holds the process. CHAOS_PROBES names
+the folder of all probes. Subclasses are handed to the product's own entry points; nothing of the product is replaced.
 
     join                                a place on the weight bus was asked for
     welcome    version                  the publisher's newest version at that moment
@@ -42,9 +41,6 @@ from weight_bus.transports.base import Labelled, ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
-PASSED = {messages.EpochReady, messages.Staged, messages.Applied, messages.Epoch, messages.Begin, messages.Commit}
-"""Messages of a receiver behind which there is a moment of their name, when they are sent or have come."""
-
 
 class Recorder:
     """The process's end of a probe."""
@@ -60,8 +56,6 @@ class Recorder:
 
 
 def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
-    """The channel to replay, recorded."""
-
     class RecordedDealer(AsyncDealer):
         async def send(self, message: Message) -> None:
             if isinstance(message, m.LeaseRequest) and message.capacity:
@@ -89,7 +83,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     gate = recorder.gate
 
     class GatedDealer(Dealer):
-        """The control plane."""
+        """Behind each message, sent or come, there is a moment of its name."""
 
         def send(self, message: Message) -> bool:
             if isinstance(message, messages.Join):
@@ -98,8 +92,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             if isinstance(message, messages.Join):
                 recorder.note("join")
                 gate.reach("joining")
-            if type(message) in PASSED:
-                gate.reach(type(message).__name__)
+            gate.reach(type(message).__name__)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
@@ -108,8 +101,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
                 recorder.note("welcome", version=message.version)
             elif isinstance(message, messages.Begin):
                 recorder.note("begin", version=message.version, digest=message.digest)
-            if type(message) in PASSED:
-                gate.reach(type(message).__name__)
+            gate.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
@@ -117,7 +109,6 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
             super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
 
         def receive(self, load: Load, **callbacks: Any) -> int:
-
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
                 held = load(version, halfway(list(named), lambda: gate.reach("applying")))
                 recorder.note("proven", version=version, digest=combined(held))
@@ -138,8 +129,6 @@ def halfway(named: Sequence[tuple[str, torch.Tensor]], reach: Callable[[], None]
 
 
 def gated(gate: Gate) -> TransportFactory:
-    """A transport factory whose data plane has a gate."""
-
     def make(config: WeightBus, host: str) -> Transport:
         inner = make_transport(config, host)
         if type(inner) is Collective:
@@ -169,8 +158,6 @@ def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> T
 
 
 class GatedTransport(Wrapped):
-    """The data plane."""
-
     def __init__(self, inner: Transport, gate: Gate) -> None:
         super().__init__(inner)
         self._gate, self._buckets = gate, 1
@@ -232,7 +219,6 @@ class GatedStore(Store):
 
 
 def main() -> int:
-    """Entry point: the module's own, with the probe."""
     module, folder = sys.argv[1], Path(os.environ["CHAOS_PROBES"])
     sys.argv = sys.argv[1:]
     if module == "learner.train":

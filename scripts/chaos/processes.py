@@ -8,9 +8,10 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from stat import S_ISSOCK
 
 PROC = Path("/proc")
 ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learner.launch.torchrun "),
@@ -20,14 +21,13 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1  # two thirds of the time stopped, never for as long as a heartbeat
+GONE = (FileNotFoundError, ProcessLookupError)  # what /proc says of a process that has ended
 
 
 def table() -> Iterator[tuple[int, int, str, str]]:
     """(pid, parent, state, command line) of every process."""
-    for entry in PROC.iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(FileNotFoundError, ProcessLookupError):
+    for entry in PROC.glob("[0-9]*"):
+        with suppress(*GONE):
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
             fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
             yield int(entry.name), int(fields[1]), fields[0], command
@@ -59,21 +59,18 @@ def send(pid: int, sig: signal.Signals) -> bool:
 
 def state(pid: int) -> str:
     """One letter, as ps prints it; empty when there is no such process."""
-    with suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(*GONE):
         return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
     return ""
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it runs and is no zombie."""
     return state(pid) not in ("", "Z")
-
-
-# ---- faults of a process, which last as long as their context ------------------------------------------------
 
 
 @contextmanager
 def killed(pid: int) -> Iterator[None]:
+    """Like all faults below, it lasts as long as its context."""
     send(pid, signal.SIGKILL)
     yield
 
@@ -88,40 +85,31 @@ def stopped(pid: int) -> Iterator[None]:
         send(pid, signal.SIGCONT)
 
 
-@contextmanager
-def slowed(pid: int) -> Iterator[None]:
+def slowed(pid: int) -> AbstractContextManager[None]:
     """SIGSTOP and SIGCONT in turns, as on a machine that is too busy: the process is never silent for long."""
 
     def turn(over: threading.Event) -> None:
         with stopped(pid):
             over.wait(SLOW_STOPPED_S)
-        over.wait(SLOW_RUNNING_S)
 
-    with _repeated(turn):
-        yield
+    return _repeated(turn, SLOW_RUNNING_S)
 
 
-@contextmanager
-def cut_off(pid: int) -> Iterator[None]:
+def cut_off(pid: int) -> AbstractContextManager[None]:
     """Every TCP connection of the process ends, at both ends, and so does each that it makes meanwhile."""
     close_connections(pid)
-
-    def turn(over: threading.Event) -> None:
-        over.wait(CUT_EVERY_S)
-        close_connections(pid)
-
-    with _repeated(turn):
-        yield
+    return _repeated(lambda _: close_connections(pid), CUT_EVERY_S)
 
 
 @contextmanager
-def _repeated(turn: Callable[[threading.Event], None]) -> Iterator[None]:
+def _repeated(turn: Callable[[threading.Event], object], pause_s: float) -> Iterator[None]:
     """A thread that does something again and again while the process is there."""
     over = threading.Event()
 
     def run() -> None:
-        with suppress(ProcessLookupError, FileNotFoundError):  # it has ended
-            while not over.is_set():
+        with suppress(*GONE):
+            turn(over)
+            while not over.wait(pause_s):
                 turn(over)
 
     thread = threading.Thread(target=run, name="fault", daemon=True)
@@ -138,47 +126,35 @@ def may_cut() -> bool:
     """Whether the kernel lets this process reach the sockets of its children."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL) as child:
         try:
-            copy = _copy(child.pid, 0)
-            if copy is not None:
-                os.close(copy)
-            return copy is not None
+            close_connections(child.pid)
         except PermissionError:
             return False
         finally:
             child.kill()
+    return True
 
 
 def close_connections(pid: int) -> int:
     """Shut down both directions of every TCP connection of a process; how many there were.
 
-    Raises:
-        ProcessLookupError: it has ended.
-        PermissionError: the kernel does not let this process reach that one's sockets.
+    Raises ProcessLookupError where it has ended, PermissionError where the kernel keeps its sockets from this process.
     """
-    closed = 0
-    os.close(os.pidfd_open(pid))
-    for entry in (PROC / str(pid) / "fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            if os.readlink(entry).startswith("socket:"):
-                closed += _close(_copy(pid, int(entry.name)))
+    closed, process = 0, os.pidfd_open(pid)
+    try:
+        for entry in (PROC / str(pid) / "fd").iterdir():
+            copy = LIBC.syscall(SYS_PIDFD_GETFD, process, int(entry.name), 0)
+            if copy < 0 and ctypes.get_errno() == errno.EPERM:
+                raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
+            if copy >= 0 and S_ISSOCK(os.fstat(copy).st_mode):
+                closed += _close(copy)
+            elif copy >= 0:  # a number below 0: closed meanwhile
+                os.close(copy)
+    finally:
+        os.close(process)
     return closed
 
 
-def _copy(pid: int, number: int) -> int | None:
-    """A file descriptor of another process, as one of this one; None where it was closed meanwhile."""
-    process = os.pidfd_open(pid)
-    try:
-        copy = LIBC.syscall(SYS_PIDFD_GETFD, process, number, 0)
-        if copy < 0 and ctypes.get_errno() == errno.EPERM:
-            raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")
-        return copy if copy >= 0 else None
-    finally:
-        os.close(process)
-
-
-def _close(copy: int | None) -> bool:
-    if copy is None:
-        return False
+def _close(copy: int) -> bool:
     with socket.socket(fileno=copy) as connection, suppress(OSError):  # it listens, or has no peer any more
         if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
             connection.getpeername()

@@ -1,11 +1,9 @@
 """A proxy in front of replay or a publisher: its links are cut, slow or frozen, or change a message.
 
 It passes TCP on and reads ZMTP as it goes, so identities, handshakes and reconnects are the real ones. One asyncio loop
-in a thread serves all links; the harness's thread changes their state.
-
-Just enough of ZMTP 3 (rfc.zeromq.org/spec/23) to tell messages apart: after a greeting of 64 bytes each side sends
-frames, which are one byte of flags, a size of 1 or 8 bytes, the body. Frames that are no commands make messages; the
-MORE flag says that another frame of the same message follows.
+in a thread serves all links; the harness's thread changes their state. Of ZMTP 3 (rfc.zeromq.org/spec/23) just enough:
+after a greeting of 64 bytes come frames of one byte of flags, a size of 1 or 8 bytes, and the body. Frames that are no
+commands make messages; MORE says that another frame of the same message follows.
 """
 
 import asyncio
@@ -29,8 +27,6 @@ MAX_BODY_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame as it stood on the wire."""
-
     flags: int
     body: bytes
 
@@ -49,7 +45,6 @@ class ZmtpMessage:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is no command of the handshake."""
         return not self.frames[0].flags & COMMAND
 
     @property
@@ -80,12 +75,7 @@ class ZmtpMessage:
 
 
 async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
-    """The next command or whole message.
-
-    Raises:
-        asyncio.IncompleteReadError: the connection ended.
-        ValueError: this is no ZMTP 3.
-    """
+    """The next command or whole message. Raises asyncio.IncompleteReadError at the end, ValueError for no ZMTP 3."""
     frames: list[Frame] = []
     while not frames or frames[-1].flags & MORE:
         flags = (await reader.readexactly(1))[0]
@@ -112,7 +102,7 @@ class Link:
 
     def __init__(self, upstream: tuple[str, int]) -> None:
         self.upstream, self.address = upstream, ""
-        self.delay_s = 0.0  # wait before each message
+        self.delay_s = 0.0  # before each message
         self.frozen: set[Direction] = set()  # nothing passes in these directions; connections stay open
         self.closed_until = 0.0  # no connection is accepted before this monotonic time
         self.intercepts: dict[Direction, list[Intercept]] = {"up": [], "down": []}
@@ -124,15 +114,13 @@ class Link:
 
     def intercept(self, direction: Direction, message: ZmtpMessage) -> Intercept | None:
         """The first intercept that wants this message; it is used up."""
-        for intercept in self.intercepts[direction] if message.is_message else ():
-            if intercept.wanted(message):
-                self.intercepts[direction].remove(intercept)
-                intercept.kind = message.kind
-                return intercept
-        return None
+        found = next((i for i in self.intercepts[direction] if message.is_message and i.wanted(message)), None)
+        if found is not None:
+            self.intercepts[direction].remove(found)
+            found.kind = message.kind
+        return found
 
     def abort(self) -> None:
-        """Close its connections at both ends, in the thread of the proxy."""
         for writer in self.writers:
             writer.transport.abort()
 
@@ -163,7 +151,6 @@ class Proxy:
         return self._links[-1]
 
     def cut(self, link: Link, *, closed_for_s: float = 0.0) -> None:
-        """Close its connections at both ends, and accept none for a while."""
         link.closed_until = time.monotonic() + closed_for_s
         self._loop.call_soon_threadsafe(link.abort)
 
@@ -184,7 +171,6 @@ class Proxy:
 
 
 async def _serve(link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection of a rollout server."""
     try:
         if time.monotonic() < link.closed_until:
             raise ConnectionRefusedError
@@ -240,7 +226,6 @@ async def _pump(link: Link, direction: Direction, reader: asyncio.StreamReader, 
 
 
 async def _wait(link: Link, direction: Direction, message: ZmtpMessage) -> None:
-    """Delays and freezes, before a message passes."""
     if message.is_message:
         if link.holding.get(direction) == message.kind:
             del link.holding[direction]

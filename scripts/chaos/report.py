@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from scripts.chaos.polling import Ended, Hung
+from scripts.chaos.polling import Ended, Hung, replace_text
 
 STATE = "state.json"
 BEGAN = time.monotonic()
@@ -25,18 +25,16 @@ OPTIONS: dict[str, tuple[Any, str]] = {
 }
 """(default, help) of every campaign's options. Values have the default's type; None stands for a path, and a tuple of
 lines is printed."""
-ELSEWHERE = ("work", "keep", "data", "log", "judge")  # options that change nothing of what is done
+ELSEWHERE = ("work", "keep", "data", "log")  # options that change nothing of what is done
 
 
 class State:
     """What a campaign has done so far, in its work folder: started again with the same arguments, it goes on there.
 
-    Raises:
-        ValueError: the folder holds something else.
+    Raises ValueError where the folder holds something else.
     """
 
     def __init__(self, work: Path | None, campaign: str, arguments: Mapping[str, Any]) -> None:
-        self.is_temporary = work is None
         self.work = (work or Path(tempfile.mkdtemp(prefix=f"chaos-{campaign}-"))).resolve()
         self._path = self.work / STATE
         self._head = {"campaign": campaign, "arguments": dict(arguments)}
@@ -56,16 +54,14 @@ class State:
         self._write()
 
     def fresh(self, name: str) -> Path:
-        """An empty folder in the work folder; one that a part was ended in is removed."""
+        """An empty folder in the work folder, in place of what an ended campaign has left there."""
         folder = self.work / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
     def _write(self) -> None:
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({**self._head, "done": self.done}), encoding="utf-8")
-        new.rename(self._path)
+        replace_text(self._path, json.dumps({**self._head, "done": self.done}))
 
 
 def drive(campaign: ModuleType, name: str, argv: Sequence[str]) -> int:
@@ -97,7 +93,7 @@ def drive(campaign: ModuleType, name: str, argv: Sequence[str]) -> int:
     result, wrong = campaign.verdict(state, hung, args)
     wrong = [*([f"{hung}; see {state.work}"] if hung else []), *wrong]
     code = conclude(result, wrong, in_order=not wrong)
-    if code == 0 and state.is_temporary and not args.keep:
+    if code == 0 and args.work is None and not args.keep:
         shutil.rmtree(state.work)
     else:
         sys.stderr.write(f"{name}: what is left of it is in {state.work}\n")
@@ -122,12 +118,10 @@ def make_parser(name: str, description: str, options: Mapping[str, tuple[Any, st
 
 
 def say(text: str) -> None:
-    """One line for each event, with the seconds since the campaign began."""
     print(f"{time.monotonic() - BEGAN:7.1f} s  {text}", flush=True)
 
 
 def conclude(result: Mapping[str, Any], wrong: Iterable[str], *, in_order: bool) -> int:
-    """Print what is wrong and the line of JSON; the exit code."""
     for text in wrong:
         print(f"WRONG: {text}")
     print(json.dumps(result), flush=True)
@@ -141,7 +135,7 @@ def end_on_sigterm() -> None:
 
 @contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
-    """Show all threads and exit when this process itself hangs; for what runs in it, and no processes below."""
+    """Show all threads and exit when this process itself hangs; for campaigns without processes below."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
     try:
         yield

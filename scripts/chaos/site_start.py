@@ -17,7 +17,6 @@ DOUBLE = struct.Struct("<d")
 
 
 def skew(path: str) -> None:
-    """Replace time.time and time.time_ns, where this is a process of a role."""
     role = next((i for i, role in enumerate(ROLES) if role in " ".join(sys.orig_argv)), None)
     if role is None:
         return

@@ -5,13 +5,12 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.chaos.checker.history import History
 from scripts.chaos.checker.journal import Tail
-from scripts.chaos.polling import JsonLines
+from scripts.chaos.polling import JsonLines, replace_text
 
 CLASSES = ("closed", "silent", "slow", "corrupt", "full", "duplicate")
 """The symptom classes, which stand in brackets in a log line."""
@@ -22,8 +21,8 @@ GATE_POLL_S = 0.002
 class Gate:
     """Holds the process that it is in at a moment that the harness has aimed at.
 
-    A folder of files: `aim` names a moment and the longest time to wait there; a process that reaches the moment writes
-    `at`, and goes on when `aim` is gone. `spoil` asks a receiver to flip a bit of what it receives next.
+    A folder of files: `aim` names a moment and the longest wait there; a process that reaches it writes `at`, and goes
+    on when `aim` is gone. `spoil` asks a receiver to flip a bit of what it receives next, in its middle bucket.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +30,6 @@ class Gate:
         self._aim, self._at, self._spoil = folder / "aim", folder / "at", folder / "spoil"
 
     def reach(self, moment: str) -> None:
-        """This process is at a moment: wait, if it is aimed at."""
         with suppress(FileNotFoundError):
             limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
             if aimed == moment:
@@ -41,42 +39,27 @@ class Gate:
                     time.sleep(GATE_POLL_S)
 
     def take_spoil(self) -> bool:
-        """Whether a flip was asked for; once."""
         asked = not self.spoiled
         self._spoil.unlink(missing_ok=True)
         return asked
 
-    # ---- the harness's end -------------------------------------------------------------------------------
-
     def aim(self, moment: str, limit_s: float) -> None:
-        """Hold the process the next time that it reaches this moment, at most for so long."""
         self._at.unlink(missing_ok=True)
         replace_text(self._aim, f"{limit_s} {moment}")
 
     def release(self) -> None:
-        """Let the process go on; no moment is aimed at any more."""
         self._aim.unlink(missing_ok=True)
 
     def spoil(self) -> None:
-        """Flip a bit of the next update, in its middle bucket."""
         self._spoil.touch()
 
     @property
     def arrived(self) -> bool:
-        """Whether the process is, or was, at the moment."""
         return self._at.exists()
 
     @property
     def spoiled(self) -> bool:
-        """Whether the bit has been flipped."""
         return not self._spoil.exists()
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that others read meanwhile: they find the old or the new text, never half of one."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    new.rename(path)
 
 
 class Probe:
@@ -116,7 +99,6 @@ class Watch:
 
     @property
     def newest_is_live(self) -> bool:
-        """Some server has the last committed version."""
         return any(probe.live >= self.history.version for probe in self.probes.values())
 
     @property
@@ -140,8 +122,7 @@ class Watch:
                 yield int(path.name.removeprefix("step_"))
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line of a log. Example: Line("replay.log", "... lost 'rollout-a' (pid 7) ... [closed]")"""
 
     log: str
@@ -159,11 +140,9 @@ class Logs:
         self.folder, self.others = folder, others
 
     def mark(self) -> dict[Path, int]:
-        """This moment, for `since`: the length of each log."""
         return {path: path.stat().st_size for path in self._paths()}
 
     def since(self, mark: dict[Path, int]) -> Iterator[Line]:
-        """Whole lines that were written after `mark`."""
         for path in self._paths():
             with path.open("rb") as file:
                 file.seek(mark.get(path, 0))

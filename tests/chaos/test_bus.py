@@ -1,85 +1,98 @@
-"""Faults at the points of an update: a few against real processes, the plan, gates and faults of a process."""
+"""Faults at the points of an update: plan, the judgement of a case; gates and faults of a process."""
 
 import json
-import re
+import os
+import shutil
 import socket
+import struct
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from scripts.chaos import site_start
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns.bus import QUICK, make_plan
-from scripts.chaos.campaigns.bus_points import FAULTS, JOINING, NAMED, POINTS, Bench, Outcome, totals
-from scripts.chaos.campaigns.bus_receivers import CLASSES
-from scripts.chaos.campaigns.bus_run import CONCERNED, ROLES, SAYS
+from scripts.chaos.campaigns.bus import (
+    AT_NO_GATE_OF_A_RECEIVER,
+    FAULTS,
+    JOINING,
+    POINTS,
+    ROLES,
+    SAYS,
+    Outcome,
+    TrainingRun,
+    make_plan,
+    totals,
+)
 from scripts.chaos.polling import wait_until
 from scripts.chaos.processes import close_connections, may_cut, slowed, state
-from scripts.chaos.watch import CLASS, Gate
-
-ALL = ("receiver", *ROLES)
+from scripts.chaos.watch import Gate
 
 
-def test_a_few_faults_of_a_receiver(capsys):
-    assert main(["bus", "--quick"]) == 0
-    rows = capsys.readouterr().out.splitlines()
-    found = json.loads(rows[-1])
-    assert found["cases"] + found["skipped"] == len(QUICK) == 4
-    assert (found["hung"], found["unnamed"], found["digests_equal"]) == (0, 0, True)
-    assert 0 < found["longest_s"] <= found["deadline_s"]
-    named = [row for row in rows[1:-1] if re.search(r"'rollout-2' \(pid \d+, .*\[(closed|silent)\]", row)]
-    assert len(named) == found["cases"] - 1, "all but the slow one, which must change nothing"
-    assert any("slow" in row and "changes nothing" in row for row in rows)
+@pytest.fixture
+def training(tmp_path, monkeypatch):
+    """A run without processes, held at a point while its receiver is hit."""
+    run = TrainingRun(tmp_path, "receiver")
+    limits = {"network": SimpleNamespace(silent_after_s=0.0), "weight_bus": SimpleNamespace(deadline_s=0.0)}
+    run.config = SimpleNamespace(**limits, learner=SimpleNamespace(batch_deadline_s=0.0))
+    run.watch.probes |= {
+        name: SimpleNamespace(gate=Gate(tmp_path / name), live=0) for name in ("rollout-a", "rollout-b")
+    }
+    monkeypatch.setattr("scripts.chaos.campaigns.bus.recovery_s", lambda _: 0.05)
+    (run.folder / "logs").mkdir(parents=True)
+    return run
 
 
-def test_a_wait_beyond_the_deadline_counts_as_hung(tmp_path, monkeypatch):
-    ended = []
-
-    @contextmanager
-    def fault(pid):
-        try:
-            yield
-        finally:
-            ended.append(pid)
-
-    monkeypatch.setitem(FAULTS, "stop", ("", fault))
-    bench: Any = Bench()  # whose other processes never go on
-    bench.role, bench.deadline_s, bench.pid, gate = "receiver", 15.0, 7, Gate(tmp_path)
-    bench.gate, bench.duration_s = lambda _: gate, lambda _: 0.0
-    bench.approach = lambda point, hold_s, strike: (gate.aim(point.moment, hold_s), strike())
-    bench.outlast = lambda *_: wait_until(lambda: False, "v2 at rollout-0", 0.05)
-    outcome = bench.case("stop", NAMED["middle bucket"])
-    assert outcome.hung.startswith("v2 at rollout-0: not within") and outcome.seconds > 0
+def test_a_wait_beyond_the_deadline_counts_as_hung(training, monkeypatch):
+    monkeypatch.setattr(training, "_approach", lambda gate, point, hold_s: gate.aim(point, hold_s))
+    monkeypatch.setattr(training, "_pid", 1 << 30)
+    monkeypatch.setattr(training, "wait", lambda condition, what, limit: wait_until(condition, what, 0.05))
+    training._goal = 1
+    outcome = training.case("kill", "middle bucket")
+    assert outcome.hung.startswith("v1 at both rollout servers: not within") and outcome.seconds > 0
     assert "HUNG" in outcome.row() and totals([outcome], 0, 0)["hung"] == 1
-    assert ended == [7] and not (tmp_path / "aim").exists(), "the fault is over, and nothing is held"
+    assert not (training.work / "rollout-a" / "aim").exists(), "nothing is held"
 
 
-# ---- the plan -------------------------------------------------------------------------------------------
+LOST = "weight bus: v3 epoch 2: 'rollout-a' (pid 7, rank 1) is gone [closed]; removed"
+JUDGED = {
+    "named": ("kill", LOST, True, []),
+    "not named": ("kill", "all is well", True, ["no line names it"]),
+    "another process of its name": ("kill", LOST.replace("pid 7", "pid 8"), True, ["no line names it"]),
+    "another one, too": ("kill", f"{LOST}\nreplay: lost 'rollout-b' [closed]", True, ["lost 'rollout-b'"]),
+    "stuck": ("stuck", "all is well", True, ["no line names it"]),
+    "slow": ("slow", "all is well", True, []),
+    "slow, and lost": ("slow", LOST, True, ["; removed"]),
+    "other weights": ("kill", LOST, False, []),
+}
+
+
+@pytest.mark.parametrize(("fault", "log", "equal", "wrong"), JUDGED.values(), ids=JUDGED)
+def test_a_case_is_in_order_only_when_the_hit_process_is_named_and_no_other(training, fault, log, equal, wrong):
+    training._pid = 7
+    (training.folder / "logs" / "learner-0.log").write_text(log + "\n")
+    row = {"weight_sync/version": 3, "weight_sync/digests_equal": equal}
+    (training.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    outcome = Outcome(role="receiver", fault=fault, point="Begin")
+    training._judge(outcome)
+    assert outcome.digests_equal is equal and len(outcome.wrong) == len(wrong), outcome.wrong
+    assert all(words in found for words, found in zip(wrong, outcome.wrong, strict=True))
+    assert totals([outcome], 0, 0)["unnamed"] == bool(wrong) and ("WRONG" in outcome.row()) is bool(wrong)
 
 
 def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for():
-    assert len(POINTS) == len(NAMED) == 20 and set(JOINING) < set(NAMED)
-    cases = make_plan(ALL, tuple(FAULTS), 20, 1)
-    assert {(f, point) for role, f, point in cases if role == "receiver" and f != "stuck"} == {
-        (f, name) for f in ("kill", "stop", "cut", "slow") for name in NAMED
-    }
-    for role in ROLES:
-        mine = [case for case in cases if case[0] == role]
-        assert {point for _, _, point in mine} == {point.name for point in CONCERNED}
-        assert {f for _, f, _ in mine} == {"kill", "stop", "cut", "slow"}
-    few = make_plan(ALL, ("kill",), 5, 3)
-    assert [sum(case[0] == role for case in few) for role in ALL] == [5, 5, 5]
-    assert few == make_plan(ALL, ("kill",), 5, 3) != make_plan(ALL, ("kill",), 5, 4)
-
-
-def test_every_fault_is_named_or_must_change_nothing():
-    assert all(CLASS.search(f"[{name}]") for name in CLASSES)
-    assert set(SAYS) == {(role, f) for role in ROLES for f in ("kill", "stop", "cut")}
-    for patterns in SAYS.values():
-        assert all(re.compile(pattern) and re.search(r"\\\[\(?\w+", pattern) for pattern in patterns)
+    assert len(POINTS) == 20 and set(JOINING) < set(POINTS)
+    cases = make_plan(ROLES, tuple(FAULTS), 20, 1)
+    every = {(role, f, name) for role in ROLES for f in ("kill", "stop", "cut", "slow") for name in POINTS}
+    stuck = {("receiver", "stuck", name) for name in set(POINTS) - set(AT_NO_GATE_OF_A_RECEIVER)}
+    assert len(cases) == len(set(cases)) and set(cases) == every | stuck
+    assert tuple(SAYS) == ROLES and all(set(says) - {"stuck"} == {"kill", "stop", "cut"} for says in SAYS.values())
+    few = make_plan(ROLES, ("kill",), 5, 3)
+    assert [sum(case[0] == role for case in few) for role in ROLES] == [5, 5, 5]
+    assert few == make_plan(ROLES, ("kill",), 5, 3) != make_plan(ROLES, ("kill",), 5, 4)
 
 
 def test_names_that_are_not_there_are_refused(capsys):
@@ -89,34 +102,19 @@ def test_names_that_are_not_there_are_refused(capsys):
         assert refused.value.code == 2 and f"{wrong[1]!r} is none of" in capsys.readouterr().err
 
 
-def test_rows_and_totals():
-    good = Outcome(role="receiver", fault="kill", point="Begin", seconds=2.5, culprit="it died", deadline_s=15.0)
-    good.digests_equal = True
-    bad = Outcome(role="replay", fault="cut", point="Begin", seconds=4.0, wrong=["no line names it"], deadline_s=100.0)
-    found = totals([good, bad], 3, 0)
-    assert (found["cases"], found["unnamed"], found["digests_equal"], found["skipped"]) == (2, 1, False, 3)
-    assert (found["longest_s"], found["deadline_s"]) == (4.0, 100.0)
-    assert found["roles"]["receiver"] == {"cases": 1, "longest_s": 2.5, "deadline_s": 15.0}
-    assert "equal" in good.row() and "DIFFERENT" in bad.row() and "WRONG: no line names it" in bad.row()
-
-
-# ---- gates and faults -----------------------------------------------------------------------------------
-
-
 def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp_path):
     harness, gate = Gate(tmp_path), Gate(tmp_path)
-    gate.reach("Commit")
-    assert not harness.arrived
+
+    def held(moment):
+        started = time.monotonic()
+        gate.reach(moment)
+        return time.monotonic() - started
+
     harness.aim("Commit", 0.2)
-    gate.reach("Staged")
-    assert not harness.arrived
-    started = time.monotonic()
-    gate.reach("Commit")
-    assert harness.arrived and 0.2 <= time.monotonic() - started < 2.0
+    assert held("Staged") < 0.1 and not harness.arrived
+    assert 0.2 <= held("Commit") < 2.0 and harness.arrived
     harness.release()
-    started = time.monotonic()
-    gate.reach("Commit")
-    assert time.monotonic() - started < 0.1
+    assert held("Commit") < 0.1
 
 
 def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards():
@@ -142,3 +140,15 @@ def test_a_cut_closes_connections_at_both_ends_and_leaves_listeners_alone():
                 wait_until(lambda: close_connections(child.pid), "an accepted connection", 5.0)
                 assert mine.recv(1) == b"" and child.stdout.readline() == "0\n"
         child.kill()
+
+
+@pytest.mark.parametrize(("module", "expected"), [("replay.main", 3600), ("learner.train", -3600), ("other", 0)])
+def test_the_wall_clock_of_a_role_is_shifted(tmp_path, module, expected):
+    (tmp_path / "clock").write_bytes(struct.pack("<4d", 3600, -3600, 0, 0))
+    shutil.copyfile(site_start.__file__, tmp_path / "sitecustomize.py")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CHAOS_CLOCK": str(tmp_path / "clock")}
+    program = "import time, datetime as d; print(time.time() - d.datetime.now().timestamp(), time.time_ns() / 1e9)"
+    command = [sys.executable, "-c", program, "-m", module]
+    out = subprocess.check_output(command, env=environment, cwd=Path("/"), text=True, timeout=30)
+    shift, now = map(float, out.split())
+    assert abs(shift - expected) < 5 and abs(now - time.time() - expected) < 5

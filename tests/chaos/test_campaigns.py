@@ -1,18 +1,21 @@
-"""What all campaigns share: waits, tails, the state file that one goes on from, and the command line."""
+"""What all campaigns share: waits, tails, the state that one goes on from, the table of faults, plans and logs."""
 
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns.bus_points import totals
+from scripts.chaos.campaigns.bus import totals
 from scripts.chaos.campaigns.chaos import as_json, new_part
 from scripts.chaos.campaigns.resume import compare
+from scripts.chaos.cluster import VARIANTS
+from scripts.chaos.faults import FAULTS, POINTS, as_markdown, make_plan, pairs
+from scripts.chaos.injection import FLIPS, Injector
 from scripts.chaos.polling import Hung, JsonLines, wait_until
 from scripts.chaos.report import State
+from scripts.chaos.watch import CLASSES, Logs
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,11 +35,11 @@ def test_a_wait_ends_with_its_condition_or_at_its_deadline():
 def test_json_lines_are_read_once_they_are_whole(tmp_path):
     lines = JsonLines(tmp_path / "lines")
     assert lines.poll() == []
-    lines.path.write_text('{"a": 1}\n{"a": 2')
-    assert lines.poll() == [{"a": 1}] and lines.poll() == []
-    with lines.path.open("a") as file:
-        file.write("}\n")
-    assert lines.poll() == [{"a": 2}] and lines.events == [{"a": 1}, {"a": 2}]
+    for text, new in (('{"a": 1}\n{"a": 2', [{"a": 1}]), ("}\n", [{"a": 2}])):
+        with lines.path.open("a") as file:
+            file.write(text)
+        assert lines.poll() == new
+    assert lines.events == [{"a": 1}, {"a": 2}]
 
 
 def test_a_campaign_goes_on_from_its_state_and_refuses_another_ones(tmp_path):
@@ -82,14 +85,57 @@ def test_the_last_lines_keep_their_keys():
 
 def test_repeated_steps_are_compared_by_digest_and_groups():
     line = {"step": 1, "digest": "a", "groups": [[0, 1]]}
-    assert compare([line, line])["different"] == [] and compare([line, line])["repeated"] == 1
-    assert compare([line, {**line, "digest": "b"}])["different"] == [1]
-    assert compare([line, {**line, "groups": [[0, 2]]}])["different"] == [1]
+    assert (compare([line, line])["different"], compare([line, line])["repeated"]) == ([], 1)
+    assert all(compare([line, {**line, **other}])["different"] == [1] for other in ({"digest": "b"}, {"groups": []}))
     assert compare([line, {**line, "step": 2}])["trained_twice"] == 1
 
 
-def test_a_command_that_has_moved_does_its_work_under_its_new_name():
-    command = [sys.executable, "-m", "scripts.exact_resume", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "python -m scripts.chaos resume" in done.stderr
-    assert done.returncode == 0 and "--kills" in done.stdout
+def test_every_fault_of_the_table_can_be_done_and_no_other():
+    done = {name.removeprefix("do_") for name in vars(Injector) if name.startswith("do_")}
+    assert done == {fault.name.split()[0] for fault in FAULTS}
+    assert set(FLIPS) == {fault.name.removeprefix("flip ") for fault in FAULTS if fault.name.startswith("flip ")}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_row_holds_together(fault):
+    assert set(fault.points) <= set(POINTS) and fault.classes <= set(CLASSES)
+    for pattern in fault.says:
+        named = set(re.findall(r"\\\[(\w+)\\\]", pattern))
+        assert re.compile(pattern) and named and named <= fault.classes, "the line has one of the fault's classes"
+
+
+def test_the_page_prints_this_table():
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    for row in as_markdown():
+        assert row in page, f"docs/faults.md lacks this row of `python -m scripts.chaos --table`: {row}"
+
+
+def test_a_plan_is_drawn_from_its_seed_and_covers_the_pairs_first():
+    assert make_plan(1, 50, 20) == make_plan(1, 50, 20) != make_plan(2, 50, 20)
+    plan = make_plan(3, 200, 20)
+    assert [len(faults) for _, faults in plan] == [20] * 10
+    planned = {(fault.fault, fault.point) for _, faults in plan for fault in faults}
+    assert {name for name, _ in planned} == {fault.name for fault in FAULTS}
+    assert planned == {pair for variant in VARIANTS for pair in pairs(variant)}, "200 faults are enough for every pair"
+    for variant, faults in plan:
+        assert {(f.fault, f.point) for f in faults} <= set(pairs(variant))
+
+
+def test_only_takes_words():
+    assert {f.fault for _, faults in make_plan(1, 30, 30, "cut, freeze up") for f in faults} == {"cut", "freeze up"}
+    assert not any(variant.keys for variant, _ in make_plan(1, 60, 5, "flip welcome")), "for want of open messages"
+    with pytest.raises(ValueError, match="no fault of the table"):
+        make_plan(1, 5, 5, "nonsense")
+
+
+def test_logs_show_whole_lines_since_a_mark_in_all_files(tmp_path):
+    logs = Logs(tmp_path, [tmp_path / "by-hand.out"])
+    (tmp_path / "replay.log").write_text("old [corrupt]\n")
+    mark = logs.mark()
+    with (tmp_path / "replay.log").open("a") as file:
+        file.write("lost 'a' [closed]\nhalf a li")
+    (tmp_path / "by-hand.out").write_text("waited for replay [silent]\n")
+    found = [(line.log, line.classes) for line in logs.since(mark)]
+    assert found == [("replay.log", {"closed"}), ("by-hand.out", {"silent"})]
+    assert logs.first([r"nothing", r"waited .*\[silent\]"], mark).log == "by-hand.out"
+    assert logs.first([r"\[corrupt\]"], mark) is None

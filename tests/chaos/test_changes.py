@@ -1,13 +1,10 @@
 """Updates as changes among faults. Without the guards of the product: test_planted."""
 
-import statistics
-
 import pytest
 import torch
 
-from scripts.chaos.bus_cluster import Oracle
-from scripts.chaos.campaigns.changes import Chances, Changes, longest_gap
-from scripts.chaos.campaigns.policy import KINDS, Policy
+from scripts.chaos.bus_cluster import Oracle, Policy
+from scripts.chaos.campaigns.changes import Chances, Changes
 from tests.support.campaigns import run_campaign
 
 
@@ -17,25 +14,11 @@ def test_a_short_run_is_in_order(tmp_path):
     found, _ = run_campaign("weights", "changes", *words, timeout=150)
     assert found["bit_exact"] is True and found["served_wrong"] == found["unnoticed"] == 0
     assert found["as_changes"] + found["whole"] == 24 and found["as_changes"] >= 10
+    assert sum(found["kinds"].values()) == 24 and {"step", "back"} <= found["kinds"].keys()
     assert found["faults_of_messages"] >= 6 and sum(map(bool, found["messages"].values())) >= 3, found["messages"]
     assert found["faults_of_data"] and found["all_at_the_newest"] is True
     assert all(found["activated"][name] + found["missed"][name] == 24 for name in found["activated"])
-
-
-def test_the_versions_are_of_all_kinds_and_the_same_for_a_seed():
-    first, second = Policy(5, hidden=32, layers=1), Policy(5, hidden=32, layers=1)
-    before = first.next()[1]
-    assert second.next()[1].keys() == before.keys()
-    shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(100):
-        (kind, named), (_, again) = first.next(), second.next()
-        assert all(named[name].equal(again[name]) for name in named)
-        changed = sum(int((named[n] != before[n]).sum()) for n in named) / sum(t.numel() for t in named.values())
-        shares[kind].append(changed)
-        before = named
-    # a step after going back over a leap takes that leap again, so not every step is a small one
-    assert 0 < statistics.median(shares["step"]) < 0.2
-    assert min(shares["leap"]) > 0.5 and set(shares["same"]) == {0} and shares["back"]
+    assert all((gap > 0) is (found["missed"][name] > 0) for name, gap in found["longest_gap"].items())
 
 
 @pytest.mark.parametrize(("back", "base", "refused"), [(1, 0, "refused_by_digest"), (0, 1, "refused_other_base")])
@@ -65,7 +48,3 @@ def test_the_oracle_sees_a_way_back_an_empty_claim_and_a_tensor_too_few():
     oracle.claims(2, ["y"])
     oracle.look("z", 2, {"a": torch.ones(3)})
     assert ["back" in oracle.wrong[0], "'y'" in oracle.wrong[1], "with a wrong 'b'" in oracle.wrong[2]] == [True] * 3
-
-
-def test_the_longest_gap():
-    assert longest_gap({1, 2, 5}, 9) == 4 and longest_gap({3}, 3) == 2 and longest_gap(set(), 4) == 4

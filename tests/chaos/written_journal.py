@@ -57,10 +57,6 @@ class Journal:
         old = records[i]
         records[i] = (kind, {**old[1], **fields}, old[2] if frames is None else frames)
 
-    def remove(self, kind, nth):
-        records, i = self.at(kind, nth)
-        del records[i]
-
     def learner(self, incarnation, version):
         self.add("learner", incarnation=incarnation, version=version, world_size=1, bus_address="tcp://127.0.0.1:1")
 
@@ -75,17 +71,15 @@ class Journal:
     def ack(self, group, attempt=1, status="accepted"):
         self.acks.append({"event": "ack", "group": list(group), "attempt": attempt, "status": status})
 
-    def step(self, step, incarnation, groups, *, digest=None, again=False, ledger=True):
-        digest = digest or f"digest-{step}"
-        self.add("take", step=step, incarnation=incarnation, groups=[list(group) for group in groups])
-        self.add("commit", step=step, incarnation=incarnation, digest=digest, again=again)
-        if ledger:
-            line = {"step": step, "incarnation": incarnation, "digest": digest, "groups": [list(g) for g in groups]}
-            self.ledger.append(line)
+    def step(self, step, incarnation, groups, *, again=False):
+        made = {"step": step, "incarnation": incarnation}
+        took, proof = {"groups": [list(group) for group in groups]}, {"digest": f"digest-{step}"}
+        self.add("take", **made, **took)
+        self.add("commit", **made, **proof, again=again)
+        self.ledger.append({**made, **took, **proof})
         self.metrics.append({"training/global_step": step, "training/lag_histogram": {"0": 5, str(LAG): 1}})
 
     def write(self, folder):
-        """The run folder."""
         (folder / "journal").mkdir(parents=True)
         (folder / "logs").mkdir()
         numbers = itertools.count(1)

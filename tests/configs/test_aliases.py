@@ -1,13 +1,18 @@
-"""Names of other frameworks are answered with the key here, wherever they are given."""
+"""Names that are no keys: those of other frameworks are answered with ours, retired ones are read or refused."""
 
+import json
+import logging
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from configs import ConfigError, aliases, load
 from configs.aliases import ALIASES, NOT_HERE
-from configs.loading import Parser, add_arguments, leaf_keys
+from configs.loading import Parser, add_arguments, leaf_keys, validate
+from configs.retired import RETIRED
 
+FROZEN = Path(__file__).parents[1] / "frozen"
 TABLE = """
 key                | verl                                     | slime                | prime-rl                   | AReaL | TRL
 model.path         | actor_rollout_ref.model.path             | --hf-checkpoint      | model.name                 | actor.path |
@@ -36,7 +41,7 @@ def said_to(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_foreign_names_are_answered_with_our_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_foreign_names_are_answered_with_our_keys(capsys):
     for key, name in PAIRS:
         assert f"; {name}: it is {key} here; write --set {key}=8" in said_to(f"{name}=8", capsys=capsys)
     in_files = [(key, name) for key, name in PAIRS if not name.startswith("--")]
@@ -47,7 +52,7 @@ def test_foreign_names_are_answered_with_our_keys(capsys: pytest.CaptureFixture[
     assert "did you mean" not in said
 
 
-def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) -> None:
+def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
     path = tmp_path / "verl.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t.jsonl}\n"
@@ -64,14 +69,51 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path: Path) ->
     assert len(said) == 4 and said[3].startswith(f"{path}: actor_rollout_ref: unknown key"), "for what has no answer"
 
 
-def test_options_without_a_key_say_why(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_without_a_key_say_why(capsys):
     said = said_to("--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0", capsys=capsys)
     assert "a step is one update and one broadcast here" in said and "write --set actor" not in said
     assert "there is no KL term here" in said
 
 
-def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign() -> None:
+def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign():
     keys = set(leaf_keys())
     assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
     assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()
     assert len(ALIASES) >= 25 and {len(row) for row in aliases.ROWS} == {1 + len(aliases.FRAMEWORKS)}
+
+
+# ---- keys that are gone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["finished", "killed"])
+def test_the_configuration_of_an_older_run_loads_with_one_line(run, tmp_path, caplog):
+    with tarfile.open(FROZEN / "runs_a694bf1.tar.gz") as archive:
+        (tmp_path / "config.yaml").write_bytes(archive.extractfile(f"runs/{run}/config.yaml").read())  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path / "config.yaml", ["run.seed=3"])
+        load("quickstart")
+    (record,) = caplog.records
+    assert record.getMessage().endswith(", ".join(sorted(RETIRED))), "and nothing of a new file"
+
+
+def test_every_retired_key_is_gone_and_had_its_value_in_older_runs():
+    assert not RETIRED.keys() & set(leaf_keys())
+    trees = json.loads((FROZEN / "presets.json").read_text())
+    for key, (value, _) in RETIRED.items():
+        section, leaf = key.split(".")
+        assert {tree[section][leaf] for tree in trees.values()} == {value}
+
+
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_another_value_is_refused_beside_other_problems(key):
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", [f"{key}=7", "learner.lr=0"])
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"--set {key}=7 over ") and f"{key}: 7 " in first
+    assert "learner.lr" in second
+
+
+def test_the_given_tree_is_left_alone():
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"top_p": 1.0}, "placement": {"device": "cpu"}}
+    validate(tree, "here")
+    assert tree["rollout"] == {"top_p": 1.0}

@@ -13,7 +13,7 @@ NODES = "rollout: 'node1:0', learner: 'node0:0'"
 
 
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def gpus(monkeypatch):
     """What this machine has: the last number in it."""
     found = [0]
     monkeypatch.setattr(machine, "count_gpus", lambda: found[-1])
@@ -46,24 +46,20 @@ def values(config: Config) -> dict[str, str]:
         (f"device: cpu, {NODES}", 8, ON_CPU, "gloo"),
     ],
 )
-def test_values_follow_from_the_devices(
-    gpus: list[int], placement: str, here: int, expected: dict[str, str], backend: str
-) -> None:
+def test_values_follow_from_the_devices(gpus, placement, here, expected, backend):
     gpus.append(here)
     assert resolved(placement) == expected | {"weight_bus.backend": backend}
     written = [f"{key}=auto" for key in BY_DEVICE]
     assert resolved(placement, *written) == expected | {"weight_bus.backend": backend}
 
 
-def test_what_is_given_stays(gpus: list[int]) -> None:
+def test_what_is_given_stays(gpus):
     given = {"rollout.engine": "torch", "learner.compute_dtype": "float32", "weight_bus.backend": "ucc"}
     settings = [f"{key}={value}" for key, value in given.items()]
     assert resolved("device: cuda", *settings) == ON_GPU | given
 
 
-def test_gpus_that_are_hidden_or_that_torch_cannot_use_are_none(
-    gpus: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_are_hidden_or_that_torch_cannot_use_are_none(gpus, monkeypatch):
     gpus.append(2)
     with monkeypatch.context() as hidden:
         hidden.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -72,7 +68,7 @@ def test_gpus_that_are_hidden_or_that_torch_cannot_use_are_none(
     assert resolved("device: auto")["rollout.engine"] == "torch"
 
 
-def test_the_run_folder_holds_what_auto_became(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_run_folder_holds_what_auto_became(gpus, monkeypatch):
     gpus.append(1)
     config = parse(MINIMAL, "here")
     assert "Rollouts: sglang, bfloat16; learner: bfloat16; weights over nccl." in config.arithmetic()
@@ -80,22 +76,22 @@ def test_the_run_folder_holds_what_auto_became(gpus: list[int], monkeypatch: pyt
     assert parse(dump(config), "here") == config
 
 
-def test_checks_see_the_resolved_values() -> None:
+def test_checks_see_the_resolved_values():
     with pytest.raises(ConfigError, match=r"weight_bus\.compression: 'zstd' works on host memory, and nccl on GPUs"):
         resolved("device: cuda", "weight_bus.delta=true", "weight_bus.compression=zstd")
 
 
-def test_a_section_that_stands_alone_works_everywhere() -> None:
+def test_a_section_that_stands_alone_works_everywhere():
     assert WeightBus().backend == WeightBus(backend="auto").backend == "gloo"
 
 
 @pytest.mark.parametrize("section", ["rollout: 3", "placement: 3", "learner:", "weight_bus: [auto]"])
-def test_what_is_no_section_is_refused_by_the_schema(section: str) -> None:
+def test_what_is_no_section_is_refused_by_the_schema(section):
     with pytest.raises(ConfigError, match=section.partition(":")[0]):
         parse(f"{MINIMAL}{section}\n", "here")
 
 
-def test_gpu_presets_leave_these_keys_to_auto() -> None:
+def test_gpu_presets_leave_these_keys_to_auto():
     for path in PRESETS.glob("*[0-9]*.yaml"):
         tree = read_yaml(path.read_text(encoding="utf-8"))
         given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs import Config, ConfigError, load
 from configs.placement import shares
-from configs.plan import Machine, Plan, assign, ranges, table
+from configs.plan import Machine, Plan, assign, ranges
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
@@ -35,7 +35,7 @@ def visible(plan: Plan, role: str) -> dict[str, str]:
     return {p.name: p.environment["CUDA_VISIBLE_DEVICES"] for p in plan.processes if p.role == role}
 
 
-def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner() -> None:
+def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner():
     plan = plan_of(config_of("placement.split=6:2", "placement.tensor_parallel=2"))
     assert visible(plan, "rollout") == {"rollout-0": "0,1", "rollout-1": "2,3", "rollout-2": "4,5"}
     assert visible(plan, "learner") == {"learner ranks 0-1": "6,7"}
@@ -43,7 +43,7 @@ def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner
     assert "--standalone" in learner.command and "--nproc-per-node=2" in learner.command
 
 
-def test_one_gpu_can_be_shared() -> None:
+def test_one_gpu_can_be_shared():
     machine = Machine("127.0.0.1", gpus=1)
     plan = plan_of(config_of("placement.split=1:1", "placement.share_gpus=true"), {"node0": machine})
     assert visible(plan, "rollout") == {"rollout-0": "0"} and visible(plan, "learner") == {"learner rank 0": "0"}
@@ -51,7 +51,7 @@ def test_one_gpu_can_be_shared() -> None:
     assert (share.rollout, share.learner) == ((0, 1, 2, 3), (2, 3)), "the last of those that there are"
 
 
-def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement() -> None:
+def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement():
     plan = plan_of(config_of(*TWO_SIDES))
     assert plan.first_node == "node1" and [p.node for p in plan.processes if p.role == "replay"] == ["node1"]
     first, second = (p for p in plan.processes if p.role == "learner")
@@ -69,7 +69,7 @@ def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement() ->
     assert len({p.name for p in plan.processes if p.role == "rollout"}) == 12
 
 
-def test_one_node_of_a_plan_needs_no_other_but_the_first() -> None:
+def test_one_node_of_a_plan_needs_no_other_but_the_first():
     config = config_of(*TWO_SIDES)
     known = {name: MACHINES[name] for name in ("node1", "node2")}
     alone = plan_of(config, known, only="node2")
@@ -78,7 +78,7 @@ def test_one_node_of_a_plan_needs_no_other_but_the_first() -> None:
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data: st.DataObject) -> None:
+def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data):
     tensor_parallel = data.draw(st.sampled_from([1, 2, 4]))
     rollout, learner = [], []
     for node in data.draw(st.lists(st.sampled_from(sorted(MACHINES)), min_size=2, unique=True)):
@@ -101,7 +101,7 @@ def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data: st.DataO
     assert sum(p.role == "rollout" for p in plan.processes) == config.num_rollout_servers
 
 
-def test_what_the_user_has_made_visible_is_what_is_counted() -> None:
+def test_what_the_user_has_made_visible_is_what_is_counted():
     config = config_of("placement.split=1:1")
     plan = plan_of(config, {"node0": Machine("127.0.0.1", gpus=8, visible=("5", "GPU-abc"))})
     assert visible(plan, "rollout") == {"rollout-0": "5"} and visible(plan, "learner") == {"learner rank 0": "GPU-abc"}
@@ -110,13 +110,13 @@ def test_what_the_user_has_made_visible_is_what_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 8), ("auto", 0)])
-def test_on_a_cpu_nothing_is_made_visible(device: str, gpus: int) -> None:
+def test_on_a_cpu_nothing_is_made_visible(device, gpus):
     config = config_of("placement.split=2:1", f"placement.device={device}")
     plan = plan_of(config, {"node0": Machine("127.0.0.1", gpus=gpus)})
     assert all("CUDA_VISIBLE_DEVICES" not in p.environment and p.devices == () for p in plan.processes)
 
 
-def test_the_environment_reaches_every_process() -> None:
+def test_the_environment_reaches_every_process():
     given_ = "network.env={NCCL_SOCKET_IFNAME: eth0, NCCL_NVLS_ENABLE: '1'}"
     for process in plan_of(config_of(*TWO_SIDES, given_)).processes:
         assert process.environment["NCCL_SOCKET_IFNAME"] == "eth0"
@@ -137,20 +137,10 @@ def test_the_environment_reaches_every_process() -> None:
         (["network.env={CUDA_VISIBLE_DEVICES: '3'}"], MACHINES, ["network.env", "CUDA_VISIBLE_DEVICES", "leave it"]),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
-    overrides: list[str], machines: dict[str, Machine], words: list[str]
-) -> None:
+def test_what_does_not_fit_is_refused_by_name(overrides, machines, words):
     said = refused(config_of(*overrides), machines)
     assert [word for word in words if word not in said] == [], said
 
 
-def test_the_table_says_where_everything_runs() -> None:
-    lines = table(plan_of(config_of(*TWO_SIDES))).splitlines()
-    assert lines[0].split() == ["node", "address", "process", "GPUs", "listens", "at"]
-    (ranks,) = [line for line in lines if line.startswith("node0 ") and "learner ranks 8-11" in line]
-    assert "4-7" in ranks
-    assert any(line.startswith("  run  python -m rollout_server.main --config c.yaml") for line in lines)
-
-
-def test_ranges() -> None:
+def test_ranges():
     assert (ranges((0, 1, 2, 5)), ranges((3,)), ranges(())) == ("0-2,5", "3", "")

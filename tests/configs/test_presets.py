@@ -39,7 +39,6 @@ SHAPES = {
 }
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 GSM8K = "gsm8k-qwen2.5-1.5b-4gpu"
-TWO_NODES = "qwen3-8b-2nodes"
 
 
 def learner_gb(config: Config, shape: Shape) -> float:
@@ -57,8 +56,8 @@ def learner_gb(config: Config, shape: Shape) -> float:
     return (state + packed + kept + (2 + 4) * matrix + 3 * GB) / GB  # 3 GB: chunks of float32 logits, gathered layers
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_preset_fits_into_the_gpus_that_it_names(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in NAMES if configs.load(name).placement.device == "cuda"])
+def test_a_preset_fits_into_the_gpus_that_it_names(name):
     config, shape = configs.load(name), SHAPES[name]
     free = shape.gpu_gb
     if config.placement.share_gpus:
@@ -67,18 +66,14 @@ def test_a_preset_fits_into_the_gpus_that_it_names(name: str) -> None:
     assert f"{shape.gpu_gb:.0f} GB" in (PRESETS / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def test_every_gpu_preset_states_its_memory() -> None:
-    assert set(SHAPES) == {name for name in NAMES if configs.load(name).placement.device == "cuda"}
-
-
-def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed() -> None:
+def test_a_killed_learner_repeats_little_and_the_quick_start_can_be_replayed():
     for name in NAMES:
         assert 0 < configs.load(name).checkpoint.every_steps <= 50
     assert Checkpoint().every_steps == 50
     assert configs.load("quickstart").replay.journal_keep == "all"
 
 
-def test_gsm8k_keeps_a_system_message_that_is_there() -> None:
+def test_gsm8k_keeps_a_system_message_that_is_there():
     template = configs.load(GSM8K).model.chat_template
     assert template is not None
     # The options that transformers renders chat templates with.
@@ -86,13 +81,7 @@ def test_gsm8k_keeps_a_system_message_that_is_there() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     rendered = environment.from_string(template).render(messages=messages, add_generation_prompt=False)
     assert rendered == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
-
-
-def test_two_nodes_share_no_device_and_stay_on_loopback_until_told() -> None:
-    config = configs.load(TWO_NODES)
-    assert (config.num_rollout_servers, config.num_learner_ranks) == (8, 8)
-    assert not config.placement.local_rollouts and config.network.replay_port and config.weight_bus.port
-    with pytest.raises(configs.ConfigError, match=r"network\.host"):
-        configs.load(TWO_NODES, ["network.host=10.0.0.1"])
-    trusted = configs.load(TWO_NODES, ["network.host=10.0.0.1", "network.insecure=true"])
-    assert trusted.network.host == "10.0.0.1"
+    rendered = environment.from_string(template).render(messages=messages[1:], add_generation_prompt=True)
+    system = "Reason step by step, then write the final number after ####."
+    assert rendered.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n")
+    assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")

@@ -51,24 +51,12 @@ def test_a_process_that_refuses_ends_with_code_2_and_one_line():
 @pytest.mark.parametrize(
     ("arguments", "settings", "words"),
     [
-        ([], ["rollout.group_sise=4"], ["rollout.group_sise", "unknown key", "did you mean 'rollout.group_size'?"]),
-        (["--steps", "many"], [], ["learner.total_steps", "integer", "'many'"]),
-        ([], ["rollout.engine=vllm"], ["rollout.engine", "'vllm'", "'torch' or 'sglang'"]),
-        ([], ["async_lag"], ["--set 'async_lag'", "expected section.key=value"]),
-        ([], ["rollout.groups_per_step=1", "rollout.group_size=1"], ["rollout.groups_per_step", "2 learner ranks"]),
-        (["--split", "1:0"], [], ["placement.split", "'1:0'", "at least 1"]),
         (["--split", "two:two"], [], ["placement.split", "'two:two'", "'R:L', such as '6:2'"]),
-        (["--async-lag", "9"], [], ["replay.async_lag", "9 is above 8", "take 8 or less"]),
         (["--async-lag", "4"], ["algorithm.loss=policy_gradient"], ["'policy_gradient'", "i_know_this_is_biased=true"]),
-        ([], ["rollout.group_size=1"], ["rollout.group_size", "advantage 0", "take 2 or more"]),
         ([], ["rollout.max_new_tokens=100"], ["max_new_tokens: 100", "116 tokens", "max_position_embeddings 64"]),
-        ([], ["rollout.top_p=0.9"], ["rollout.top_p", "0.9", "take top_p=1.0", "rollout.temperature"]),
-        ([], ["network.host=0.0.0.0"], ["network.host", "'0.0.0.0'", "bind 127.0.0.1", "network.insecure=true"]),
-        (["--config", "quickstar"], [], ["'quickstar'", "did you mean 'quickstart'?", "Presets:"]),
         ([], ["model.path=no/such/model"], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
         ([], ["data.train=no/such/rows.jsonl"], ["no/such/rows.jsonl", "no such file", "data.train"]),
         (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
-        ([], ["run.dir=README.md"], ["run.dir", "README.md is a file", "name a folder"]),
         ([], ["run.dir=/proc/runs"], ["run.dir", "/proc is not writable", "name a folder"]),
     ],
 )
@@ -80,25 +68,19 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("breaks", "words"),
+    ("file", "size", "words"),
     [
-        (
-            lambda model: (model / WEIGHTS).unlink(),
-            ["model.path", "no *.safetensors file", "download the folder again"],
-        ),
-        (lambda model: os.truncate(model / WEIGHTS, 100_000), [f"{WEIGHTS} is broken", "download the file again"]),
-        (
-            lambda model: (model / "config.json").write_text("{"),
-            ["config.json", "not readable as JSON", "copy the model"],
-        ),
-        (lambda model: (model / "tokenizer.json").unlink(), ["tokenizer.json", "missing", "save the tokenizer"]),
+        (WEIGHTS, 0, ["model.path", "no *.safetensors file", "download the folder again"]),
+        (WEIGHTS, 100_000, [f"{WEIGHTS} is broken", "download the file again"]),
+        ("config.json", 1, ["config.json", "not readable as JSON", "copy the model"]),
+        ("tokenizer.json", 0, ["tokenizer.json", "missing", "save the tokenizer"]),
     ],
-    ids=["weights missing", "weights cut", "config broken", "tokenizer missing"],
 )
-def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, breaks, words):
+def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, file, size, words):
+    """A file of it is missing, or cut."""
     model = tmp_path / "model"
     shutil.copytree(untrained.folder / "model", model)
-    breaks(model)
+    os.truncate(model / file, size) if size else (model / file).unlink()
     refused(settings=[f"model.path={model}"], words=[str(model), *words])
 
 
@@ -150,26 +132,26 @@ def test_the_names_of_built_in_rewards_are_those_of_the_rollout_server():
     assert set(reward_source.BUILT_IN) == set(loading.BUILT_IN)
 
 
+def stopped_by(launch, folder, text):
+    """The last line of a run that stops for its reward function, before any step and without restarts."""
+    (folder / "mine.py").write_text(text)
+    run = launch(f"reward.function={folder}/mine.py:reward")
+    assert run.wait(90) == 1
+    assert "restart" not in run.text() and "Traceback" not in run.text() and run.steps() == []
+    return run.text().splitlines()[-1]
+
+
 def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(launch, tmp_path):
     # bound twice, so that preflight, which does not run it, leaves it to the rollout server
-    (tmp_path / "mine.py").write_text("def reward(answer, truth):\n    return 1.0\n\nreward = reward\n")
-    run = launch(f"reward.function={tmp_path}/mine.py:reward")
-    assert run.wait(90) == 1
-    last = run.text().splitlines()[-1]
-    assert "run stopped: rollout-0" in last and "has the parameters (answer, truth); take `async def reward" in last
-    assert "restart" not in run.text() and "Traceback" not in run.text()
-    assert run.steps() == []
+    text = "def reward(answer, truth):\n    return 1.0\n\nreward = reward\n"
+    said = stopped_by(launch, tmp_path, text)
+    assert "run stopped: rollout-0" in said and "has the parameters (answer, truth); take `async def reward" in said
 
 
 def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch, tmp_path):
-    (tmp_path / "mine.py").write_text("def reward(sample):\n    raise KeyError('no such column')\n")
-    run = launch(f"reward.function={tmp_path}/mine.py:reward")
-    assert run.wait(90) == 1
-    last = run.text().splitlines()[-1]
-    assert "run stopped" in last and f"'{tmp_path}/mine.py:reward' failed for" in last
-    assert "reward.max_error_rate 0.2" in last and "KeyError: 'no such column'" in last and "mine.py:2" in last
-    assert "Traceback" not in run.text()
-    assert run.steps() == []
+    said = stopped_by(launch, tmp_path, "def reward(sample):\n    raise KeyError('no such column')\n")
+    assert "run stopped" in said and f"'{tmp_path}/mine.py:reward' failed for" in said
+    assert "reward.max_error_rate 0.2" in said and "KeyError: 'no such column'" in said and "mine.py:2" in said
 
 
 @pytest.mark.parametrize(("package", "setting"), [("wandb", "offline"), ("wandb", "online"), ("tensorboard", "true")])

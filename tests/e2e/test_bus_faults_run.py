@@ -1,16 +1,25 @@
-"""Two faults of replay at points of an update, in a real run; `python -m scripts.chaos bus` has the others."""
+"""Faults of a receiver and of replay at points of an update; `python -m scripts.chaos bus` has the others."""
 
 import pytest
 
 from tests.support.campaigns import run_campaign
 
-# default witnesses: test_campaign and test_in_place kill replay in a run, tests/chaos/test_bus.py hits a receiver
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
-def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):
-    cases = ("--roles", "replay", "--faults", "kill,slow", "--only", "gathering")
-    found, said = run_campaign("bus", *cases, "--work", str(tmp_path / "work"), "--data", str(sort6.folder))
+def faults(tmp_path, sort6, *words):
+    found, said = run_campaign("bus", *words, "--work", str(tmp_path / "work"), "--data", str(sort6.folder))
     assert (found["cases"], found["hung"], found["unnamed"], found["violations"]) == (2, 0, 0, 0)
-    assert found["digests_equal"] is True and found["longest_s"] <= found["deadline_s"]
+    assert found["digests_equal"] is True and 0 < found["longest_s"] <= found["deadline_s"]
+    return said
+
+
+def test_a_few_faults_of_a_receiver(tmp_path, sort6):
+    said = faults(tmp_path, sort6, "--quick")
+    assert "'rollout-a' (pid " in said and "changes nothing" in said
+
+
+@pytest.mark.slow  # test_campaign and test_in_place kill replay in a run
+def test_a_run_goes_on_from_faults_of_replay_in_the_middle_of_an_update(tmp_path, sort6):
+    said = faults(tmp_path, sort6, "--roles", "replay", "--faults", "kill,slow", "--only", "gathering")
     assert "died: killed by SIGKILL [closed]" in said

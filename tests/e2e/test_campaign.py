@@ -1,4 +1,4 @@
-"""A short campaign of faults against real processes; `python -m scripts.chaos --faults 200` is the long one."""
+"""Short campaigns of faults against real processes; `python -m scripts.chaos --faults 200` is the long one."""
 
 import pytest
 

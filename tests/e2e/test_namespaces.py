@@ -82,29 +82,21 @@ def switch():
     made.remove()
 
 
-def settings_of(tmp_path, untrained, go_on):
-    own = {
-        "run.dir": tmp_path,
-        "run.name": "run",
-        "reward.function": patient_reward(tmp_path, go_on, pause_s=0.06),
-        "placement.learner": "node0:0; node3:0",
-        "placement.rollout": "node1:0; node2:0",
-        "network.keys": tmp_path / "keys",
-        "network.replay_port": 5757,
-        "network.heartbeat_s": 0.5,
-        "network.silent_after_s": 3,
-        "weight_bus.heartbeat_s": 0.5,
-        "weight_bus.collective_timeout_s": 2,
-        "weight_bus.deadline_s": 8,
-        "rollout.restart_backoff_s": 0.5,
-        "rollout.groups_per_step": 8,
-        "rollout.max_running": 32,
-        "learner.total_steps": STEPS,
-        "evaluation.every_steps": 0,
-        "tracking.live": "plain",
-        "tracking.plot": "false",
-    }
-    values = [*untrained.settings, *(f"{key}={value}" for key, value in own.items())]
+EACH = "rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0 tracking.live=plain"
+FOUR_HOSTS = f"""
+run.name=run network.replay_port=5757 network.heartbeat_s=0.5 network.silent_after_s=3 weight_bus.heartbeat_s=0.5
+weight_bus.collective_timeout_s=2 weight_bus.deadline_s=8 rollout.restart_backoff_s=0.5 learner.total_steps={STEPS}
+tracking.plot=false
+"""
+TWO_NODES = """
+placement.device=cpu placement.learner=node0:0-1 placement.rollout=node1:0-1 data.max_prompt_tokens=16
+rollout.engine=torch rollout.dtype=float32 rollout.group_size=8 rollout.max_new_tokens=10 learner.compute_dtype=float32
+learner.total_steps=10000 weight_bus.backend=gloo checkpoint.every_steps=5 tracking.plot=false
+"""
+
+
+def settings_of(tmp_path, untrained, *own):
+    values = [*untrained.settings, f"run.dir={tmp_path}", f"network.keys={tmp_path}/keys", *EACH.split(), *own]
     return [word for value in values for word in ("--set", value)]
 
 
@@ -156,7 +148,9 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
     go_on, taken = tmp_path / "go-on", tmp_path / "run" / "config.yaml"
     taken.parent.mkdir()
     taken.touch()
-    with started(tmp_path, switch, "run-2", settings_of(tmp_path, untrained, go_on)) as (run, rollouts, said):
+    own = [f"reward.function={patient_reward(tmp_path, go_on, pause_s=0.06)}", *FOUR_HOSTS.split()]
+    own += ["placement.learner=node0:0; node3:0", "placement.rollout=node1:0; node2:0"]
+    with started(tmp_path, switch, "run-2", settings_of(tmp_path, untrained, *own)) as (run, rollouts, said):
         run.wait_until(lambda: run.steps() and groups_of(run, "node1") and groups_of(run, "node2"), "both servers", 120)
         assert max(row["weight_sync/members"] for row in run.steps()) == 2
 
@@ -206,29 +200,7 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
 @pytest.mark.slow  # test_in_place kills a rank beside a bus of a fixed port, on one host
 def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, untrained, switch):
     """Its node names, ports and keys; two CPU devices a node and a tiny model."""
-    own = {
-        "run.dir": tmp_path,
-        "network.keys": tmp_path / "keys",
-        "placement.device": "cpu",
-        "placement.learner": "node0:0-1",
-        "placement.rollout": "node1:0-1",
-        "data.max_prompt_tokens": 16,
-        "rollout.engine": "torch",
-        "rollout.dtype": "float32",
-        "rollout.group_size": 8,
-        "rollout.groups_per_step": 8,
-        "rollout.max_new_tokens": 10,
-        "rollout.max_running": 32,
-        "learner.compute_dtype": "float32",
-        "learner.total_steps": 10000,
-        "weight_bus.backend": "gloo",
-        "evaluation.every_steps": 0,
-        "checkpoint.every_steps": 5,
-        "tracking.live": "plain",
-        "tracking.plot": "false",
-    }
-    values = [*untrained.settings, *(f"{key}={value}" for key, value in own.items())]
-    arguments = ["--config", "qwen3-8b-2nodes", *(word for value in values for word in ("--set", value))]
+    arguments = ["--config", "qwen3-8b-2nodes", *settings_of(tmp_path, untrained, *TWO_NODES.split())]
     with started(tmp_path, switch, "qwen3-8b-2nodes", arguments) as (run, _, _):
         run.wait_for_step(7, 150)
         rank = next(

@@ -59,10 +59,8 @@ class Kubernetes:
 
     def start(self):
         own = {"$(JOB_COMPLETION_INDEX)": "0", "$(POD_IP)": "127.0.0.1", "python": sys.executable}
-        commands = [
-            [own.get(word, word).replace("/etc/slipstream", str(self.folder)) for word in container["command"]]
-            for container in self.containers
-        ]
+        files = ("/etc/slipstream", str(self.folder))
+        commands = [[own.get(word, word).replace(*files) for word in each["command"]] for each in self.containers]
         return commands, ENVIRONMENT
 
 
@@ -75,10 +73,8 @@ def job(scheduler, output):
     """One start of the job; leaving it is what a machine does that is taken away: SIGKILL for everything."""
     commands, environment = scheduler.start()
     with output.open("wb") as file:
-        started = [
-            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True)
-            for command in commands
-        ]
+        how = {"cwd": ROOT, "env": environment, "stdout": file, "stderr": file, "start_new_session": True}
+        started = [subprocess.Popen(command, **how) for command in commands]
     try:
         yield started[0]
     finally:

@@ -16,13 +16,9 @@ from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource, load_rows
 from replay.service import Service
 from tests.replay.simulation.journal import MemoryJournal
+from tests.replay.simulation.world import NOT_JOURNALED, rows
 
 FROZEN = Path(__file__).parent
-PER_PROCESS = (
-    "corrupt", "duplicate", "peers_", "renewals_", "servers_lost", "learner_ranks", "journal_full", "tokens_masked",
-    "groups_rejected", "flat_groups_kept", "partial", "superseded", "checkpoints",
-)  # fmt: skip
-"""Counters that a crash may set back."""
 
 
 def state_of(service: Service) -> dict[str, Any]:
@@ -47,17 +43,8 @@ def state_of(service: Service) -> dict[str, Any]:
             "closed": {str(version): reason for version, reason in board.closed.items()},
             "results": sorted(board.results),
         },
-        "counters": {k: n for k, n in counters.items() if n and not k.startswith(PER_PROCESS)},
+        "counters": {k: n for k, n in counters.items() if n and not k.startswith(NOT_JOURNALED)},
     }
-
-
-def prompts(count: int) -> list[dict[str, Any]]:
-    fixed: dict[str, Any] = {"data_source": "t", "extra_info": {}, "columns": {}}
-    return [{"prompt": f"p{i}", "ground_truth": str(i), **fixed} for i in range(count)]
-
-
-def frames_of(encoded: list[str]) -> list[bytes]:
-    return [base64.b64decode(frame) for frame in encoded]
 
 
 FROZEN_RUNS = json.loads(gzip.decompress((FROZEN / "journals.json.gz").read_bytes()))
@@ -66,11 +53,13 @@ FROZEN_RUNS = json.loads(gzip.decompress((FROZEN / "journals.json.gz").read_byte
 @pytest.mark.parametrize("frozen", FROZEN_RUNS, ids=lambda frozen: f"seed{frozen['seed']}")
 def test_a_simulated_journal_gives_back_its_state(frozen: dict[str, Any]) -> None:
     journal = MemoryJournal()
-    journal._frames = {(place[0], place[1]): frames_of(frames) for place, frames in frozen["frames"]}
+    journal._frames = {
+        tuple(place[:2]): [base64.b64decode(frame) for frame in each] for place, each in frozen["frames"]
+    }
     records = [Record(kind, n, fields, Location.of(place)) for kind, n, fields, place, _ in frozen["records"]]
-    source = PromptSource(prompts(frozen["rows"]), shuffle=True, seed=frozen["seed"])
+    source = PromptSource(rows(frozen["rows"]), shuffle=True, seed=frozen["seed"])
     config = Config.model_validate(frozen["config"])
-    service = Service(config, source, prompts(2), 0.0, journal=journal)
+    service = Service(config, source, rows(2), 0.0, journal=journal)
     service.restore(records, 0.0)
     found, wanted = state_of(service), frozen["state"]
     assert {key: found[key] for key in wanted} == wanted

@@ -12,8 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
-from one_rank import built
-from tiny_models import make_config
+from tiny_models import built, make_config
 from two_ranks import CONDITIONED, sharded_gradients, steps
 
 from configs import Config

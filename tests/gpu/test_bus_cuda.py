@@ -1,7 +1,4 @@
-"""The weight bus on GPUs: the digest kernel, packing on the device, and NCCL epochs between processes.
-
-python -m pytest tests/gpu/test_bus_cuda.py -q
-"""
+"""The weight bus on GPUs: the digest kernel, packing on the device, and NCCL epochs between processes."""
 
 import json
 import math
@@ -37,9 +34,6 @@ line = partial(printed, rows=ROWS)
 MEMBERS = 4
 DTYPES = (torch.uint8, torch.bool, torch.int16, torch.bfloat16, torch.float16, torch.float32, torch.int64)
 SHAPES = [(), (1,), (2047,), (2048,), (32_768,), (32_769,), (3, 5), (7, 1000), (40, 1024), (130, 4096), (2, 3, 4)]
-
-
-# ---- digests --------------------------------------------------------------------------------------------
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -96,9 +90,6 @@ def test_indices_beyond_32_bits() -> None:
     assert slice_digests([Part(large)]) == [reference_digest(Part(large))]
 
 
-# ---- packing and staging --------------------------------------------------------------------------------
-
-
 def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> None:
     packer, staging = Packer(300_000, GPU), Staging()
     held: list[list[int]] = []
@@ -131,9 +122,6 @@ def test_a_value_that_is_not_finite_is_named() -> None:
     named["layers.2.weight"][-1, -1] = float("inf")
     with pytest.raises(NonFiniteWeights, match=r"'layers\.2\.weight' has 1 non-finite of 128500"):
         packer.pack(named.items(), 1)
-
-
-# ---- epochs over NCCL -----------------------------------------------------------------------------------
 
 
 def worker(publisher: Publisher, name: str, gpu: int, *faults: str, joins: bool = True, **environment: Any) -> Any:

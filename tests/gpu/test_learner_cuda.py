@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
-from one_rank import built
 from recorded import batch_of, random_step, train_on
-from tiny_models import make_config, save_model
+from tiny_models import built, make_config, save_model
 
 from configs import Config
 from learner import attention, logprobs
@@ -34,19 +33,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
 ]
-HERE = Path(__file__).parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-LARGER = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "intermediate_size": 768,
-    "vocab_size": 1000,
-    "max_position_embeddings": 1024,
-}
-DEADLINE_S = 150
+LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 1000}
+LARGER |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module")
@@ -194,9 +183,6 @@ def test_the_output_head_needs_neither_whole_logits_nor_their_gradient(monkeypat
     assert take_peak_bytes(GPU) - before < 8 * chunk_bytes < 2.01 * logits_bytes
 
 
-# ---- two GPUs -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, started as torchrun starts them."""
@@ -204,13 +190,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip(f"needs two CUDA devices, torch finds {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("two_gpus")
     save_model(folder / "model", "qwen3", tied=True, vocab_size=65, intermediate_size=191)
-    port = str(free_port())
-
-    def place(rank: int) -> dict[str, str]:
-        where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        return where | {"LOCAL_RANK": str(rank)}
-
-    return two_ranks(HERE / "learner_cuda_rank.py", folder, place, deadline_s=DEADLINE_S)
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    program = Path(__file__).with_name("learner_cuda_rank.py")
+    return two_ranks(program, folder, lambda rank: where | {"LOCAL_RANK": str(rank)}, deadline_s=150)
 
 
 def test_two_ranks_train_digest_and_resume_over_nccl(seen: list[dict[str, Any]]) -> None:

@@ -37,20 +37,10 @@ def make_folder(folder: Path) -> dict[str, torch.Tensor]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    described = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=1,
-        dtype=torch.bfloat16,
-    )
-    model = Qwen3ForCausalLM(described).to(torch.bfloat16)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "max_position_embeddings": 1024}
+    others = {"tie_word_embeddings": False, "eos_token_id": 1, "dtype": torch.bfloat16}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **sizes, **heads, **others)).to(torch.bfloat16)
     model.save_pretrained(folder)
     text = json.loads((folder / "config.json").read_text())
     assert text["vocab_size"] == VOCAB
@@ -58,30 +48,22 @@ def make_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def settings(folder: Path, tensor_parallel: int) -> Config:
+    rollout = {"engine": "sglang", "dtype": "bfloat16", "max_new_tokens": 512, "max_running": 64}
+    split = {"split": f"{tensor_parallel}:1", "tensor_parallel": tensor_parallel}
     return Config.model_validate(
         {
             "model": {"path": str(folder)},
             "data": {"train": "none.jsonl", "max_prompt_tokens": 256},
-            "rollout": {
-                "engine": "sglang",
-                "dtype": "bfloat16",
-                "max_new_tokens": 512,
-                "max_running": 64,
-                "sglang": {"attention_backend": "triton", "mem_fraction_static": 0.3},
-            },
+            "rollout": rollout | {"sglang": {"attention_backend": "triton", "mem_fraction_static": 0.3}},
             "learner": {"compute_dtype": "bfloat16"},
-            "placement": {
-                "device": "cuda",
-                "split": f"{tensor_parallel}:1",
-                "tensor_parallel": tensor_parallel,
-            },
+            "placement": {"device": "cuda"} | split,
             "weight_bus": {"backend": "nccl"},
         }
     )
 
 
 @asynccontextmanager
-async def started(config: Config) -> AsyncIterator[object]:
+async def started(config: Config) -> AsyncIterator[Any]:
     from rollout_server.engines import build_engine
 
     engine = build_engine(config)
@@ -137,7 +119,7 @@ async def following(config: Config, transport: Callable[[WeightBus, str], Any]) 
             torch.cuda.device(GPUS - 1),
             Publisher(bus, host="127.0.0.1", run_id="cuda", incarnation=1, transport_factory=factory) as publisher,
         ):
-            follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)  # type: ignore[arg-type]
+            follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)
             follower.follow(publisher.address, "cuda")
             await until(lambda: publisher.members() or follower.failure, "it joins")
             assert follower.failure is None, follower.failure
@@ -166,25 +148,23 @@ class Buckets:
         return {name: slice_digest(tensor.cpu()) for name, tensor in tensors.items()}
 
 
-async def update(engine: object, buckets: Buckets, version: int, mode: PauseMode) -> Mapping[str, int]:
-    await engine.pause(mode)  # type: ignore[attr-defined]
-    await engine.load(buckets.layout, version)  # type: ignore[attr-defined]
-    digests: Mapping[str, int] = await engine.digest()  # type: ignore[attr-defined]
-    await engine.resume()  # type: ignore[attr-defined]
+async def update(engine: Any, buckets: Buckets, version: int, mode: PauseMode) -> Mapping[str, int]:
+    await engine.pause(mode)
+    await engine.load(buckets.layout, version)
+    digests: Mapping[str, int] = await engine.digest()
+    await engine.resume()
     return digests
 
 
 async def twenty_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int) -> None:
     sampling = Sampling(max_new_tokens=400, stop_token_ids=())
     async with started(settings(folder, tensor_parallel)) as engine:
-        assert await engine.digest() == {n: slice_digest(t) for n, t in tensors.items()}  # type: ignore[attr-defined]
+        assert await engine.digest() == {n: slice_digest(t) for n, t in tensors.items()}
         buckets = Buckets(tensors)
         for version in range(1, 21):
             mode = MODES[version % 3]
             prompt = np.random.default_rng(version).integers(2, VOCAB, 32).tolist()
-            running = asyncio.create_task(
-                engine.generate(prompt, sampling, 16, request_id=f"r{version}")  # type: ignore[attr-defined]
-            )
+            running = asyncio.create_task(engine.generate(prompt, sampling, 16, request_id=f"r{version}"))
             await asyncio.sleep(0.5)
             want = buckets.fill(altered(tensors))
             assert await update(engine, buckets, version, mode) == want, (version, mode)
@@ -193,7 +173,7 @@ async def twenty_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_
                 assert np.isfinite(completion.logprobs).all()
                 assert (np.diff(completion.versions) >= 0).all()
                 assert set(completion.versions.tolist()) <= {version - 1, version}
-        health = await engine.health()  # type: ignore[attr-defined]
+        health = await engine.health()
         print(f"tp {tensor_parallel}: {health.detail}")
 
 

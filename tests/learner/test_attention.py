@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import built, logprobs
 from recorded import batch_of, random_step, rows_of
-from tiny_models import SIZES, make_config
+from tiny_models import SIZES, built, logprobs, make_config
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config
 

@@ -84,7 +84,7 @@ def trained_on(part: m.Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return asyncio.run(both())
 
 
-def test_a_good_part_is_reported_as_held_and_trained_on(tmp_path, monkeypatch) -> None:
+def test_a_good_part_is_reported_as_held_and_trained_on(tmp_path, monkeypatch):
     error, said = trained_on(PART, tmp_path, monkeypatch)
     assert isinstance(error, Entered)
     assert [take.have for take in said if isinstance(take, m.Take)][:2] == [False, True]
@@ -95,14 +95,11 @@ def test_a_good_part_is_reported_as_held_and_trained_on(tmp_path, monkeypatch) -
     [
         ("versions", PART.versions - 4),
         ("logprobs", np.full_like(PART.logprobs, np.nan)),
-        ("lengths", PART.lengths + 1),
         ("all_loss_tokens", PART.all_loss_tokens + 1),
         ("token_ids", PART.token_ids + 64),
     ],
 )
-def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_held(
-    tmp_path, monkeypatch, field, value
-) -> None:
+def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_held(tmp_path, monkeypatch, field, value):
     error, said = trained_on(dataclasses.replace(PART, **{field: value}), tmp_path, monkeypatch)
     assert isinstance(error, BatchError) and not isinstance(error, Entered), error
     assert not any(take.have for take in said if isinstance(take, m.Take)), "the other ranks begin when all hold it"

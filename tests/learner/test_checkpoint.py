@@ -4,15 +4,14 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
-from one_rank import built
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
-from tiny_models import make_config, save_model
+from tiny_models import built, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -22,13 +21,13 @@ from learner.checkpoint_folders import latest_complete
 
 
 @pytest.fixture
-def config(qwen3: Path, tmp_path: Path) -> Config:
+def config(qwen3, tmp_path):
     sections = {"run": {"dir": str(tmp_path), "name": "run", "seed": 3}, "replay": {"async_lag": 2}}
     return make_config(qwen3, checkpoint={"keep": 2}, **sections)
 
 
 @pytest.fixture
-def keeper(config: Config, mesh: DeviceMesh) -> Checkpointer:
+def keeper(config, mesh):
     """Of a policy that has made a step."""
     policy, optimizer = built(config, mesh)
     train_on(batch_of(random_step(1), 1), policy, optimizer, config)
@@ -39,7 +38,7 @@ def fresh(config: Config, mesh: DeviceMesh) -> Checkpointer:
     return Checkpointer(config, *built(config, mesh))
 
 
-def test_everything_comes_back(config: Config, mesh: DeviceMesh) -> None:
+def test_everything_comes_back(config, mesh):
     assert fresh(config, mesh).resume() is None
     policy, optimizer = built(config, mesh)
     for step in (1, 2):
@@ -62,24 +61,21 @@ def test_everything_comes_back(config: Config, mesh: DeviceMesh) -> None:
     assert sizes == {name: size for name, size in on_disk.items() if name != "COMPLETE"}
 
 
-def test_the_newest_are_kept(config: Config, keeper: Checkpointer) -> None:
+def test_the_newest_are_kept(config, keeper):
     for step in (8, 9, 10):
         keeper.save(step, replay={})
     folder = Path(config.run_dir) / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_9"] and keeper.kept() == [10, 9]
 
 
-def test_incomplete_folders_are_passed_over_and_named(
-    config: Config, keeper: Checkpointer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
     first, second = keeper.save(1, replay={}), keeper.save(2, replay={})
     run = Path(config.run_dir)
     cut = second / "hf" / "model.safetensors"
     whole = cut.read_bytes()
     cut.write_bytes(whole[:-1])
     with caplog.at_level(logging.WARNING):
-        state = keeper.resume()
-    assert state is not None and state["step"] == 1
+        assert keeper.resume()["step"] == 1
     assert f"{len(whole) - 1} bytes, COMPLETE says {len(whole)}" in caplog.text
     cut.write_bytes(whole)
     assert latest_complete(run)[0] == second
@@ -95,24 +91,12 @@ def test_incomplete_folders_are_passed_over_and_named(
     assert latest_complete(run)[0] == second
 
 
-def test_a_crash_before_the_mark_leaves_the_older_one(
-    config: Config, keeper: Checkpointer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatch):
     older = keeper.save(1, replay={})
-
-    def killed(folder: Path) -> None:
-        raise KeyboardInterrupt  # stands for kill -9
-
-    monkeypatch.setattr(checkpoint, "_complete", killed)
+    monkeypatch.setattr(checkpoint, "_complete", Mock(side_effect=KeyboardInterrupt))  # stands for kill -9
     with pytest.raises(KeyboardInterrupt):
         keeper.save(2, replay={})
     assert latest_complete(Path(config.run_dir))[0] == older
-
-
-def flip_a_byte(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 0xFF
-    file.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize(
@@ -123,21 +107,20 @@ def flip_a_byte(file: Path, position: int) -> None:
         (".metadata", 0.5, "dcp/.metadata is damaged"),
     ],
 )
-def test_flipped_bytes_are_named_by_file_with_a_remedy(
-    config: Config, mesh: DeviceMesh, keeper: Checkpointer, name: str, share: float, words: str
-) -> None:
+def test_flipped_bytes_are_named_by_file_with_a_remedy(config, mesh, keeper, name, share, words):
     keeper.save(1, replay={})
     newest = keeper.save(2, replay={})
     damaged = newest / "dcp" / name
-    flip_a_byte(damaged, int(share * damaged.stat().st_size))
+    data = bytearray(damaged.read_bytes())
+    data[int(share * len(data))] ^= 0xFF
+    damaged.write_bytes(data)
     with pytest.raises(CheckpointError) as caught:
         fresh(config, mesh).resume()
     said = str(caught.value)
     assert str(newest) in said and words in said and "\n" not in said, said
     assert "move step_2 away: then --resume goes on from step_1" in said
     newest.rename(newest.with_name("away"))
-    state = fresh(config, mesh).resume()
-    assert state is not None and state["step"] == 1, "the remedy helps"
+    assert fresh(config, mesh).resume()["step"] == 1, "the remedy helps"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +130,7 @@ def test_flipped_bytes_are_named_by_file_with_a_remedy(
         ({"tied": False}, "lm_head.weight is None there"),
     ],
 )
-def test_another_architecture_is_refused_by_name(
-    tmp_path: Path, mesh: DeviceMesh, keeper: Checkpointer, change: dict[str, Any], difference: str
-) -> None:
+def test_another_architecture_is_refused_by_name(tmp_path, mesh, keeper, change, difference):
     folder = keeper.save(1, replay={})
     other = make_config(save_model(tmp_path / "other", **change), run={"dir": str(tmp_path), "name": "run"})
     with pytest.raises(CheckpointError, match=difference):
@@ -159,21 +140,13 @@ def test_another_architecture_is_refused_by_name(
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (
-            r'"parameter_digest": "\w+"',
-            '"parameter_digest": "00"',
-            "parameter_digest is .* after loading, 00 was saved",
-        ),
-        (
-            r'"optimizer_digest": "\w+"',
-            '"optimizer_digest": "00"',
-            "optimizer_digest is .* after loading, 00 was saved",
-        ),
+        (r'"(parameter)_digest": "\w+"', r'"\1_digest": "00"', "parameter_digest is .* after loading, 00 was saved"),
+        (r'"(optimizer)_digest": "\w+"', r'"\1_digest": "00"', "optimizer_digest is .* after loading, 00 was saved"),
         ('"format": 1', '"format": 2', "has format 2, this version reads 1"),
         ("{", "x", "could not be loaded"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(keeper: Checkpointer, old: str, new: str, words: str) -> None:
+def test_a_state_that_does_not_fit_is_refused(keeper, old, new, words):
     folder = keeper.save(1, replay={})
     path = folder / "state.json"
     text = path.read_text()

@@ -1,9 +1,16 @@
-"""What the launcher reads from the logs of its children."""
+"""What the launcher reads from the logs of its children, and when it starts a server again."""
 
 import sys
-from pathlib import Path
+import time
+from functools import partial
+from types import SimpleNamespace
 
-from learner.launch import children
+import pytest
+
+from configs.algorithm import Rollout
+from learner.launch import children, servers
+from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
+from replay.lifeline import CANNOT_START, RUN_FAILED
 
 ENTRY = """[{number}]:
   time      : 2026-11-21_18:11:37
@@ -25,20 +32,22 @@ def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
     return f"Failures:\n{shown}------\nRoot Cause (first observed failure):\n{entries[0]}======\n"
 
 
-def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path: Path) -> None:
-    log = tmp_path / "learner.log"
-    for text, said in [
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
         (report((1, 1, 11), root=(0, -9, 10)), "learner rank 0 (pid 10) was killed by SIGKILL [closed]"),
         (report((1, -9, 11), root=(0, 1, 10)), "learner rank 1 (pid 11) was killed by SIGKILL [closed]"),
         (report((1, -15, 11), root=(0, 1, 10)), ""),
         (report(root=(0, 1, 10)), ""),
-    ]:
-        log.write_text(text)
-        assert children.killed_rank(log, 0) == said
-    assert children.killed_rank(log, len(text)) == ""
+    ],
+)
+def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path, text, said):
+    (tmp_path / "learner.log").write_text(text)
+    assert children.killed_rank(tmp_path / "learner.log", 0) == said
+    assert children.killed_rank(tmp_path / "learner.log", len(text)) == ""
 
 
-def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
+def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
     said = "import os, signal, sys; print('2026-11-21 10:00:00,000 x ERROR no room [full]', flush=True); "
     ends = {"os.kill(os.getpid(), signal.SIGKILL)": ("SIGKILL", False), "sys.exit(4)": ("exit code 4", True)}
     for end, (how, quoted) in ends.items():
@@ -47,7 +56,21 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path: Path) -> None:
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
 
 
-def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> None:
+def test_logs_are_followed_line_by_line(tmp_path):
+    log = tmp_path / "x.log"
+    tail = children.Tail.from_end(log)
+    assert tail.new_lines() == []
+    log.write_bytes(b"one\ntwo\nthr")
+    assert tail.new_lines() == ["one", "two"]
+    with log.open("ab") as file:
+        file.write(b"ee\n")
+    assert tail.new_lines() == ["three"] and children.Tail.from_end(log).new_lines() == []
+    (tmp_path / "new").write_text("anew\n")
+    (tmp_path / "new").replace(log)
+    assert tail.new_lines() == ["anew"]
+
+
+def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
     line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
     waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"
     child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; echo ready at 7"], tmp_path / "x.log", {})
@@ -61,3 +84,91 @@ def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path: Path) -> N
     child.process.wait()
     assert found is not None and found[1] == "7" and shown == ["reading a.jsonl: 1,000 rows, 40%"]
     assert children.wait_for_line(child, "^never$", 20, progress="^$", show=show) is None, "it has ended"
+
+
+def made(monkeypatch, limit: int) -> tuple[Restarts, SimpleNamespace]:
+    """Restarts, and the monotonic seconds that they go by: a test moves `clock.now`."""
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(servers, "time", clock)
+    return Restarts(limit, _started=clock.now), clock
+
+
+def test_a_first_death_costs_no_wait_and_is_started_once(monkeypatch):
+    restarts, clock = made(monkeypatch, 2)
+    assert not restarts.is_due(), "nothing has died"
+    assert restarts.plan() == "restart 1 of 2"
+    assert restarts.is_due() and not restarts.is_due()
+    clock.now += SOON_S + 1
+    assert restarts.plan() == "restart 2 of 2" and restarts.are_used_up
+
+
+def test_each_death_right_after_a_start_doubles_the_wait_up_to_a_bound(monkeypatch):
+    restarts, clock = made(monkeypatch, 9)
+    waits = []
+    for _ in range(8):
+        restarts.plan()
+        assert restarts.due is not None
+        waits.append(restarts.due - clock.now)
+        assert restarts.is_due() == (waits[-1] == 0)
+        clock.now += waits[-1]
+        assert waits[-1] == 0 or restarts.is_due()
+    assert waits == [0, 0.5, 1, 2, 4, LONGEST_WAIT_S, LONGEST_WAIT_S, LONGEST_WAIT_S]
+    clock.now += SOON_S + 1
+    assert restarts.plan() == "restart 9 of 9", "one that lived for long starts at once again"
+
+
+def test_a_good_run_gives_the_restarts_back(monkeypatch):
+    restarts, clock = made(monkeypatch, 2)
+    for _ in range(2):
+        restarts.plan()
+        clock.now += LONGEST_WAIT_S
+        assert restarts.is_due()
+    clock.now += GOOD_RUN_S - 1
+    assert restarts.are_used_up
+    clock.now += 1
+    assert not restarts.are_used_up
+    assert restarts.plan() == "restart 1 of 2" and restarts.is_due(), "at once, as after a first death"
+
+
+def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
+    clock, said = made(monkeypatch, 1)[1], []
+    monkeypatch.setattr(servers, "Restarts", partial(Restarts, _started=clock.now))
+    dead = SimpleNamespace(exit_code=lambda: -9, root_cause=lambda: "rollout-0 died")
+    local = servers.LocalServers(Rollout(restarts=1, restart_backoff_s=2.0), lambda _: dead, said.append)
+    local.add("rollout-0")
+    for lived in (1.0, GOOD_RUN_S, 1.0):
+        clock.now += lived
+        local.watch(run_is_over=False)  # it has died
+        clock.now += 2.0
+        local.watch(run_is_over=False)  # its backoff is over
+    assert [line.partition("; ")[2][:12] for line in said] == ["restart 1 of", "restart 1 of", "no restart l"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "failures"),
+    [
+        (1, ["restart 1 of 2", "restart 2 of 2", "no restart left"], ["a"]),
+        (0, [], []),
+        (RUN_FAILED, ["ended because the run has failed"], ["a"]),
+        (CANNOT_START, RunFailed, ["a"]),
+    ],
+)
+def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failures):
+    lines = []
+
+    def begin(name):
+        return children.start(name, ["sh", "-c", f"exit {code}"], tmp_path / f"{name}.log", {})
+
+    local = LocalServers(Rollout(restarts=2, restart_backoff_s=0), begin, lines.append)
+    local.add("a")
+    deadline = time.monotonic() + 20
+    try:
+        while not local.all_over and time.monotonic() < deadline:
+            local.watch(run_is_over=True)
+            time.sleep(0.01)
+        assert local.all_over and len(lines) == len(said)
+        assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
+    except RunFailed as failure:
+        assert said is RunFailed and "died: exit code 78" in str(failure)
+    assert local.failures == failures

@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,7 +17,6 @@ from learner.launch.hosts import kubernetes
 from learner.launch.hosts.host_file import parse_hosts
 from replay import keys as make_keys
 
-ROOT = Path(__file__).parents[2]
 FOUR = "qwen3-14b-4nodes"
 HOSTS = """# four hosts
 node0 10.0.0.1 gpus=8 ssh=ubuntu@gpu0   # replay
@@ -28,14 +25,13 @@ node2 10.0.0.3 gpus=8
 
 node3 10.0.0.4
 """
-Launch = Callable[..., str]
 
 
 @pytest.fixture
-def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Launch:
+def launch(monkeypatch, capsys):
     """`python -m learner.launch` in this process; what it shows, or where it fails, what it says."""
 
-    def run(*words: str, code: int = 0) -> str:
+    def run(*words, code=0):
         monkeypatch.setattr(sys, "argv", ["learner.launch", *words])
         found, shown = main(), capsys.readouterr()
         assert found == code, shown.err
@@ -45,20 +41,20 @@ def launch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def keys(tmp_path_factory):
     folder = tmp_path_factory.mktemp("keys") / "keys"
     make_keys.make(folder, ["node1", "nodes"], force=False)
     return folder
 
 
 @pytest.fixture
-def four(tmp_path: Path, keys: Path) -> list[str]:
+def four(tmp_path, keys):
     """Arguments of a run on four hosts, with keys."""
     return ["--config", FOUR, "--set", f"network.keys={keys}", "--set", f"run.dir={tmp_path}/runs"]
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> list[str]:
+def hosts(tmp_path):
     (tmp_path / "hosts").write_text(HOSTS)
     return ["--hosts", str(tmp_path / "hosts")]
 
@@ -67,9 +63,7 @@ def table_rows(text: str) -> list[list[str]]:
     return [re.split(r" {2,}", line) for line in text.split("\n\n")[0].splitlines()[1:]]
 
 
-def test_a_dry_run_over_four_hosts_shows_what_would_run_where(
-    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str]
-) -> None:
+def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, four, hosts):
     shown = launch("learner", *hosts, "--dry-run", *four)
     assert table_rows(shown) == [
         ["node0", "10.0.0.1", "replay", "-", "replay 29500"],
@@ -82,24 +76,19 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(
     assert "clients/node1.key_secret" in of_node1 and "server.key_secret" not in of_node1
 
     shown = launch("rollout", *hosts, "--dry-run", *four)
-    rows = table_rows(shown)
-    assert [row[:4] for row in rows[:2]] == [
-        ["node2", "10.0.0.3", "rollout-node2-0", "0-1"],
-        ["node2", "10.0.0.3", "rollout-node2-1", "2-3"],
-    ]
-    assert len(rows) == 8 and {row[0] for row in rows} == {"node2", "node3"}
+    rows = [row[:4] for row in table_rows(shown)]
+    assert rows[0] == ["node2", "10.0.0.3", "rollout-node2-0", "0-1"]
+    assert rows[-1] == ["node3", "10.0.0.4", "rollout-node3-3", "6-7"] and len(rows) == 8
     assert "CUDA_VISIBLE_DEVICES=6,7" in shown and "clients/nodes.key_secret" in shown
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
-def test_slurm(tmp_path: Path, launch: Launch, four: list[str]) -> None:
+def test_slurm(tmp_path, launch, four):
     launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     text = file.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
-    steps = re.findall(r"^step (\w+) (\w+)", text, re.MULTILINE)
-    assert steps == [("learner", "node0"), ("learner", "node1"), ("rollout", "node2"), ("rollout", "node3")]
     assert configs.load(file.with_name("slurm.yaml")).placement == configs.load(FOUR).placement
 
     shown = launch("rollout", "--slurm", "--dry-run", *four)
@@ -109,40 +98,39 @@ def test_slurm(tmp_path: Path, launch: Launch, four: list[str]) -> None:
     assert "step learner" not in alone
 
 
-def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(
-    tmp_path: Path, launch: Launch, four: list[str]
-) -> None:
-    """With commands in place of Slurm's: machines are asked for their addresses, steps get a host file, and its end is
-    that of the first step."""
+SRUN = """#!/bin/bash
+for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done
+if [[ "$*" == *learner.launch.hosts.node* ]]; then
+  echo "$machine: ${*: -14}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
+fi
+echo "10.1.0.${machine#m}"
+"""
+
+
+def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_path, launch, four):
+    """With commands in place of Slurm's. Machines are asked for their addresses; the first step's end is the job's."""
     launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    (commands / "scontrol").write_text("#!/bin/sh\nprintf 'm1\\nm2\\nm3\\nm4\\n'\n")
-    (commands / "srun").write_text(
-        "#!/bin/bash\n"
-        'for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done\n'
-        'if [[ "$*" == *learner.launch.hosts.node* ]]; then\n'
-        f'  echo "$machine: ${{*: -14}}" >>{tmp_path}/steps; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0\n'
-        "fi\n"
-        'echo "10.1.0.${machine#m}"\n'
-    )
-    for command in commands.iterdir():
-        command.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    for name, text in {"scontrol": "#!/bin/sh\nprintf 'm1\\nm2\\nm3\\nm4\\n'\n", "srun": SRUN}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8"}
-    environment = {**os.environ, **slurm, "PATH": f"{commands}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", str(file)], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
+    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 7, (done.stdout, done.stderr)
     hosts = parse_hosts(file.with_name("hosts-42").read_text(), "hosts-42")
     assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
     steps = sorted((tmp_path / "steps").read_text().splitlines())
-    assert [step.split(":")[0] for step in steps] == ["m1", "m2", "m3", "m4"]
-    assert "--role rollout --node node3" in steps[3] and "--set run.name=qwen3-14b-4nodes-42" in steps[3]
+    placed = [(step.split(":")[0], *re.search(r"--role (\w+) --node (\w+)", step).groups()) for step in steps]
+    roles = ["learner", "learner", "rollout", "rollout"]
+    assert placed == [(f"m{i + 1}", role, f"node{i}") for i, role in enumerate(roles)]
+    assert all("--set run.name=qwen3-14b-4nodes-42" in step for step in steps)
     assert all(step.endswith("--resume-if-begun") for step in steps)
     assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
-def test_kubernetes(tmp_path: Path, launch: Launch, four: list[str]) -> None:
+def test_kubernetes(tmp_path, launch, four):
     folder = tmp_path / "manifests"
     launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
     config_map, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
@@ -151,36 +139,34 @@ def test_kubernetes(tmp_path: Path, launch: Launch, four: list[str]) -> None:
     assert hosts["node3"].address == f"{FOUR}-rollout-0-1.{FOUR}"
     assert yaml.safe_load(config_map["data"]["config.yaml"])["network"]["keys"] == kubernetes.KEYS
 
-    assert jobset["spec"]["successPolicy"]["targetReplicatedJobs"] == ["learner"]
-    assert jobset["spec"]["network"]["subdomain"] == FOUR
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == kubernetes.RESTARTS
-    jobs = {job["name"]: job["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]}
-    assert {name: (job["completions"], job["completionMode"]) for name, job in jobs.items()} == {
-        "learner": (2, "Indexed"),
-        "rollout": (2, "Indexed"),
-    }
+    spec = jobset["spec"]
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["learner"] and spec["network"]["subdomain"] == FOUR
+    assert spec["failurePolicy"]["maxRestarts"] == kubernetes.RESTARTS
+    jobs = {job["name"]: job["template"]["spec"] for job in spec["replicatedJobs"]}
+    completions = {name: (job["completions"], job["completionMode"]) for name, job in jobs.items()}
+    assert completions == dict.fromkeys(("learner", "rollout"), (2, "Indexed"))
     for role, job in jobs.items():
         pod = job["template"]["spec"]
         (container,) = pod["containers"]
         assert container["image"] == "registry/slip:1" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
-        words = container["command"]
-        options = dict(itertools.pairwise(words))
-        assert words[-1] == "--resume-if-begun"
+        options = dict(itertools.pairwise(container["command"]))
+        assert container["command"][-1] == "--resume-if-begun"
         assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
         assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
         probe = container["readinessProbe"]["exec"]["command"]
         assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "learner.launch.hosts.ready" in probe[2]
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
+        assert {volume["name"] for volume in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
         secret = yaml.safe_load((folder / f"keys-{role}.yaml").read_text())
         (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys"]
         assert secret["metadata"]["name"] == volume["secretName"]
         assert {item["key"] for item in volume["items"]} == set(secret["stringData"])
         assert ("server.key_secret" in secret["stringData"]) == (role == "learner")
         assert (folder / f"keys-{role}.yaml").stat().st_mode & 0o777 == 0o600
+    names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
+    assert names == ["my-run-7", "x" * 40], "names of DNS"
 
 
-def test_a_dry_run_shows_no_secret(launch: Launch, four: list[str], keys: Path) -> None:
+def test_a_dry_run_shows_no_secret(launch, four, keys):
     shown = launch("learner", "--kubernetes", "--dry-run", *four)
     secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
     assert secrets and all(found and found[1] not in shown for found in secrets)
@@ -188,7 +174,7 @@ def test_a_dry_run_shows_no_secret(launch: Launch, four: list[str], keys: Path) 
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_every_preset_dry_runs(name: str, tmp_path: Path, launch: Launch) -> None:
+def test_every_preset_dry_runs(name, tmp_path, launch):
     config = configs.load(name)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{share.node} 10.0.0.{i + 1} gpus=8\n" for i, share in enumerate(config.shares)))
@@ -211,7 +197,7 @@ def test_every_preset_dry_runs(name: str, tmp_path: Path, launch: Launch) -> Non
         ("\n", ["no host"]),
     ],
 )
-def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -> None:
+def test_a_bad_host_file_is_refused_with_its_line(text, words):
     with pytest.raises(ConfigError) as caught:
         parse_hosts(text, "hosts")
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
@@ -226,20 +212,13 @@ def test_a_bad_host_file_is_refused_with_its_line(text: str, words: list[str]) -
         (HOSTS, ["network.keys=no/such/keys"], ["no/such/keys", "replay.keys"]),
     ],
 )
-def test_what_cannot_start_is_refused_before_anything_does(
-    tmp_path: Path, launch: Launch, four: list[str], hosts: list[str], text: str, settings: list[str], words: list[str]
-) -> None:
+def test_what_cannot_start_is_refused_before_anything_does(tmp_path, launch, four, hosts, text, settings, words):
     (tmp_path / "hosts").write_text(text)
     said = launch("learner", *hosts, *four, *[word for setting in settings for word in ("--set", setting)], code=2)
     assert said.startswith("slipstream: refused: ") and [word for word in words if word not in said] == [], said
 
 
 @pytest.mark.parametrize("where", [["--slurm"], ["--kubernetes"], ["--hosts", "hosts"]])
-def test_the_device_of_another_machine_is_not_that_of_this_one(where: list[str], launch: Launch) -> None:
+def test_the_device_of_another_machine_is_not_that_of_this_one(where, launch):
     said = launch("learner", *where, "--dry-run", "--set", "placement.device=auto", code=2)
     assert "refused: placement.device: 'auto'" in said
-
-
-def test_the_name_of_a_job_set_is_one_of_dns() -> None:
-    names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
-    assert names == ["my-run-7", "x" * 40]

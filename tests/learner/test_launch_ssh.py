@@ -2,22 +2,22 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import configs
 from configs import ConfigError
 from configs.loading import dump
-from configs.machine import count_gpus, visible_devices
+from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.plan import Machine
 from learner.launch import children
-from learner.launch.children import Tail
 from learner.launch.hosts import here, node
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
@@ -26,16 +26,15 @@ from tests.support.runs import ROOT, environment, left_over, processes
 
 NODES = ["placement.learner='node0:0'", "placement.rollout='node1:0; node2:0'", "network.insecure=true"]
 HOSTS = "node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\nnode2 10.0.0.3 ssh=c\n"
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path):
     """Start a start script with a shell function in place of ssh: it gets TARGET and COMMAND as $1 and $2."""
     (tmp_path / "hosts").write_text(HOSTS)
-    started: list[subprocess.Popen[str]] = []
+    started = []
 
-    def popen(script: str, ssh: str, *settings: str) -> "subprocess.Popen[str]":
+    def popen(script, ssh, *settings):
         fake = tmp_path / "ssh"
         fake.write_text(f"#!/usr/bin/env bash\n{ssh}\n")
         fake.chmod(0o755)
@@ -52,14 +51,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         process.wait()
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout: float = 30) -> None:
-    deadline = time.monotonic() + timeout
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)
-
-
-# ---- the start script -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,7 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = 30) -> N
         ('exec bash -c "$2" </dev/null', [], "exit code 2: slipstream: refused: stdin ended before the order"),
     ],
 )
-def test_a_node_that_fails_is_named_with_its_reason(start: Start, ssh: str, settings: list[str], reason: str) -> None:
+def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason):
     process = start("start_learner", ssh, *settings)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 1
@@ -78,34 +74,26 @@ def test_a_node_that_fails_is_named_with_its_reason(start: Start, ssh: str, sett
     assert f"node0 (10.0.0.1) failed: {reason}" in said
 
 
-def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(
-    start: Start, tmp_path: Path
-) -> None:
-    stays = f"head -n 1 >{tmp_path}/order; cat; touch {tmp_path}/bye"
+def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):
+    order = tmp_path / "order"
+    stays = f"head -n 1 >{order}; cat; touch {tmp_path}/bye"
     process = start("start_rollout_nodes", f'[[ "$1" == b ]] && {{ echo broken; exit 3; }}; {stays}')
-    assert process.stdout is not None
-    lines = []
-    while not lines or "node1 (10.0.0.2) failed" not in lines[-1]:
-        lines.append(process.stdout.readline())
-        assert lines[-1], lines
-    assert "exit code 3: broken; the run goes on with the servers of other nodes" in lines[-1]
-    written = tmp_path / "order"
-    wait_for(lambda: written.exists() and written.read_text().endswith("\n"), "the order of node2")
-    assert read_spec(written.read_text()).node == "node2"
+    while "node1 (10.0.0.2) failed" not in (line := process.stdout.readline()):
+        assert line, "the output has ended"
+    assert "exit code 3: broken; the run goes on with the servers of other nodes" in line
+    wait_for(lambda: order.exists() and order.read_text().endswith("\n"), "the order of node2")
+    assert read_spec(order.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
     assert "SIGINT received: ending node1, node2" in process.communicate(timeout=60)[0]
     assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
 
 
-def test_kill_9_of_the_start_script_ends_what_it_started(start: Start, tmp_path: Path) -> None:
+def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
     process = start("start_rollout_nodes", 'exec bash -c "$2"', "placement.device=cpu", "rollout.wait_for_servers_s=60")
     needle = f"{tmp_path}/runs/"
-
-    def servers() -> list[int]:
-        return [pid for pid, command in processes() if needle in command and "rollout_server.main" in command]
-
-    wait_for(lambda: len(servers()) == 2, "two rollout servers")
+    servers = re.compile(f"rollout_server.main.*{needle}")
+    wait_for(lambda: sum(bool(servers.search(command)) for _, command in processes()) == 2, "two rollout servers")
     process.kill()
     process.wait()
     assert left_over(needle, within=40) == []
@@ -115,23 +103,22 @@ def test_kill_9_of_the_start_script_ends_what_it_started(start: Start, tmp_path:
 
 
 @pytest.fixture
-def spec(tmp_path: Path) -> NodeSpec:
+def spec(tmp_path):
     settings = [*NODES, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
     config = dump(configs.load("quickstart", settings))
     return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS, overrides=["run.seed=0"])
 
 
-def test_an_order_survives_its_line_and_what_is_none_is_refused(spec: NodeSpec) -> None:
+def test_an_order_survives_its_line_and_what_is_none_is_refused(spec):
     with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
     assert read_spec(with_keys.line()) == with_keys
-    wrong = [("role", "king"), ("node", 7), ("keys", {"a": 1}), ("overrides", [1])]
-    lines = [json.dumps(spec.model_dump() | {field: value}) for field, value in wrong]
-    for line in ["", "hello\n", "[1]\n", '{"role": "learner"}\n', *lines]:
+    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}, {"overrides": [1]}]
+    for line in ["", "[1]\n", '{"role": "learner"}\n', *(json.dumps(spec.model_dump() | each) for each in wrong)]:
         with pytest.raises(ConfigError, match="not valid"):
             read_spec(line)
 
 
-def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec) -> None:
+def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec):
     assignment = resolve(spec)
     assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
     assert assignment.plan.replay == "tcp://10.0.0.1:5757"
@@ -141,7 +128,7 @@ def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec: NodeSpec) 
     assert dump(written) == spec.config
 
 
-def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path: Path) -> None:
+def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path):
     folder = tmp_path / "keys"
     write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "b"})
     write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "c"})
@@ -153,31 +140,19 @@ def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path: 
             write_keys(str(folder), {name: "x"})
 
 
-def test_a_container_counts_its_own_gpus_from_zero() -> None:
+def test_a_container_counts_its_own_gpus_from_zero():
     settings = ["placement.learner='n:6-7'", "placement.rollout='n:0-5'", "network.replay_port=5757"]
     config = configs.load("quickstart", [*settings, "placement.device=cuda"])
-    spec = NodeSpec(role="learner", node="n", config="", hosts="")
-    machine = renumbered(config, spec, Machine("10.0.0.1", gpus=2))
-    assert machine.visible is not None and machine.visible[6:] == ("0", "1")
-    spec = spec.model_copy(update={"role": "rollout"})
-    machine = renumbered(config, spec, Machine("10.0.0.1", gpus=6, visible=tuple("abcdef")))
-    assert machine.visible is not None and machine.visible[:6] == tuple("abcdef")
+
+    def visible(role, **machine):
+        return renumbered(
+            config, NodeSpec(role=role, node="n", config="", hosts=""), Machine("10.0.0.1", **machine)
+        ).visible
+
+    assert visible("learner", gpus=2)[6:] == ("0", "1")
+    assert visible("rollout", gpus=6, visible=tuple("abcdef"))[:6] == tuple("abcdef")
     with pytest.raises(ConfigError, match="n gives 6 GPUs to the rollout, this container has 2"):
-        renumbered(config, spec, Machine("10.0.0.1", gpus=2))
-
-
-def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
-    tail = Tail.from_end(log)
-    assert tail.new_lines() == []
-    log.write_bytes(b"one\ntwo\nthr")
-    assert tail.new_lines() == ["one", "two"]
-    with log.open("ab") as file:
-        file.write(b"ee\n")
-    assert tail.new_lines() == ["three"] and Tail.from_end(log).new_lines() == []
-    (tmp_path / "new").write_text("anew\n")
-    (tmp_path / "new").replace(log)
-    assert tail.new_lines() == ["anew"]
+        visible("rollout", gpus=2)
 
 
 # ---- a job that is started again ------------------------------------------------------------------------
@@ -186,43 +161,39 @@ def test_logs_are_followed_line_by_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "resumes"),
     [
-        ([], False),
-        (["config.yaml"], False),
-        (["config.yaml", "checkpoints/step_4/state.json"], False),
-        (["journal/0.seg"], False),
-        (["config.yaml", "journal/0.seg"], True),
-        (["config.yaml", "checkpoints/step_4/COMPLETE"], True),
+        ("", False),
+        ("config.yaml", False),
+        ("config.yaml checkpoints/step_4/state.json", False),
+        ("journal/0.seg", False),
+        ("config.yaml journal/0.seg", True),
+        ("config.yaml checkpoints/step_4/COMPLETE", True),
     ],
 )
-def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(
-    tmp_path: Path, files: list[str], resumes: bool
-) -> None:
-    said: list[str] = []
-    for name in files:
+def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tmp_path, files, resumes):
+    for name in files.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
+        (tmp_path / name).touch()
+    said = []
     assert node.decide(tmp_path, said.append) is resumes
     assert len(said) == 1 and str(tmp_path) in said[0] and ("resumes it" in said[0]) is resumes
     assert (tmp_path / "config.yaml").exists() is resumes, "a run that begins takes its own name"
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_the_other_learner_nodes_do_as_the_first_one_has_decided(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resumes: bool
-) -> None:
+def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monkeypatch, resumes):
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
     spec = NodeSpec(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
-    commands: list[Sequence[str]] = []
+    commands = []
 
-    def start_child(name: str, command: Sequence[str], log: Path, _: Mapping[str, str]) -> children.Child:
+    def start_child(_self, name, command, log, _environment):
         commands.append(command)
         return children.start(name, ["true"], log, {})
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
-    monkeypatch.setattr(node.Node, "_child", lambda _, *words: start_child(*words))
+    monkeypatch.setattr(node.Node, "_child", start_child)
     node.write_start(tmp_path / "job-42", resumes=resumes)
-    (tmp_path / "job-42" / "config.yaml").write_text("")
+    (tmp_path / "job-42" / "config.yaml").touch()
     node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
     assert ("--resume" in commands[0]) is resumes
 
@@ -240,48 +211,33 @@ def shown_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> No
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown_gpus(tmp_path, monkeypatch, "NVIDIA H200 (UUID: GPU-1)", "NVIDIA H200 (UUID: GPU-2)")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert count_gpus() == 2
-    assert visible_devices(os.environ) == ("1",) and visible_devices({}) is None
-
-
-def test_the_build_of_torch_is_known_without_importing_it() -> None:
-    program = "from configs.machine import torch_has_cuda as f; import sys; print(f(), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    import torch
-
-    assert done.stdout.split() == [str(torch.version.cuda is not None), "False"], done.stderr
-
-
 @pytest.mark.parametrize(
     ("settings", "code", "words"),
     [
-        (["placement.split=1:1", "placement.device=cpu"], 0, ["-m rollout_server.main", "tcp://10.0.0.1:5757"]),
-        (["placement.split=1:1", "placement.device=cuda"], 78, ["placement.device", "shows no GPU"]),
-        (["placement.rollout=a:0", "placement.learner=b:0"], 78, ["start with --hosts FILE"]),
+        ("placement.split=1:1 placement.device=cpu", 0, ["-m rollout_server.main", "tcp://10.0.0.1:5757"]),
+        ("placement.split=1:1 placement.device=cuda", 78, ["placement.device", "shows no GPU"]),
+        ("placement.rollout=a:0 placement.learner=b:0", 78, ["start with --hosts FILE"]),
     ],
 )
-def test_servers_of_this_host(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    settings: list[str],
-    code: int,
-    words: list[str],
-) -> None:
+def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, words):
     shown_gpus(tmp_path, monkeypatch)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    options = ["--servers", "4", "--dry-run", *[word for setting in settings for word in ("--set", setting)]]
+    options = ["--servers", "4", "--dry-run", *(word for each in settings.split() for word in ("--set", each))]
     assert here.run_servers(options, "tcp://10.0.0.1:5757") == code
     said = "".join(capsys.readouterr())
     assert [word for word in words if word not in said] == [], said
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
 
 
-def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):
+    shown_gpus(tmp_path, monkeypatch, "NVIDIA H200 (UUID: GPU-1)", "NVIDIA H200 (UUID: GPU-2)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (count_gpus(), visible_devices(os.environ), visible_devices({})) == (2, ("1",), None)
+    assert torch_has_cuda() is (torch.version.cuda is not None)
+
+
+def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path, monkeypatch):
     shown_gpus(tmp_path, monkeypatch, "a", "b", "c")
     monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
     settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]

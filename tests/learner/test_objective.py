@@ -6,8 +6,8 @@ import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
-from one_rank import row_of
 from test_algorithms import LENGTHS
+from tiny_models import row_of
 
 from configs.algorithm import Algorithm
 from learner.objective import Objective

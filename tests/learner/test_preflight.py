@@ -1,18 +1,26 @@
-"""Before any process starts: what is made, which folder a run has, what is refused."""
+"""Before any process starts: what is made, which folder a run has, what it goes on with, what is refused."""
 
+import argparse
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import make_config
 
 from configs import Config, ConfigError, load
+from configs.loading import add_arguments
 from learner import main as launcher
 from learner.examples import sort6
 from learner.launch import preflight
+from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_keys, check_run_dir, check_trackers, claim_run_dir, make_input
+from learner.main import prepare
+from learner.report.live_view import LiveView
 from replay import keys as make_keys
 from replay.channel import KeysError
 
@@ -21,9 +29,7 @@ def config_in(folder: Path, **sections: dict[str, object]) -> Config:
     return make_config(folder, run={"dir": str(folder), "name": "same"}, **sections)
 
 
-def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["learner.main", "--dry-run"])
     assert launcher.main() == 0
@@ -33,11 +39,11 @@ def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatch):
     commands = []
 
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
+    def run(command, **_):
+        commands.append(command[:3])
         return subprocess.CompletedProcess(command, sort6.main(command[3:]), "", "")
 
     monkeypatch.setattr(sort6, "SFT_STEPS", 1)
@@ -47,16 +53,16 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path: Path, monk
     paths = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     config = load("quickstart", paths)
     assert make_input(config, "quickstart") and not make_input(config, "quickstart")
-    assert [command[:3] for command in commands] == [[sys.executable, "-m", "learner.examples.sort6"]]
+    assert commands == [[sys.executable, "-m", "learner.examples.sort6"]]
     assert (folder / "model" / "config.json").is_file() and (folder / "eval.jsonl").is_file()
-    other = load("gsm8k-qwen2.5-1.5b-4gpu", [f"model.path={tmp_path}/model", f"data.train={tmp_path}/train.jsonl"])
-    assert not make_input(other, "gsm8k-qwen2.5-1.5b-4gpu"), "other configurations are left alone"
+    other = "gsm8k-qwen2.5-1.5b-4gpu"
+    assert not make_input(load(other, [f"model.path={tmp_path}/m", f"data.train={tmp_path}/t.jsonl"]), other)
 
 
 # ---- the run folder -------------------------------------------------------------------------------------
 
 
-def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path: Path) -> None:
+def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path):
     config = config_in(tmp_path)
     other = config_in(tmp_path, learner={"lr": 1.0})
     claimed = [claim_run_dir(each, new=True) for each in (config, other, config)]
@@ -64,7 +70,7 @@ def test_of_two_runs_that_checked_the_same_name_one_takes_the_next(tmp_path: Pat
     assert [load(tmp_path / each.run.name / "config.yaml") for each in claimed] == claimed
 
 
-def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_folder(tmp_path):
     claim_run_dir(config_in(tmp_path), new=True)
     changed = config_in(tmp_path, learner={"total_steps": 20})
     assert claim_run_dir(changed, new=False) == changed == load(tmp_path / "same" / "config.yaml")
@@ -79,7 +85,7 @@ def test_a_resumed_run_keeps_its_folder(tmp_path: Path) -> None:
         ("{tmp}/file/below", "file is a file"),
     ],
 )
-def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, place: str, why: str) -> None:
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, place, why):
     (tmp_path / "file").touch()
     config = make_config(tmp_path, run={"dir": place.format(tmp=tmp_path), "name": "run"})
     with pytest.raises(ConfigError, match=rf"^run.dir: .*{why}.*name a folder"):
@@ -88,7 +94,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path: Path, place: 
         claim_run_dir(config, new=True)
 
 
-def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
+def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path):
     check_run_dir(load("quickstart", [f"run.dir={tmp_path}/not/there/yet"]))
     assert list(tmp_path.iterdir()) == []
 
@@ -96,29 +102,82 @@ def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> N
 # ---- keys and trackers ----------------------------------------------------------------------------------
 
 
-def test_keys_that_cannot_serve_are_refused(tmp_path: Path) -> None:
-    def check(folder: Path) -> None:
-        check_keys(load("quickstart", [f"network.keys={folder}"]))
+def test_keys_that_cannot_serve_are_refused(tmp_path):
+    def refused(folder, match):
+        with pytest.raises((ConfigError, KeysError), match=match):
+            check_keys(load("quickstart", [f"network.keys={folder}"]))
 
     folder = tmp_path / "keys"
     make_keys.make(folder, ["node1"], force=False)
-    check(folder)
+    check_keys(load("quickstart", [f"network.keys={folder}"]))
     check_keys(load("quickstart"))
-    with pytest.raises(KeysError, match=r"network\.keys: no folder"):
-        check(tmp_path / "nowhere")
+    refused(tmp_path / "nowhere", r"network\.keys: no folder")
     make_keys.export(folder, "node1", tmp_path / "node1")
-    with pytest.raises(KeysError, match=r"node1/server\.key_secret is missing"):
-        check(tmp_path / "node1")
+    refused(tmp_path / "node1", r"node1/server\.key_secret is missing")
     (folder / "clients" / "learner.key").unlink()
-    with pytest.raises(ConfigError, match=r"admits node1, but not the key 'learner'"):
-        check(folder)
+    refused(folder, r"admits node1, but not the key 'learner'")
     (folder / "server.key_secret").chmod(0o644)
-    with pytest.raises(KeysError, match=r"chmod 600 .*server\.key_secret"):
-        check(folder)
+    refused(folder, r"chmod 600 .*server\.key_secret")
 
 
-def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "")
     with pytest.raises(ConfigError, match="unset WANDB_MODE"):
         check_trackers(make_config(tmp_path, tracking={"wandb": "offline"}))
     check_trackers(make_config(tmp_path))
+
+
+@pytest.fixture
+def resume(tmp_path, monkeypatch):
+    """`--resume` of a run from two terminals, as far as its configuration."""
+    claim_run_dir(config_in(tmp_path, network={"replay_port": 5757}, placement={"local_rollouts": False}), new=True)
+    monkeypatch.setattr("learner.main.check_files", lambda config, **_: None)
+
+    def configuration(*arguments):
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        parser.add_argument("--resume")
+        return prepare(parser.parse_args(["--resume", str(tmp_path / "same"), *arguments]))
+
+    return configuration
+
+
+def ledger(tmp_path, *steps, torn=""):
+    lines = [json.dumps({"step": step, "groups": []}) + "\n" for step in steps]
+    (tmp_path / "same" / "ledger.jsonl").write_text("".join(lines) + torn)
+
+
+def test_a_resumed_run_is_found_where_it_was(resume):
+    config = resume()
+    assert config.network.replay_port == 5757 and not config.placement.local_rollouts
+    assert resume("--set", "network.replay_port=5758").network.replay_port == 5758
+
+
+def test_fewer_steps_than_were_made_are_refused(resume, tmp_path):
+    ledger(tmp_path, 1, 2, 3, 4, torn='{"step": 5, "gro')
+    with pytest.raises(ConfigError, match=r"has made 4 steps, learner.total_steps is 3; give at least 4 with --st"):
+        resume("--steps", "3")
+    assert resume("--steps", "4").learner.total_steps == 4
+
+
+def test_steps_that_a_crash_took_back_do_not_count(resume, tmp_path):
+    ledger(tmp_path, 1, 2, 3, 4, 2)
+    assert resume("--steps", "2").learner.total_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("older_is_whole", "words"),
+    [(True, "the learner goes on from step_2"), (False, "the learner goes on without a checkpoint")],
+)
+def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, older_is_whole, words):
+    for step, size in ((2, 3 if older_is_whole else 2), (4, 2)):
+        folder = tmp_path / "same" / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"x" * size)
+        (folder / "COMPLETE").write_text(json.dumps({"files": {"weights": 3}}))
+    terminal = io.StringIO()
+    config = resume()
+    Launcher(config, True, LiveView(config, "plain", Console(file=terminal))).say_fallback()
+    said = terminal.getvalue().splitlines()
+    assert len(said) == (1 if older_is_whole else 2)
+    assert said[0] == f"checkpoint step_4 is passed over: weights has 2 bytes, COMPLETE says 3; {words}"

@@ -18,7 +18,7 @@ SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch):
     """Whatever joining sets is gone after the test."""
     for name in SET_BY_JOINING:
         monkeypatch.setenv(name, "")
@@ -29,7 +29,7 @@ def config(**placement: Any) -> Any:
     return make_config(Path("unused"), placement={"device": "cpu", "split": "1:1"} | placement)
 
 
-def test_alone_without_torchrun() -> None:
+def test_alone_without_torchrun():
     with join_ranks(config()) as place:
         assert (place.rank, place.world_size, place.device, place.is_first) == (0, 1, torch.device("cpu"), True)
         assert place.mesh.size() == 1 and dist.get_backend() == "gloo"
@@ -37,36 +37,29 @@ def test_alone_without_torchrun() -> None:
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
 
 
-def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(RanksError, match="started 3 ranks, the placement has 2"), join_ranks(config(split="1:2")):
         pass
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
+def test_an_address_of_another_machine_is_refused():
     elsewhere = make_config(Path("unused"), network={"host": "192.0.2.77", "insecure": True})
     with pytest.raises(InterfaceError, match=r"192\.0\.2\.77"), join_ranks(elsewhere):
         pass
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "local_rank", "expected"),
-    [
-        ("auto", 0, "0", torch.device("cpu")),
-        ("auto", 2, "1", torch.device("cuda", 1)),
-        ("cuda", 1, "0", torch.device("cuda", 0)),
-        ("cpu", 2, "0", torch.device("cpu")),
-    ],
+    ("device", "visible", "rank", "expected"),
+    [("auto", 0, "0", "cpu"), ("auto", 2, "1", "cuda:1"), ("cuda", 1, "0", "cuda:0"), ("cpu", 2, "0", "cpu")],
 )
-def test_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: str, visible: int, local_rank: str, expected: torch.device
-) -> None:
+def test_the_device(monkeypatch, device, visible, rank, expected):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
-    assert device_of(config(device=device)) == expected
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert device_of(config(device=device)) == torch.device(expected)
 
 
-def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(RanksError, match="torch finds no GPU here"):
         device_of(config(device="cuda"))
@@ -77,7 +70,7 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         device_of(config(device="cuda"))
 
 
-def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
     """Second node of two with one GPU each: global rank 1, local rank 0. What torch is told, without a GPU."""
     told: dict[str, Any] = {}
 

@@ -2,21 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from learner.examples import sort6
 from tests.support.runs import trained_input
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def made(tmp_path_factory):
     """One folder with the real warm-up, for every test that reads it."""
     out = trained_input(tmp_path_factory).folder
     report, fresh = sort6.make(out)
@@ -25,29 +22,31 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm-up of two steps, for tests that are about folders."""
+def small(monkeypatch):
+    """A warm-up of two steps and 30 prompts, for tests that are about folders."""
     monkeypatch.setattr(sort6, "SFT_STEPS", 2)
+    return {"train_prompts": 20, "eval_prompts": 10}
 
 
 def read(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_model_and_tokenizer_have_the_stated_shape(made: tuple[Path, dict[str, Any]]) -> None:
-    folder = made[0] / "model"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert sum(p.numel() for p in model.parameters()) == made[1]["parameters"] == 102_784
+def test_model_and_tokenizer_have_the_stated_shape(made):
+    folder, report = made
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert sum(p.numel() for p in model.parameters()) == report["parameters"] == 102_784
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == sort6.EOS == tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id == sort6.EOS == tokenizer.eos_token_id
     text = "".join(sort6.SYMBOLS[len(sort6.SPECIAL) :])
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text) and tokenizer.pad_token_id == sort6.PAD
     assert tokenizer.decode([*ids, sort6.EOS], skip_special_tokens=True) == text
 
 
-def test_rows_are_answered_rightly_and_evaluation_is_unseen(made: tuple[Path, dict[str, Any]]) -> None:
+def test_rows_are_answered_rightly_and_evaluation_is_unseen(made):
     train, evaluation = read(made[0] / "train.jsonl"), read(made[0] / "eval.jsonl")
     assert (len(train), len(evaluation)) == (20000, 512)
     for row in train + evaluation:
@@ -56,28 +55,26 @@ def test_rows_are_answered_rightly_and_evaluation_is_unseen(made: tuple[Path, di
     assert len({row["prompt"] for row in train + evaluation}) == 20512
 
 
-def test_warm_up_leaves_room_for_learning(made: tuple[Path, dict[str, Any]]) -> None:
+def test_warm_up_leaves_room_for_learning(made):
     """Measured over 16 seeds: sampled 0.19 to 0.45, greedy 0.15 to 0.62. Knowing nothing or everything fails here."""
     model = AutoModelForCausalLM.from_pretrained(made[0] / "model").eval()
     numbers = np.array([list(map(int, row["prompt"][:-1])) for row in read(made[0] / "eval.jsonl")])
     prompts = torch.tensor([[*row, sort6.EQUALS] for row in sort6.FIRST_DIGIT + numbers])
     wanted = torch.tensor([[*row, sort6.EOS] for row in sort6.FIRST_DIGIT + np.sort(numbers)])
     torch.manual_seed(0)
-    accuracy = {}
-    for greedy in (True, False):
+    for greedy, least, most in ((True, 0.12, 0.7), (False, 0.15, 0.5)):
         tokens = prompts
         for _ in range(wanted.shape[1]):
             with torch.no_grad():
                 logits = model(input_ids=tokens).logits[:, -1]
             chosen = logits.argmax(-1, keepdim=True) if greedy else torch.multinomial(logits.softmax(-1), 1)
             tokens = torch.cat([tokens, chosen], dim=1)
-        accuracy[greedy] = (tokens[:, prompts.shape[1] :] == wanted).all(1).float().mean().item()
-    assert 0.15 < accuracy[False] < 0.5, accuracy
-    assert 0.12 < accuracy[True] < 0.7, accuracy
+        accuracy = (tokens[:, prompts.shape[1] :] == wanted).all(1).float().mean().item()
+        assert least < accuracy < most, (greedy, accuracy)
 
 
-def test_same_seed_gives_the_same_weights() -> None:
-    tokens = sort6.demonstrations(3)[:4]
+def test_same_seed_gives_the_same_weights():
+    tokens = sort6.demonstrations(3)[:4, :64]
     weights = []
     for _ in range(2):
         model = sort6.build_model(3)
@@ -86,7 +83,7 @@ def test_same_seed_gives_the_same_weights() -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-def test_demonstrations_are_half_copies_and_never_show_an_evaluation_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demonstrations_are_half_copies_and_never_show_an_evaluation_prompt(monkeypatch):
     monkeypatch.setattr(sort6, "NUM_HELD_OUT", 900_000)
     _, held_out = sort6.split_prompts(0, 1, 900_000)
     tokens = sort6.demonstrations(0).reshape(-1, 14)
@@ -99,25 +96,13 @@ def test_demonstrations_are_half_copies_and_never_show_an_evaluation_prompt(monk
     assert (tokens[:, -1] == sort6.EOS).all() and (tokens[:, 6] == sort6.EQUALS).all()
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 2**31), train=st.integers(1, 500), evaluation=st.integers(1, 500))
-def test_prompts_are_distinct_for_every_seed(seed: int, train: int, evaluation: int) -> None:
-    first, second = sort6.split_prompts(seed, train, evaluation)
-    assert (len(first), len(second)) == (train, evaluation)
-    assert len(np.union1d(first, second)) == train + evaluation
+@pytest.mark.parametrize("numbers", [(950_001, 2), (1, 0)])
+def test_impossible_numbers_of_prompts_are_refused(numbers):
+    with pytest.raises(sort6.MakeError, match=r"--(train-prompts 950001|eval-prompts 0): give a number from 1 to"):
+        sort6.split_prompts(0, *numbers)
 
 
-def test_impossible_numbers_of_prompts_are_refused() -> None:
-    with pytest.raises(sort6.MakeError, match=r"--train-prompts 950001: give a number from 1 to 950000"):
-        sort6.split_prompts(0, 950_001, 2)
-    with pytest.raises(sort6.MakeError, match=r"--eval-prompts 0"):
-        sort6.split_prompts(0, 1, 0)
-
-
-@pytest.mark.usefixtures("short")
-def test_a_complete_folder_is_left_alone_and_other_arguments_make_it_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_complete_folder_is_left_alone_and_other_arguments_make_it_anew(small, tmp_path, capsys):
     out = tmp_path / "sort6"
     arguments = ["--out", str(out), "--train-prompts", "20", "--eval-prompts", "10"]
     assert sort6.main(arguments) == 0
@@ -136,23 +121,19 @@ def test_a_complete_folder_is_left_alone_and_other_arguments_make_it_anew(
     assert [p.name for p in tmp_path.iterdir()] == ["sort6"]
 
 
-@pytest.mark.usefixtures("short")
-def test_a_damaged_folder_is_made_anew_and_a_foreign_one_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_folder_is_made_anew_and_a_foreign_one_refused(small, tmp_path, capsys):
     out = tmp_path / "sort6"
-    sort6.make(out, train_prompts=20, eval_prompts=10)
+    sort6.make(out, **small)
     (out / "train.jsonl").write_text("cut")
-    assert sort6.make(out, train_prompts=20, eval_prompts=10)[1] and len(read(out / "train.jsonl")) == 20
+    assert sort6.make(out, **small)[1] and len(read(out / "train.jsonl")) == 20
     (out / "made.json").unlink()
-    before = sorted(path.name for path in out.iterdir())
+    before = sorted(out.iterdir())
     assert sort6.main(["--out", str(out)]) == 2
-    assert "was not made by this script" in capsys.readouterr().err
-    assert sorted(path.name for path in out.iterdir()) == before
+    assert "was not made by this script" in capsys.readouterr().err and sorted(out.iterdir()) == before
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fails(folder, _arguments):
         (folder / "train.jsonl").write_text("half")
         raise KeyboardInterrupt
 
@@ -162,18 +143,16 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_faster_twin_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faster_twin_is_accepted(tmp_path, monkeypatch):
     """Two launchers that start at once: the slower one takes what the faster one renamed into place."""
-    out = tmp_path / "sort6"
     monkeypatch.setattr(sort6, "fill", lambda folder, _: (folder / "x").write_text("x") and {"final_loss": 1.0})
     move = sort6.move_into_place
 
-    def loses_the_race(new: Path, target: Path) -> None:
+    def loses_the_race(new, target):
         monkeypatch.setattr(sort6, "move_into_place", move)
         sort6.make(target)
         new.rename(target)
 
     monkeypatch.setattr(sort6, "move_into_place", loses_the_race)
-    report, _ = sort6.make(out)
-    assert report == {"final_loss": 1.0}
+    assert sort6.make(tmp_path / "sort6")[0] == {"final_loss": 1.0}
     assert [p.name for p in tmp_path.iterdir()] == ["sort6"]

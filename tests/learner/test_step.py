@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import built, logprobs, row_of
 from recorded import batch_of, random_step, rows_of, train_on
 from reference import train
 from safetensors.torch import load_file
-from tiny_models import make_config, save_model
+from tiny_models import built, logprobs, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config

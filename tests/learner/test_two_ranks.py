@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_rank import built
 from recorded import random_step
 from reference import train
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, SIZES, save_model
-from torch.distributed.device_mesh import DeviceMesh
+from tiny_models import CONFIGS, SIZES, built, save_model
 from transformers import AutoModelForCausalLM
 from two_ranks import NUM_STEPS, configured, steps
 
@@ -21,21 +19,14 @@ from weight_bus.digest import combined, slice_digest
 DEADLINE_S = 100
 MODELS = ("qwen3", "llama")
 UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
-LARGE = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 16384,
-}
+LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGE |= {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384}
 SLACK_BYTES = 32 * 1024 * 1024
 Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Two models whose rows do not divide by two, a large one, and a file where a folder should be."""
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
@@ -48,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder: Path, mesh: DeviceMesh) -> dict[str, str]:
+def one_rank(folder, mesh):
     """Digest after two steps in this process, by model; its checkpoint lies in FOLDER/one_rank_<model>."""
     result = {}
     for model in MODELS:
@@ -61,12 +52,12 @@ def one_rank(folder: Path, mesh: DeviceMesh) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path, one_rank: dict[str, str]) -> Seen:
+def seen(folder, one_rank):
     """What the two ranks saw."""
     return two_ranks(Path(__file__).parent / "two_ranks.py", folder, lambda rank: {}, deadline_s=DEADLINE_S)
 
 
-def test_no_rank_holds_a_model_of_several_files_whole(seen: Seen, folder: Path) -> None:
+def test_no_rank_holds_a_model_of_several_files_whole(seen, folder):
     files = {name: file for file in (folder / "large").glob("*.safetensors") for name in load_file(file)}
     assert len(set(files.values())) > 2
     # The pages of a file that are mapped while its rows are copied count as memory of the process, too.
@@ -78,27 +69,23 @@ def test_no_rank_holds_a_model_of_several_files_whole(seen: Seen, folder: Path) 
         assert found["digest"] == combined({name: whole_model[name] for name in found["names"]})
 
 
-def test_awkward_shards_gather_and_digest_to_the_whole(seen: Seen) -> None:
-    for rank in range(2):
-        assert seen[rank]["synthetic"]["digests_equal"] and seen[rank]["synthetic"]["gathers_equal"]
-    assert seen[0]["synthetic"]["held"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
-    assert seen[1]["synthetic"]["held"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
+def test_awkward_shards_gather_and_digest_to_the_whole(seen):
+    """Each rank compares; here is which rows it held."""
+    assert seen[0]["synthetic"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
+    assert seen[1]["synthetic"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_digests_layout_and_gather_of_a_policy_agree(seen: Seen, folder: Path, mesh: DeviceMesh, model: str) -> None:
+def test_digests_layout_and_gather_of_a_policy_agree(seen, folder, mesh, model):
+    """On each rank, which compares them; and with those of a policy that is not sharded."""
     policy, _ = built(configured(folder, model), mesh)
-    for rank in range(2):
-        start = seen[rank][model]["start"]
+    for start in (rank[model]["start"] for rank in seen):
         assert start["parameter_digest"] == policy.parameter_digest()
-        for dtype in ("float32", "bfloat16"):
-            assert start[f"digests_equal_{dtype}"] and start[f"layout_equal_{dtype}"]
-            assert start[f"dtypes_{dtype}"] == [f"torch.{dtype}"]
         assert ("lm_head.weight" in start["names"]) is (model == "llama")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_ranks_train_what_the_reference_trains(seen: Seen, folder: Path, model: str) -> None:
+def test_two_ranks_train_what_the_reference_trains(seen, folder, model):
     config = configured(folder, model)
     recorded = [random_step(step) for step in range(1, NUM_STEPS + 1)]
     expected, found = train(folder / model, recorded, config), load_file(folder / f"{model}.safetensors")
@@ -109,9 +96,7 @@ def test_two_ranks_train_what_the_reference_trains(seen: Seen, folder: Path, mod
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ranks_read_the_same_numbers_and_one_rank_nearly_the_same(
-    seen: Seen, folder: Path, mesh: DeviceMesh, model: str
-) -> None:
+def test_ranks_read_the_same_numbers_and_one_rank_nearly_the_same(seen, folder, mesh, model):
     assert seen[0][model]["steps"] == seen[1][model]["steps"]
     assert seen[0][model]["end"] == seen[1][model]["end"]
     config = configured(folder, model)
@@ -121,22 +106,20 @@ def test_ranks_read_the_same_numbers_and_one_rank_nearly_the_same(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_gradients_summed_after_each_microbatch_are_those_summed_once(seen: Seen, model: str) -> None:
-    for rank in range(2):
-        found = seen[rank][model]["sharded"]
+def test_gradients_summed_after_each_microbatch_are_those_summed_once(seen, model):
+    for found in (rank[model]["sharded"] for rank in seen):
         assert found["early"] == [False, True], "only above the size do shards exist after the first microbatch"
         assert found["metrics_equal"]
         assert found["difference"] <= 1e-6 * max(1.0, found["largest"])
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_number_that_is_not_finite_on_one_rank_is_skipped_on_both(seen: Seen, model: str) -> None:
-    for rank in range(2):
-        assert seen[rank][model]["poisoned"] == {"reason": "nonfinite_loss", "same": True}
+def test_a_number_that_is_not_finite_on_one_rank_is_skipped_on_both(seen, model):
+    assert [rank[model]["poisoned"] for rank in seen] == [{"reason": "nonfinite_loss", "same": True}] * 2
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_resumed_run_repeats_the_digests(seen: Seen, model: str) -> None:
+def test_a_resumed_run_repeats_the_digests(seen, model):
     for rank in range(2):
         found = seen[rank][model]["checkpoints"]
         assert found["nothing_yet"] is None
@@ -146,9 +129,7 @@ def test_a_resumed_run_repeats_the_digests(seen: Seen, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_checkpoints_move_between_one_and_two_ranks(
-    seen: Seen, folder: Path, mesh: DeviceMesh, one_rank: dict[str, str], model: str
-) -> None:
+def test_checkpoints_move_between_one_and_two_ranks(seen, folder, mesh, one_rank, model):
     for rank in range(2):
         assert seen[rank][model]["checkpoints"]["from_one_rank"] == one_rank[model]
         assert seen[rank][model]["checkpoints"]["from_one_rank_steps"] == 2
@@ -159,7 +140,7 @@ def test_checkpoints_move_between_one_and_two_ranks(
     assert optimizer.num_steps == NUM_STEPS
 
 
-def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen: Seen) -> None:
+def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):
     blocked = [seen[rank]["llama"]["checkpoints"]["blocked"] for rank in range(2)]
     assert all("a_file/x/checkpoints/step_1 could not be written" in message for message in blocked)
     assert [seen[rank]["export_fails"] for rank in range(2)] == [["NotADirectoryError", "OSError"], []]

@@ -17,9 +17,9 @@ def config(**overrides):
         "data": {"train": "unused"},
         "rollout": {"group_size": 2, "groups_per_step": 4, "max_new_tokens": 8},
         "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3},
-        "placement": {"device": "cpu", "split": "1:2"},
+        "placement": {"device": "cpu", "split": "1:1"},
+        "network": {"silent_after_s": 10.0},
     }
-    tree["network"] = {"silent_after_s": 10.0}
     for key, value in overrides.items():
         section, name = key.split("__")
         tree.setdefault(section, {})[name] = value
@@ -33,20 +33,24 @@ def group_message(lease, versions, *, reward=1.0, n=2):
     return make_group(lengths, **given, versions=np.array(versions * n, dtype=np.int32), rewards=rewards)
 
 
-def service(journal=None, num_rows=40, **overrides):
-    """A service with one learner rank 'l' and the rollout servers 'a' and 'b'."""
-    cfg = config(**{"placement__split": "1:1", **overrides})
-    made = bare_service(cfg, journal=journal, num_rows=num_rows)
+def service(journal=None, num_rows=40, *, ranks=1, evaluated=0, **overrides):
+    """A service with the learner ranks 'l', 'l1', ..., the rollout servers 'a' and 'b', and prompts to evaluate."""
+    changes = {"data__eval": "x", "evaluation__num_prompts": evaluated} if evaluated else {}
+    made = bare_service(journal, num_rows, **changes, **overrides)
+    made.evaluations.rows, made.evaluations.board.modes = rows(evaluated), [True]
     learner(made, "l")
+    made.batch_desk.num_ranks = ranks
+    for rank in range(1, ranks):
+        made.handle(f"l{rank}", m.Hello(role="learner", name=f"learner-{rank}", pid=1, host="h", rank=rank), 0.0)
     joins(made, "a")
     joins(made, "b")
     return made
 
 
-def bare_service(cfg, journal=None, num_rows=40, evaluation_rows=()):
+def bare_service(journal=None, num_rows=40, **overrides):
     """A service that nobody has joined."""
     source = PromptSource(rows(num_rows), shuffle=False, seed=0)
-    return Service(cfg, source, list(evaluation_rows), 0.0, journal=journal or SimulatedJournal())
+    return Service(config(**overrides), source, [], 0.0, journal=journal or SimulatedJournal())
 
 
 def learner(made, identity, *, now=0.0, **fields):
@@ -58,6 +62,20 @@ def learner(made, identity, *, now=0.0, **fields):
 def joins(made, identity, now=0.0):
     """A rollout server says Hello."""
     made.handle(identity, m.Hello(role="rollout_server", name=f"rollout-{identity}", pid=2, host="h"), now)
+
+
+def finishes(made, count, versions, **fields):
+    """Server 'a' leases so many groups and sends them; the leases."""
+    given = lease(made, capacity=count)
+    for each in given:
+        made.handle("a", group_message(each, versions, **fields), 1.0)
+    return given
+
+
+def gives_back(made, given, reason, detail=""):
+    """Server 'a' cannot do anything with a lease."""
+    cancel = m.Cancel(pass_=given.pass_, index=given.index, attempt=given.attempt, reason=reason, detail=detail)
+    made.handle("a", cancel, 1.0)
 
 
 def trains(made, rank, step, digest):

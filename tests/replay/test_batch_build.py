@@ -33,12 +33,16 @@ def group(index: int, rng: np.random.Generator, *, all_in_loss: bool) -> m.Group
     )
 
 
+def built(groups: list[m.Group], ranks: int = 1) -> list[m.Batch]:
+    return build(STEP, groups, assign(total_lengths(groups), ranks, 40), num_ranks=ranks, stats={})
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_batch_holds_every_trajectory_as_it_came(seed: int, ranks: int) -> None:
     rng = np.random.default_rng(seed)
     groups = [group(i, rng, all_in_loss=bool(rng.random() < 0.5)) for i in range(5)]
-    parts = build(STEP, groups, assign(total_lengths(groups), ranks, 40), num_ranks=ranks, stats={"kept": 1.0})
+    parts = built(groups, ranks)
     seen = []
     for part in parts:
         answer = tokens = 0
@@ -61,7 +65,7 @@ def test_a_batch_holds_every_trajectory_as_it_came(seed: int, ranks: int) -> Non
 def test_lag_is_counted_over_the_tokens_in_the_loss(seed: int) -> None:
     rng = np.random.default_rng(seed)
     groups = [group(i, rng, all_in_loss=i % 2 == 0) for i in range(4)]
-    (part,) = build(STEP, groups, assign(total_lengths(groups), 1, 40), num_ranks=1, stats={})
+    (part,) = built(groups)
     pairs = [pair for g in groups for pair in zip(g.versions.tolist(), g.loss_mask.tolist(), strict=True)]
     lags = [STEP - 1 - version for version, in_loss in pairs if in_loss]
     assert part.lag_histogram == {str(lag): lags.count(lag) for lag in sorted(set(lags))}
@@ -72,11 +76,10 @@ def test_lag_is_counted_over_the_tokens_in_the_loss(seed: int) -> None:
 
 
 def test_a_batch_without_a_token_in_the_loss_has_no_lag() -> None:
-    rng = np.random.default_rng(0)
-    empty = group(0, rng, all_in_loss=True)
+    empty = group(0, np.random.default_rng(0), all_in_loss=True)
     empty.loss_mask[:] = 0
-    (part,) = build(STEP, [empty], assign(total_lengths([empty]), 1, 40), num_ranks=1, stats={})
-    assert part.lag_histogram == {} and part.total_loss_tokens == 0
+    (part,) = built([empty])
+    assert (part.lag_histogram, part.total_loss_tokens) == ({}, 0)
     assert part.stats["training/off_policy/trajectory_staleness/mean"] == 0.0
 
 
@@ -97,7 +100,7 @@ def test_only_sampled_tokens_need_a_logprob(value: float) -> None:
 
 def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() -> None:
     groups = [replace(group(i, np.random.default_rng(i), all_in_loss=True), generate_s=0.5 + i) for i in range(3)]
-    (part,) = build(STEP, groups, assign(total_lengths(groups), 1, 40), num_ranks=1, stats={})
+    (part,) = built(groups)
     lengths = np.concatenate([g.lengths for g in groups])
     assert (part.stats["response_length/min"], part.stats["response_length/max"]) == (lengths.min(), lengths.max())
     assert part.stats["prompt_length/max"] == max(g.prompt_ids.size for g in groups)
@@ -105,14 +108,12 @@ def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() 
 
 
 @given(
-    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=30),
     ranks=st.integers(1, 4),
     max_tokens=st.integers(100, 400),
 )
 def test_every_trajectory_has_one_place_and_no_microbatch_is_too_large(lengths, ranks, max_tokens):
-    lengths = np.array((lengths * ranks)[: len(lengths) // ranks * ranks or ranks], dtype=np.int64)
-    if len(lengths) % ranks:
-        lengths = lengths[: len(lengths) // ranks * ranks]
+    lengths = np.array(lengths * ranks, dtype=np.int64)
     made = assign(lengths, ranks, max_tokens)
     assert np.bincount(made.rank, minlength=ranks).tolist() == [len(lengths) // ranks] * ranks
     assert made.microbatch.max() < made.num_microbatches

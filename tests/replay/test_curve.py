@@ -4,15 +4,11 @@ import asyncio
 import dataclasses
 import logging
 import socket
-import threading
-from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import numpy as np
 import pytest
 import zmq
-from numpy.typing import NDArray
 
 from replay import keys as make_keys
 from replay.channel import (
@@ -31,6 +27,7 @@ from replay.channel import (
     registry,
 )
 from replay.channel.frames import Message
+from tests.support.runs import free_port
 from weight_bus import control
 
 RUN = "curve-test"
@@ -43,32 +40,17 @@ class Note(Message):
     text: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Blob(Message):
-    data: NDArray[np.uint8]
-
-
-KINDS = registry(Note, Blob)
+KINDS = registry(Note)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The learner's folder, a rollout node's, and a folder of other keys."""
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keys]:
+    """The learner's keys, a rollout node's, and other ones."""
     root = tmp_path_factory.mktemp("keys")
     for name in ("learner", "other"):
         make_keys.make(root / name, ["node1"], force=False)
     make_keys.export(root / "learner", "node1", root / "node1")
-    return {name: root / name for name in ("learner", "node1", "other")}
-
-
-@pytest.fixture
-def keys(folders: dict[str, Path]) -> dict[str, Keys]:
-    return {name: load_keys(folder) for name, folder in folders.items()}
-
-
-def stranger(keys: dict[str, Keys]) -> Keys:
-    """Knows the server's public key, but its own is not listed."""
-    return dataclasses.replace(keys["other"], server_public=keys["learner"].server_public)
+    return {name: load_keys(root / name) for name in ("learner", "node1", "other")}
 
 
 async def echo(router: AsyncRouter) -> None:
@@ -79,23 +61,17 @@ async def echo(router: AsyncRouter) -> None:
             await router.send(identity, envelope.message)
 
 
-def with_router(
-    body: Callable[[AsyncRouter], Coroutine[Any, Any, None]], keys: Keys | None, limits: Limits | None = None
-) -> dict[str, int]:
-    """Run `body` beside an echoing router; what its gate has refused."""
-
-    async def both() -> dict[str, int]:
-        router = AsyncRouter("127.0.0.1", 0, RUN, KINDS, limits, keys=keys)
-        answering = asyncio.create_task(echo(router))
-        try:
-            await body(router)
-            assert not answering.done()
-            return dict(router._gate.refused) if router._gate else {}
-        finally:
-            answering.cancel()
-            router.close()
-
-    return asyncio.run(asyncio.wait_for(both(), 30.0))
+@asynccontextmanager
+async def echoing(keys: Keys | None, port: int = 0, limits: Limits | None = None) -> AsyncIterator[AsyncRouter]:
+    """A router that says everything again."""
+    router = AsyncRouter("127.0.0.1", port, RUN, KINDS, limits, keys=keys)
+    answering = asyncio.create_task(echo(router))
+    try:
+        yield router
+        assert not answering.done()
+    finally:
+        answering.cancel()
+        router.close()
 
 
 def ask(address: str, keys: Keys | None, timeout_s: float = PATIENT_S) -> str | None:
@@ -106,27 +82,12 @@ def ask(address: str, keys: Keys | None, timeout_s: float = PATIENT_S) -> str | 
         return envelope.message.text if envelope is not None else None
 
 
-@pytest.mark.parametrize("name", ["learner", "node1"])
-def test_listed_clients_come_in(keys: dict[str, Keys], name: str) -> None:
-    async def body(router: AsyncRouter) -> None:
-        assert await asyncio.to_thread(ask, router.address, keys[name]) == MARK
-        dealer = AsyncDealer(router.address, "async", KINDS, keys=keys[name])
-        try:
-            await dealer.send(Blob(data=np.arange(100_000, dtype=np.uint8)))
-            envelope = await dealer.receive(PATIENT_S)
-            assert envelope is not None and isinstance(envelope.message, Blob)
-            assert np.array_equal(envelope.message.data, np.arange(100_000, dtype=np.uint8))
-        finally:
-            dealer.close()
-
-    assert with_router(body, keys["learner"]) == {}
-
-
 def refusals(keys: dict[str, Keys]) -> dict[str, tuple[Keys | None, Keys | None, str, str]]:
     """(server's keys, client's keys, what the client says, what the server counts) by case."""
     wrong_server = dataclasses.replace(keys["node1"], server_public=keys["other"].server_public)
+    stranger = dataclasses.replace(keys["other"], server_public=keys["learner"].server_public)
     return {
-        "unlisted": (keys["learner"], stranger(keys), r"refused the key of this node, 'learner' of .*other", "not in"),
+        "unlisted": (keys["learner"], stranger, r"refused the key of this node, 'learner' of .*other", "not in"),
         "no keys": (keys["learner"], None, "wants CURVE keys and this node has none; set network.keys", "has no keys"),
         "keys for nobody": (None, keys["node1"], "speaks without CURVE and this node has the keys of .*node1", ""),
         "wrong server": (keys["learner"], wrong_server, r"its key is not .*node1/server\.key", "of another server"),
@@ -159,8 +120,13 @@ def test_refused_peers_are_named_on_both_sides(
         finally:
             dealer.close()
 
+    async def refused_by_a_router() -> dict[str, int]:
+        async with asyncio.timeout(30.0), echoing(serving) as router:
+            await (asks if kind == "blocking" else asks_too)(router)
+            return dict(router._gate.refused) if router._gate else {}
+
     with caplog.at_level(logging.WARNING, logger="replay.channel.gate"):
-        refused = with_router(asks if kind == "blocking" else asks_too, serving)
+        refused = asyncio.run(refused_by_a_router())
     if counted:
         lines = [record.getMessage() for record in caplog.records]
         assert any(counted in reason for reason in refused), refused
@@ -172,24 +138,17 @@ def test_refused_peers_are_named_on_both_sides(
 
 def test_a_server_that_comes_later_or_again_is_found(keys: dict[str, Keys]) -> None:
     """A closed port is not a refusal, and neither is a server that dies while peers are connected."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Dealer(f"tcp://127.0.0.1:{port}", "early", KINDS, keys=keys["node1"]) as dealer:
         assert dealer.poll(0.3) is None
 
         async def served() -> None:
-            router = AsyncRouter("127.0.0.1", port, RUN, KINDS, keys=keys["learner"])
-            answering = asyncio.create_task(echo(router))
-            try:
+            async with asyncio.timeout(30.0), echoing(keys["learner"], port):
                 dealer.send(Note(text=MARK))
                 assert (await asyncio.to_thread(dealer.poll, PATIENT_S)) is not None
-            finally:
-                answering.cancel()
-                router.close()
 
         for _ in range(2):
-            asyncio.run(asyncio.wait_for(served(), 30.0))
+            asyncio.run(served())
 
 
 def test_a_context_without_a_gate_admits_nobody(keys: dict[str, Keys], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,18 +166,17 @@ def test_a_context_without_a_gate_admits_nobody(keys: dict[str, Keys], monkeypat
 
 
 def test_the_limit_of_messages_is_the_same_with_keys(keys: dict[str, Keys]) -> None:
-    own = keys["learner"]
+    own, limits = keys["learner"], Limits(max_message_bytes=20_000)
 
-    async def body(router: AsyncRouter) -> None:
-        for size, arrives in ((19_800, True), (20_100, False)):
-            dealer = AsyncDealer(router.address, f"of-{size}", KINDS, keys=own)
-            try:
-                await dealer.send(Blob(data=np.zeros(size, dtype=np.uint8)))
+    async def asks() -> None:
+        async with asyncio.timeout(30.0), echoing(own, limits=limits) as router:
+            for size, arrives in ((19_800, True), (20_100, False)):
+                dealer = AsyncDealer(router.address, f"of-{size}", KINDS, keys=own)
+                await dealer.send(Note(text="x" * size))
                 assert (await dealer.receive(PATIENT_S if arrives else 0.5) is not None) == arrives, size
-            finally:
                 dealer.close()
 
-    with_router(body, own, Limits(max_message_bytes=20_000))
+    asyncio.run(asks())
 
 
 def test_a_monitor_that_nobody_reads_blocks_nothing() -> None:
@@ -241,47 +199,29 @@ def test_a_monitor_that_nobody_reads_blocks_nothing() -> None:
         context.term()
 
 
-class Tap(threading.Thread):
-    """A TCP proxy that keeps what it forwards."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        host, port = address.removeprefix("tcp://").rsplit(":", 1)
-        self._upstream = socket.create_connection((host, int(port)))
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.seen = bytearray()
-        self.start()
-
-    def run(self) -> None:
-        client, _ = self._listener.accept()
-        back = threading.Thread(target=self._forward, args=(self._upstream, client), daemon=True)
-        back.start()
-        self._forward(client, self._upstream)
-        back.join()
-
-    def _forward(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                self.seen += data
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
-
-
 @pytest.mark.parametrize("name", ["node1", None])
 def test_the_wire_shows_nothing(keys: dict[str, Keys], name: str | None) -> None:
     """The case without keys proves that the tap would see it."""
     seen = bytearray()
 
-    async def body(router: AsyncRouter) -> None:
-        tap = Tap(router.address)
-        own = keys[name] if name is not None else None
-        assert await asyncio.to_thread(ask, tap.address, own) == MARK
-        seen.extend(tap.seen)
+    async def carry(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(65536):
+            seen.extend(data)
+            target.write(data)
 
-    with_router(body, keys["learner"] if name is not None else None)
+    async def asks_through_a_tap() -> None:
+        async with asyncio.timeout(30.0), echoing(keys["learner"] if name else None) as router:
+            host, port = router.address.removeprefix("tcp://").split(":")
+
+            async def forward(client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+                replies, upstream = await asyncio.open_connection(host, int(port))
+                await asyncio.gather(carry(client, upstream), carry(replies, back))
+
+            tap = await asyncio.start_server(forward, host, 0)
+            address = "tcp://{}:{}".format(*tap.sockets[0].getsockname())
+            assert await asyncio.to_thread(ask, address, keys[name] if name else None) == MARK
+
+    asyncio.run(asks_through_a_tap())
     assert len(seen) > 100
     assert (MARK.encode() in seen) == (name is None)
 

@@ -1,6 +1,7 @@
 """Wire frames: every message survives the trip, and nothing that a peer can send raises anything but WireError."""
 
 import dataclasses
+import functools
 import random
 import tracemalloc
 import zlib
@@ -98,8 +99,7 @@ def altered(message: Message, **changes: Any) -> list[bytes]:
 
 
 def test_an_older_schema_is_for_journals_alone() -> None:
-    fields = msgpack.unpackb(wire(RESULT)[0])["fields"]
-    older = altered(RESULT, schema=2, fields=fields)
+    older = altered(RESULT, schema=2)
     with pytest.raises(WireError, match="schema version 2, this side speaks 3"):
         decode(older, m.TO_REPLAY)
     assert isinstance(decode(older, m.TO_REPLAY, oldest_schema=2).message, m.EvaluationResult)
@@ -116,6 +116,7 @@ def altered_arrays(described: list[Any]) -> list[bytes]:
 
 FIELDS = {"pass_": 0, "index": 7, "attempt": 1, "status": "accepted"}
 RESULT_FIELDS = msgpack.unpackb(wire(RESULT)[0])["fields"]
+LENGTHS = ["lengths", "int32", [1]]
 
 
 @pytest.mark.parametrize(
@@ -129,31 +130,25 @@ RESULT_FIELDS = msgpack.unpackb(wire(RESULT)[0])["fields"]
         (altered(ACK, kind="Exec"), "kind 'Exec' is not accepted"),
         (altered(ACK, seq="1"), "header.seq is a str"),
         (altered(ACK, extra=1), "header does not have the keys"),
-        (altered(ACK, fields={"pass_": 0, "index": 7, "attempt": 1}), "Ack.status: missing"),
+        (altered(ACK, fields=RESULT_FIELDS), "Ack.pass_: missing"),
         (altered(ACK, fields=FIELDS | {"status": "ok"}), "Ack.status: 'ok'"),
         (altered(ACK, fields=FIELDS | {"pass_": True}), "Ack.pass_: True is not a int"),
         (altered(ACK, fields=FIELDS | {"index": -2}), "Ack.index: -2"),
         (altered(ACK, fields=FIELDS | {"index": 2**64 - 1}), "Ack.index: 18446744073709551615"),
         (altered(RESULT, fields=RESULT_FIELDS | {"seconds": float("nan")}), "EvaluationResult.seconds: nan"),
         (altered(RESULT, fields=RESULT_FIELDS | {"rewards": []}), "unknown fields ['rewards']"),
-        (
-            altered(ACK, fields={"pass_": 0, "index": 7, "attempt": 1, "status": "accepted", "code": "x"}),
-            "unknown fields ['code']",
-        ),
+        (altered(ACK, fields=FIELDS | {"code": "x"}), "unknown fields ['code']"),
         (wire(RESULT)[:-1], "damaged on the way"),
         (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234"]), "2 arrays described, 1 frames"),
         (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234", b"123"]), "3 bytes for shape [1]"),
-        (altered(RESULT, arrays=[["rewards", "float64", [1]], ["lengths", "int32", [1]]]), "dtype 'float64'"),
+        (altered(RESULT, arrays=[["rewards", "float64", [1]], LENGTHS]), "dtype 'float64'"),
         (altered_arrays([["rewards", "float32", [1]]]), "arrays ['lengths'] are missing"),
-        (
-            altered_arrays([["rewards", "float32", [1]], ["lengths", "int32", [1]], ["lengths", "int32", [1]]]),
-            "EvaluationResult.lengths: comes twice",
-        ),
-        (altered(RESULT, arrays=[[["rewards"], "float32", [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
-        (altered(RESULT, arrays=[[{}, "float32", [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
-        (altered(RESULT, arrays=[["other", None, [1]], ["lengths", "int32", [1]]]), "EvaluationResult"),
+        (altered_arrays([["rewards", "float32", [1]], LENGTHS, LENGTHS]), "EvaluationResult.lengths: comes twice"),
+        (altered(RESULT, arrays=[[["rewards"], "float32", [1]], LENGTHS]), "EvaluationResult"),
+        (altered(RESULT, arrays=[[{}, "float32", [1]], LENGTHS]), "EvaluationResult"),
+        (altered(RESULT, arrays=[["other", None, [1]], LENGTHS]), "EvaluationResult"),
         (altered(RESULT, arrays=["rewards", "lengths"]), "array description 'rewards'"),
-        (altered(RESULT, arrays=[["rewards", "float32", [1, 1]], ["lengths", "int32", [1]]]), "expected one dimension"),
+        (altered(RESULT, arrays=[["rewards", "float32", [1, 1]], LENGTHS]), "expected one dimension"),
     ],
 )
 def test_what_is_wrong_is_named(frames: list[bytes], said: str) -> None:
@@ -167,6 +162,7 @@ def test_what_is_wrong_is_named(frames: list[bytes], said: str) -> None:
     [
         m.Committed(step=MAX_INTEGER, digest="é\0\U0001f600"),
         m.Heartbeat(since_s=-1e300, gauges={"": float("inf"), "é": 2**64 - 1}),
+        m.Status(state=functools.reduce(lambda inner, _: {"in": [1, "x"], "deeper": inner}, range(MAX_DEPTH - 2), {})),
         m.Cursor(step=MIN_INTEGER, state={"a": [None, True, -(2**63), 0.5, {"b": []}]}),
     ],
 )
@@ -221,9 +217,8 @@ def nested(depth: int, kind: str = "list") -> bytes:
 def with_raw(message: Message, field: str, raw: bytes) -> list[bytes]:
     """A message with a field that consists of these bytes of msgpack, whatever they are."""
     frames = wire(message)
-    header = msgpack.unpackb(frames[0])
-    mark = "<here>"
-    header["fields"] = {name: mark if name == field else value for name, value in header["fields"].items()}
+    header, mark = msgpack.unpackb(frames[0]), "<here>"
+    header["fields"][field] = mark
     packed = msgpack.packb(header).replace(msgpack.packb(mark), raw)
     return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], frames[1:]), *frames[1:]]
 
@@ -236,13 +231,6 @@ def test_deep_nesting_is_refused(message: Message, depth: int, kind: str) -> Non
     with pytest.raises(WireError) as caught:
         decode(with_raw(message, field, nested(depth, kind)), EVERY)
     assert len(str(caught.value)) < 300
-
-
-def test_nesting_that_json_has_is_accepted() -> None:
-    state: dict[str, Any] = {}
-    for _ in range(MAX_DEPTH - 2):
-        state = {"in": [1, None, True, 0.5, "x"], "deeper": state}
-    assert decode(wire(m.Status(state=state)), EVERY).message == m.Status(state=state)
 
 
 @pytest.mark.parametrize(

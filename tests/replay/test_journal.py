@@ -16,8 +16,6 @@ from replay.channel.frames import checksum
 from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
 from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
 
-ROOT = Path(__file__).parents[2]
-
 
 def first_file(folder: Path) -> Path:
     return path_of(folder, 1)
@@ -47,14 +45,6 @@ def test_what_was_flushed_is_read_back_in_order(tmp_path_factory, seed, flushes,
         books.writer.close()
 
 
-def test_what_was_not_flushed_is_in_no_file(tmp_path):
-    made = JournalWriter(tmp_path, "run", fsync="never")
-    made.append("lease", {"group": [0, 0]})
-    assert entries(tmp_path) == []
-    made.close()
-    assert [kind for kind, *_ in entries(tmp_path)] == ["lease"], "close writes the rest"
-
-
 def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path, caplog):
     written = a_journal(tmp_path / "whole")
     data = first_file(tmp_path / "whole").read_bytes()
@@ -82,9 +72,7 @@ def test_a_torn_end_is_named_with_its_size(tmp_path, caplog):
     assert JournalReader(tmp_path).newest_snapshot() is None
     reader = JournalReader(tmp_path)
     list(reader.records())
-    assert (
-        reader.torn_bytes == 5 and "000001.seg: the last 5 bytes are a torn record and are passed over" in caplog.text
-    )
+    assert reader.torn_bytes == 5 and "000001.seg: the last 5 bytes are a torn record" in caplog.text
     assert first_file(tmp_path).stat().st_size == reader.end + 5, "only one who writes on cuts"
     list(reader.records(cut=True))
     assert first_file(tmp_path).stat().st_size == reader.end
@@ -172,6 +160,11 @@ def make_a_folder_of_it(folder):
     first_file(folder).mkdir()
 
 
+def no_journal(folder):
+    path_of(folder, 2).unlink()
+    first_file(folder).write_bytes(b"SJR2" + bytes(60))
+
+
 SPOILED = {
     "missing": (lambda f: path_of(f, 2).rename(path_of(f, 3)), r"000002\.seg: this file of the journal is missing"),
     "renamed": (lambda f: path_of(f, 2).replace(path_of(f, 1)), r"000001\.seg: begins with 'segment' of file 2"),
@@ -181,6 +174,7 @@ SPOILED = {
         r"000001\.seg: format 2, this version reads 1",
     ),
     "other": (lambda f: first_file(f).write_bytes(b"SJR2" + bytes(60)), "byte 0: no whole record there although other"),
+    "no journal": (no_journal, r"000001\.seg: byte 0: no record begins like that"),
     "folder": (make_a_folder_of_it, r"000001\.seg: the journal cannot be read: Is a directory"),
 }
 
@@ -197,13 +191,6 @@ def test_a_journal_that_cannot_be_used_is_refused_by_file_and_not_cut(tmp_path, 
     with pytest.raises(JournalError, match=says):
         entries(tmp_path, cut=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-
-
-def test_a_file_that_is_no_journal_is_not_taken_for_a_torn_end(tmp_path):
-    first_file(tmp_path).write_bytes(b"SJR2" + bytes(60))
-    with pytest.raises(JournalError, match=r"000001\.seg: byte 0: no record begins like that"):
-        entries(tmp_path, cut=True)
-    assert first_file(tmp_path).stat().st_size == 64
 
 
 def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
@@ -230,9 +217,8 @@ def test_a_group_of_the_schema_before_this_one_is_read(tmp_path):
     place = writer.append("group", {"group": [0, 0]}, [body + checksum(body, frames[1:]), *frames[1:]])
     writer.close()
     found = JournalReader(tmp_path).read(place)
-    assert (
-        isinstance(found, m.Group) and found.policies == [] and found.token_ids.tolist() == group(0).token_ids.tolist()
-    )
+    assert isinstance(found, m.Group) and found.policies == []
+    assert found.token_ids.tolist() == group(0).token_ids.tolist()
 
 
 def test_a_file_that_is_long_enough_is_followed_by_another(tmp_path, monkeypatch):

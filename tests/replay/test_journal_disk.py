@@ -3,10 +3,12 @@
 import errno
 import os
 import random
+import resource
 import subprocess
-import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -17,20 +19,14 @@ from replay.journal import JournalDamaged, JournalError, JournalFull, JournalRea
 from replay.journal.format import path_of, segments
 from replay.journal.reader import BLOCK_BYTES
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
-    code = """
-import resource, sys, pathlib
-from journal_files import fill_up
-_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, most))
-fill_up(pathlib.Path(sys.argv[1]), "interval", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)))
-"""
-    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60, check=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        fill_up(tmp_path, "interval", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_file_system_costs_nothing(tmp_path):
@@ -82,28 +78,21 @@ def syncs(monkeypatch):
     return seen
 
 
-def size_of(folder, segment=1):
-    return path_of(folder, segment).stat().st_size
+def size_of(folder):
+    return path_of(folder, 1).stat().st_size
 
 
-def test_every_syncs_in_each_flush_that_has_something(tmp_path, syncs):
-    made = JournalWriter(tmp_path, "run", fsync="every")
-    for step in range(3):
-        made.append("take", {"step": step})
-        made.append("commit", {"step": step})
-        made.flush()
-        assert len(syncs) == step + 2 and syncs[-1] == size_of(tmp_path), "one sync for all that was appended"
+def written(folder, fsync):
+    """A writer of a new journal that has flushed a record."""
+    made = JournalWriter(folder, "run", fsync=fsync)
+    made.append("take", {"step": 1})
     made.flush()
-    made.want_sync()
-    made.flush()
-    assert len(syncs) == 4
-    made.close()
+    return made
 
 
 def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
     monkeypatch.setattr(os, "fsync", failing(errno.EIO))
-    made = JournalWriter(tmp_path, "run", fsync="never")
-    made.append("take", {"step": 1})
+    made = written(tmp_path, "never")
     made.want_sync()
     made.flush()
     made.begin_segment()
@@ -112,48 +101,17 @@ def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
     assert syncs == [] and segments(tmp_path) == [2]
 
 
-def test_interval_syncs_by_itself_and_when_it_is_wanted(tmp_path, syncs, monkeypatch):
+def test_interval_syncs_by_itself(tmp_path, syncs, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_S", 0.01)
-    made = JournalWriter(tmp_path, "run", fsync="interval")
-    made.append("take", {"step": 1})
-    made.flush()
+    made = written(tmp_path, "interval")
     wait_until(lambda: syncs and syncs[-1] == size_of(tmp_path))
-    made.close()
-    monkeypatch.setattr(writer, "SYNC_S", 60.0)
-    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
-    made = JournalWriter(tmp_path / "other", "run", fsync="interval")
-    made.append("take", {"step": 1})
-    made.flush()
-    before = len(syncs)
-    made.want_sync()
-    assert len(syncs) == before
-    made.flush()
-    assert len(syncs) == before + 1 and syncs[-1] == size_of(tmp_path / "other")
-    made.flush()
-    assert len(syncs) == before + 1, "it is wanted once"
-    made.append("commit", {"step": 1})
-    made.begin_segment()
-    assert syncs[-1] == size_of(tmp_path / "other"), "a file is synced before the next begins"
-    made.close()
-
-
-def test_files_are_deleted_once_the_snapshot_in_their_place_is_synced(tmp_path, syncs, monkeypatch):
-    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
-    made, unlink, synced = JournalWriter(tmp_path, "run", fsync="interval"), Path.unlink, []
-    monkeypatch.setattr(Path, "unlink", lambda *a, **k: synced.append(syncs[-1]) or unlink(*a, **k))
-    made.append("take", {"step": 1})
-    made.begin_segment()
-    made.append("snapshot", {"version": 1})
-    made.release(2)
-    made.flush()
-    assert synced == [size_of(tmp_path, 2)] and segments(tmp_path) == [2]
     made.close()
 
 
 def test_what_was_found_is_synced_before_anybody_relies_on_it(tmp_path, syncs):
-    written = a_journal(tmp_path)
+    left = a_journal(tmp_path)
     made, found = opened(tmp_path, "every")
-    assert found == written and syncs == [size_of(tmp_path)]
+    assert found == left and syncs == [size_of(tmp_path)]
     made.close()
 
 
@@ -178,27 +136,49 @@ def wait_until(condition, timeout_s=10.0):
     raise AssertionError("it did not come")
 
 
-def test_a_sync_that_takes_long_keeps_nobody_waiting(tmp_path, monkeypatch):
-    entered, leave, real = threading.Event(), threading.Event(), os.fdatasync
+@pytest.fixture
+def slow(monkeypatch):
+    """The thread that syncs waits in its call: `slow.entered` says that it is there, `slow.leave` lets it go."""
+    made, real = SimpleNamespace(entered=threading.Event(), leave=threading.Event()), os.fdatasync
 
-    def slow(file):
-        entered.set()
-        assert leave.wait(30)
+    def fdatasync(file):
+        if threading.current_thread().name == "journal-sync":
+            made.entered.set()
+            assert made.leave.wait(30)
         real(file)
 
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    yield made
+    made.leave.set()
+
+
+def test_a_sync_that_takes_long_keeps_nobody_waiting(tmp_path, slow):
+    books = Books(JournalWriter(tmp_path, "run", fsync="interval"))
+    for index in range(50):
+        books.append(*entry(random.Random(index), index))
+        books.writer.flush()
+        assert slow.entered.wait(10)
+    assert entries(tmp_path) == books.entries
+    slow.leave.set()
+    books.writer.close()
+
+
+def test_a_sync_that_is_under_way_is_not_taken_for_one_that_failed(tmp_path, slow, monkeypatch):
+    """The syncing thread waits for the disk while a checkpoint wants a sync: nothing is written a second time."""
+    rewritten, real = [], os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *given: rewritten.append(given) or real(*given))
     made = JournalWriter(tmp_path, "run", fsync="interval")
-    monkeypatch.setattr(os, "fdatasync", slow)
-    books = Books(made)
-    try:
-        for index in range(50):
-            books.append(*entry(random.Random(index), index))
-            made.flush()
-            if index == 0:
-                assert entered.wait(10)
-        assert entries(tmp_path) == books.entries
-    finally:
-        leave.set()
-        made.close()
+    made.append("lease", {"group": [0, 0]})
+    made.flush()
+    assert slow.entered.wait(30)
+    made.want_sync()
+    checkpoint = threading.Thread(target=made.flush)
+    checkpoint.start()
+    checkpoint.join(0.2)  # a sync that was taken for failed would have been written again by itself
+    slow.leave.set()
+    checkpoint.join(30)
+    made.close()
+    assert not checkpoint.is_alive() and rewritten == []
 
 
 def test_a_background_sync_that_fails_is_said_and_done_again_with_its_bytes(tmp_path, monkeypatch, caplog):
@@ -207,13 +187,11 @@ def test_a_background_sync_that_fails_is_said_and_done_again_with_its_bytes(tmp_
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: copied.append((at, len(data))) or real_write(f, data, at))
     broken = failing(errno.EIO, 2, os.fdatasync)
     monkeypatch.setattr(os, "fdatasync", broken)
-    made = JournalWriter(tmp_path, "run", fsync="interval")
-    made.append("take", {"step": 1})
-    made.flush()
+    made = written(tmp_path, "interval")
     wait_until(lambda: len(broken.calls) >= 3)
     made.close()
     assert "the journal was not synced, which is tried again: Input/output error [full]" in caplog.text
-    assert sum(size for at, size in copied[-1:]) == size_of(tmp_path) and copied[-1][0] == 0
+    assert copied[-1] == (0, size_of(tmp_path))
     assert [kind for kind, *_ in entries(tmp_path)] == ["take"]
 
 
@@ -286,9 +264,8 @@ class Disk:
         now = {path.name: path.read_bytes() for path in self.folder.iterdir()}
         for name in now.keys() | self.names:
             sure = self.bytes.get(name, b"")
-            if (
-                name in now and name in self.names
-            ) or rng.random() < 0.5:  # made or deleted since: it may go either way
+            kept = name in now and name in self.names
+            if kept or rng.random() < 0.5:  # made or deleted since: it may go either way
                 (folder / name).write_bytes(sure + self._rest(sure, now.get(name, sure), rng))
 
     @staticmethod
@@ -331,7 +308,7 @@ def test_a_block_that_is_missing_is_damage_where_the_file_was_synced(tmp_path, i
 def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) -> int:
     """How many entries must be found afterwards."""
     sure = flushed = 0
-    try:
+    with suppress(PowerFailure):
         for index in range(rng.randint(1, 40)):
             if rng.random() < 0.1:
                 books.writer.begin_segment()
@@ -350,8 +327,6 @@ def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) ->
             if fsync == "interval" and rng.random() < 0.3:
                 books.writer._sync_a_copy()  # what the thread does
                 sure = max(sure, flushed)
-    except PowerFailure:
-        pass
     return sure
 
 
@@ -372,10 +347,10 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     disk.after_the_failure(after, rng)
     reader = JournalReader(after)
     found = [r for r in reader.records(reader.newest_snapshot(), cut=True) if r.kind not in ("segment", "synced")]
-    written = [(kind, fields) for kind, fields, _ in books.entries]
-    first = written.index((found[0].kind, found[0].fields)) if found else 0
+    appended = [(kind, fields) for kind, fields, _ in books.entries]
+    first = appended.index((found[0].kind, found[0].fields)) if found else 0
     assert first == 0 or found[0].kind == "snapshot"
-    assert [(r.kind, r.fields) for r in found] == written[first : first + len(found)]
+    assert [(r.kind, r.fields) for r in found] == appended[first : first + len(found)]
     assert first + len(found) >= sure, "nothing that was synced is lost"
     for record, (_, _, frames) in zip(found, books.entries[first:], strict=False):
         assert not frames or same(reader.read(record.location), frames)
@@ -384,30 +359,3 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     on.close()
     again = JournalReader(after)
     assert list(again.records(again.newest_snapshot()))[-1].kind == "take"
-
-
-def test_a_sync_that_is_under_way_is_not_taken_for_one_that_failed(tmp_path, monkeypatch):
-    """The syncing thread waits for the disk while a checkpoint wants a sync: nothing is written a second time."""
-    entered, release, rewritten = threading.Event(), threading.Event(), []
-    real_sync, real_write = os.fdatasync, os.pwrite
-
-    def slow_sync(file):
-        if threading.current_thread().name == "journal-sync":
-            entered.set()
-            assert release.wait(30)
-        real_sync(file)
-
-    monkeypatch.setattr(os, "fdatasync", slow_sync)
-    monkeypatch.setattr(os, "pwrite", lambda *given: (rewritten.append(given), real_write(*given))[1])
-    writer = JournalWriter(tmp_path, "run", fsync="interval")
-    writer.append("lease", {"group": [0, 0]})
-    writer.flush()
-    assert entered.wait(30)
-    writer.want_sync()
-    checkpoint = threading.Thread(target=writer.flush)
-    checkpoint.start()
-    checkpoint.join(0.2)  # a sync that was taken for failed would have been written again by itself
-    release.set()
-    checkpoint.join(30)
-    writer.close()
-    assert not checkpoint.is_alive() and rewritten == []

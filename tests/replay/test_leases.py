@@ -1,7 +1,7 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
 import pytest
-from simulated_run import group_message, joins, learner, lease, make_step, sent, service, trains
+from simulated_run import finishes, gives_back, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
@@ -28,13 +28,8 @@ def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
 
 def test_reward_errors_past_their_limit_end_the_run():
     made = service(replay__max_attempts=100)
-    made.handle("a", m.LeaseRequest(capacity=1, version=0), 0.0)
-    for _ in range(8):
-        (lease,) = sent(made, "a", m.Lease)
-        cancel = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
-        made.handle("a", m.Cancel(**cancel, reason="reward_error", detail="KeyError: 'answer'"), 1.0)
-        if made.ended:
-            break
+    while not made.ended:
+        gives_back(made, lease(made)[0], "reward_error", "KeyError: 'answer'")
     assert made.failed and "KeyError: 'answer'" in made.ended
     assert "failed for 7 of the last 7 groups" in made.ended and "0.2 allows 6 of 32" in made.ended
 
@@ -57,7 +52,7 @@ def test_a_prompt_is_poison_once_its_attempts_are_used_up():
     for attempt in (1, 2):
         given = next(x for x in lease(made) if x.index == 0)
         assert given.attempt == attempt
-        made.handle("a", m.Cancel(pass_=0, index=0, attempt=attempt, reason="engine_error"), 1.0)
+        gives_back(made, given, "engine_error")
     assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
     assert made.counters["leases_released/engine_error"] == 2
 
@@ -94,8 +89,7 @@ def gives_up(made, count, reason="prompt_not_rendered"):
     """Server 'a' cannot do anything with the next prompts."""
     for number in range(count):
         for given in lease(made):
-            cancel = {"pass_": given.pass_, "index": given.index, "attempt": given.attempt}
-            made.handle("a", m.Cancel(**cancel, reason=reason, detail=f"no template, {number}"), 1.0)
+            gives_back(made, given, reason, f"no template, {number}")
             if made.ended:
                 return
 
@@ -112,8 +106,7 @@ def test_a_pass_that_gives_no_group_ends_the_run_with_the_counts_and_the_last_re
 def test_one_group_of_a_pass_is_enough_to_go_on():
     made = service(num_rows=12)
     gives_up(made, 11)
-    (given,) = lease(made)
-    made.handle("a", group_message(given, [0]), 1.0)
+    finishes(made, 1, [0])
     gives_up(made, 11)
     assert made.ended is None and made.counters["dropped/prompt_not_rendered"] == 22
 
@@ -147,12 +140,10 @@ def test_status_says_why_no_batch_can_be_formed():
 
 def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
     made = service(algorithm__dynamic_sampling=True, algorithm__max_flat_drops=0.5)
-    for given in lease(made, capacity=4):
-        made.handle("a", group_message(given, [0], reward=0.0), 1.0)
+    finishes(made, 4, [0], reward=0.0)
     assert made.counters["dropped/flat_rewards"] == 2 and made.counters["flat_groups_kept"] == 2
     assert made.buffer.count(SlotState.BUFFERED) == 2
-    for given in lease(made, capacity=4):
-        made.handle("a", group_message(given, [0]), 1.0)
+    finishes(made, 4, [0])
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert sent(made, "l", m.Batch) and made.run.flat_drops == 0
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from simulated_run import group_message, learner, lease, make_step, sent, service, trains
+from simulated_run import gives_back, group_message, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
@@ -102,8 +102,7 @@ def test_no_group_waits_for_itself_when_the_groups_before_it_are_dropped():
     resumed_at(made, 0, digest="other")
     assert [slot.min_version for slot in made.buffer.slots.values()] == [0] * 8 + [1] * 4
     for given in lease(made, capacity=8, incarnation=2):
-        cancel = m.Cancel(pass_=given.pass_, index=given.index, attempt=given.attempt, reason="prompt_too_long")
-        made.handle("a", cancel, 0.0)
+        gives_back(made, given, "prompt_too_long")
     assert made.counters["dropped/prompt_too_long"] == 8 and made.buffer.version == 0
     assert len(made.buffer.slots) == 8 and len(sent(made, "a", m.Lease)) == 8
 
@@ -215,9 +214,7 @@ def test_on_divergence_stop_ends_the_run():
 
 
 def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = [{}]
-    made.evaluations.board.modes = [True]
+    made = service(evaluated=1)
     made.handle("l", m.Evaluate(version=1), 0.0)
     make_step(made, 1, versions=[0])
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)

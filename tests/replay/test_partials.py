@@ -1,7 +1,6 @@
 """What replay keeps of running answers: what it takes and refuses, what a lease gets of it, how much it holds."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,15 +20,9 @@ GROUP = (0, 4)
 
 
 def told(answer: int, start: int, tokens: list[int], version: int = 3, finished: int = 0, **changes: Any) -> Told:
-    made = Told(
-        answer,
-        start,
-        np.array(tokens, np.int32),
-        -np.arange(start, start + len(tokens), dtype=np.float32) / 8,
-        np.full(len(tokens), version, np.int32),
-        finished,
-    )
-    return replace(made, **changes)
+    logprobs = -np.arange(start, start + len(tokens), dtype=np.float32) / 8
+    versions = np.full(len(tokens), version, np.int32)
+    return replace(Told(answer, start, np.array(tokens, np.int32), logprobs, versions, finished), **changes)
 
 
 def note(partials: Partials, piece: Told, *, group: tuple[int, int] = GROUP, attempt: int = 1) -> str | None:
@@ -40,8 +33,6 @@ def tokens(partials: Partials, group: tuple[int, int] = GROUP, min_version: int 
     fields = partials.prefix(group, min_version)
     if not fields:
         return [[]] * N
-    assert len(fields["prefix_finished"]) == len(fields["prefix_lengths"]) == N
-    assert fields["prefix_token_ids"].size == fields["prefix_logprobs"].size == fields["prefix_versions"].size
     ends = np.cumsum(fields["prefix_lengths"])
     return [part.tolist() for part in np.split(fields["prefix_token_ids"], ends[:-1])]
 
@@ -107,13 +98,6 @@ def test_an_answer_ends_once_and_with_a_token() -> None:
     assert note(partials, told(0, 4, [], finished=2)) is None, "the same again says nothing new"
     assert partials.prefix(GROUP, 0)["prefix_finished"] == ["length", "", ""]
     assert note(partials, told(0, 4, [9], version=4)) == "answer 0: tokens after its end"
-
-
-def test_answers_that_there_are_not_are_refused() -> None:
-    partials = begun()
-    assert note(partials, told(3, 0, [1])) == "answer 3 of 3"
-    assert note(partials, told(-1, 0, [1])) == "answer -1 of 3"
-    assert tokens(partials) == [[5, 6, 7], [8, 9, 10], []]
 
 
 def test_the_next_attempt_goes_on_or_begins_anew_and_the_one_before_is_not_heard_any_more() -> None:
@@ -213,36 +197,36 @@ def slots() -> dict[int, Slot]:
     return {0: Slot((0, 4), {}, min_version=2, attempt=1), 1: Slot((0, 5), {}, min_version=2, attempt=1)}
 
 
-def test_a_message_is_taken_apart_by_lease_and_answer() -> None:
+A, B, BOTH = (0, 4), (0, 5), {0, 1}
+MESSAGES: dict[str, tuple[list[list[int]], int, set[int], list[str], list[list[int]], list[list[int]]]] = {
+    "all": ([[1, 2, 0, 2, 0], [0, 0, 0, 1, 2], [1, 0, 0, 3, 1]], 6, BOTH, [], [[3], [], []], [[4, 5, 6], [], [1, 2]]),
+    "not held": ([[0, 0, 0, 2, 0], [1, 0, 0, 1, 0], [7, 0, 0, 1, 0]], 4, {1}, [], [[], [], []], [[3], [], []]),
+    "gap": (
+        [[0, 0, 0, 2, 0], [0, 1, 5, 1, 0], [1, 0, 0, 1, 0]], 4, BOTH,
+        ["group (0, 4), attempt 1: answer 1: told from token 5 on, and 0 are here"], [[1, 2], [], []], [[4], [], []],
+    ),
+    "no answer": (
+        [[0, 3, 0, 1, 0], [1, -1, 0, 1, 0]], 2, BOTH,
+        ["group (0, 4), attempt 1: answer 3 of 3", "group (0, 5), attempt 1: answer -1 of 3"], [[]] * 3, [[]] * 3,
+    ),
+}  # fmt: skip
+"""By case: progress, how many tokens (1, 2, ...), which leases the sender holds; what is said and taken of A and B."""
+
+
+@pytest.mark.parametrize("case", MESSAGES)
+def test_a_message_is_taken_apart_by_lease_and_answer_and_problems_cost_no_other(case: str) -> None:
+    progress, count, held, said, of_a, of_b = MESSAGES[case]
     partials = Partials(N, MOST)
-    message = renew([[1, 2, 0, 2, 0], [0, 0, 0, 1, 2], [1, 0, 0, 3, 1]], 6)
-    assert partials.take(message, slots(), BOUNDS) == []
-    assert tokens(partials, (0, 4)) == [[3], [], []]
-    assert tokens(partials, (0, 5)) == [[4, 5, 6], [], [1, 2]]
-    assert partials.prefix((0, 5), 0)["prefix_finished"] == ["stop", "", ""]
+    found = partials.take(renew(progress, count), {at: slot for at, slot in slots().items() if at in held}, BOUNDS)
+    assert (found, tokens(partials, A), tokens(partials, B)) == (said, of_a, of_b)
 
 
-def test_leases_that_the_sender_does_not_hold_are_passed_over() -> None:
-    partials = Partials(N, MOST)
-    message = renew([[0, 0, 0, 2, 0], [1, 0, 0, 1, 0], [7, 0, 0, 1, 0]], 4)
-    assert partials.take(message, {1: slots()[1]}, BOUNDS) == []
-    assert (tokens(partials, (0, 4)), tokens(partials, (0, 5))) == ([[], [], []], [[3], [], []])
-
-
-def test_a_problem_names_group_attempt_and_answer_and_the_rest_is_taken() -> None:
-    partials = Partials(N, MOST)
-    message = renew([[0, 0, 0, 2, 0], [0, 1, 5, 1, 0], [1, 0, 0, 1, 0]], 4)
-    said = "group (0, 4), attempt 1: answer 1: told from token 5 on, and 0 are here"
-    assert partials.take(message, slots(), BOUNDS) == [said]
-    assert (tokens(partials, (0, 4)), tokens(partials, (0, 5))) == ([[1, 2], [], []], [[4], [], []])
-
-
-MALFORMED: dict[str, tuple[Callable[[], Renew], str]] = {
-    "short entry": (lambda: renew([[0, 0, 0, 2]], 2), "an entry of progress is not"),
-    "negative count": (lambda: renew([[0, 0, 0, 3, 0], [0, 1, 0, -1, 0]], 2), "an entry of progress is not"),
-    "too many tokens": (lambda: renew([[0, 0, 0, 2, 0]], 3), "token_ids has 3 entries for 2 tokens of progress"),
+MALFORMED: dict[str, tuple[Renew, str]] = {
+    "short entry": (renew([[0, 0, 0, 2]], 2), "an entry of progress is not"),
+    "negative count": (renew([[0, 0, 0, 3, 0], [0, 1, 0, -1, 0]], 2), "an entry of progress is not"),
+    "too many tokens": (renew([[0, 0, 0, 2, 0]], 3), "token_ids has 3 entries for 2 tokens of progress"),
     "too few versions": (
-        lambda: renew([[0, 0, 0, 2, 0]], 2, versions=np.array([3], np.int32)),
+        renew([[0, 0, 0, 2, 0]], 2, versions=np.array([3], np.int32)),
         "versions has 1 entries for 2 tokens of progress",
     ),
 }
@@ -250,8 +234,8 @@ MALFORMED: dict[str, tuple[Callable[[], Renew], str]] = {
 
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_message_that_does_not_fit_together_is_refused_whole(case: str) -> None:
-    made, said = MALFORMED[case]
+    message, said = MALFORMED[case]
     partials = Partials(N, MOST)
-    (problem,) = partials.take(made(), slots(), BOUNDS)
+    (problem,) = partials.take(message, slots(), BOUNDS)
     assert problem.startswith(said)
     assert (partials.num_bytes, partials.counters["partials_refused"]) == (0, 1)

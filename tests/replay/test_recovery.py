@@ -1,15 +1,22 @@
 """Replay restarted from its journal: what it had decided stands, what it told nobody of never happened."""
 
-import logging
+import asyncio
+import time
+from collections import Counter
 
 import pytest
-from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
+from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
 
+from learner import batches
+from learner.batches import BatchReader
 from replay import messages as m
+from replay.channel import AsyncRouter
 from replay.desks.leases import SlotState
-from replay.journal import JournalError, JournalReader, JournalWriter
+from replay.journal import JournalError
 from replay.journal.apply import boot_fields
+from replay.main import open_journal
 from replay.player import whole_line
+from replay.serve import keep_company
 from tests.replay.simulation.world import comparable
 
 
@@ -19,7 +26,7 @@ def restarted(made, *, records=None, now=100.0, num_rows=40, **overrides):
     if records is not None:
         journal.records = journal.records[:records]
         journal.flushed = min(journal.flushed, records)
-    again = bare_service(config(**{"placement__split": "1:1", **overrides}), journal=journal, num_rows=num_rows)
+    again = bare_service(journal, num_rows, **overrides)
     again.restore(list(journal.records[journal.newest_snapshot() :]), now)
     return again
 
@@ -128,12 +135,10 @@ def test_a_process_whose_first_hello_was_not_answered_is_not_counted_twice():
     assert again.incarnation == 1
 
 
-def two_ranks(made):
-    """The same with two learner ranks, both of which hold their part of batch 1."""
-    made.batch_desk.num_ranks = 2
-    made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
-    for given in lease(made, capacity=9):
-        made.handle("a", group_message(given, [0]), 1.0)
+def two_ranks():
+    """A service with two learner ranks, both of which hold their part of batch 1."""
+    made = service(ranks=2)
+    finishes(made, 9, [0])
     for rank, identity in enumerate(("l", "l1")):
         made.handle(identity, m.Take(step=1, rank=rank), 1.0)
     return made
@@ -149,7 +154,7 @@ def back(again):
 
 
 def test_ranks_that_all_hold_their_part_may_begin_after_a_restart():
-    again = back(restarted(two_ranks(service())))
+    again = back(restarted(two_ranks()))
     again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
     assert not sent(again, "l", m.Proceed)
     again.handle("l1", m.Take(step=1, rank=1, have=True), 101.0)
@@ -157,14 +162,14 @@ def test_ranks_that_all_hold_their_part_may_begin_after_a_restart():
 
 
 def test_a_rank_gets_its_part_when_the_other_had_it_before_the_restart():
-    again = back(restarted(two_ranks(service())))
+    again = back(restarted(two_ranks()))
     again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
     again.handle("l1", m.Take(step=1, rank=1), 101.0)
     assert sent(again, "l1", m.Batch)
 
 
 def test_a_rank_whose_proceed_was_lost_follows_the_one_that_has_begun():
-    made = two_ranks(service())
+    made = two_ranks()
     for rank, identity in enumerate(("l", "l1")):
         made.handle(identity, m.Take(step=1, rank=rank, have=True), 1.0)
     again = back(restarted(made))
@@ -173,7 +178,7 @@ def test_a_rank_whose_proceed_was_lost_follows_the_one_that_has_begun():
 
 
 def test_ranks_of_the_last_learner_do_not_speak_for_the_next_one():
-    made = two_ranks(service())
+    made = two_ranks()
     learner(made, "l2", version=0)
     made.handle("l1", m.Take(step=1, rank=1, have=True), 2.0)
     assert "say Hello first" in sent(made, "l1", m.Refused)[-1].reason
@@ -262,7 +267,7 @@ def test_a_lease_of_another_prompt_than_the_next_one_is_damage():
     journal = made.journal.crash(None)
     at = [record.kind for record in journal.records].index("lease")
     journal.records[at].fields["group"] = [0, 17]
-    again = bare_service(config(placement__split="1:1"), journal=journal)
+    again = bare_service(journal)
     with pytest.raises(JournalError, match=r"leases prompt \(0, 17\), and the dataset's next is \(0, 0\)"):
         again.restore(journal.records, 1.0)
 
@@ -271,25 +276,24 @@ def test_the_line_for_a_replay_is_the_surviving_one():
     made = busy()
     make_step_3 = [t.group_id for t in made.buffer.line.steps[3].groups]
     made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
-    player = bare_service(config(placement__split="1:1"), journal=made.journal)
+    player = bare_service(made.journal)
     whole_line(player.run, made.journal.records)
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "d2", 3: "d3"}
     assert [t.group_id for t in player.buffer.line.steps[3].groups] == make_step_3
     learner(made, "l2", version=1, digest="d1")
     trains(made, "l2", 2, "other")
-    player = bare_service(config(placement__split="1:1"), journal=made.journal)
+    player = bare_service(made.journal)
     whole_line(player.run, made.journal.records)
     assert {step: made.digest for step, made in player.buffer.line.steps.items()} == {1: "d1", 2: "other"}
 
 
 def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_does_not_come_back():
-    made = service(data__eval="x", evaluation__num_prompts=1)
-    made.evaluations.rows = [{}]
-    made.evaluations.board.modes = [True]
+    made = service(evaluated=1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0, incarnation=1), 0.0)
     assert sent(made, "a", m.EvaluationLease)
-    again = bare_service(made.config, journal=made.journal.crash(None), evaluation_rows=[{}])
+    again = bare_service(made.journal.crash(None), data__eval="x", evaluation__num_prompts=1)
+    again.evaluations.rows = made.evaluations.rows
     again.evaluations.board.modes = [True]
     again.restore(made.journal.records, 100.0)
     learner(again, "l", incarnation=1, now=100.0)
@@ -301,26 +305,41 @@ def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_doe
     assert sent(again, "b", m.EvaluationLease)
 
 
-def test_a_real_journal_cut_at_any_byte_of_its_end_goes_on(tmp_path, caplog):
-    caplog.set_level(logging.ERROR)
-    folder = tmp_path / "journal"
-    journal = JournalWriter(folder, "run", fsync="never")
-    made = service(journal=journal)
-    make_step(made, 1)
-    lease(made, version=1, capacity=2)
+def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
+    cfg = bare_service(run__dir=str(tmp_path), run__name="run", replay__fsync="never").config
+    journal, _ = open_journal(cfg, "run", recover=False)
+    journal.append("end", {"reason": "", "failed": False})
+    with pytest.raises(JournalError, match="run/journal: another replay is writing this journal"):
+        open_journal(cfg, "run", recover=True)
+    journal.close()  # the first one was not harmed: it writes the rest
+    with pytest.raises(JournalError, match=r"run/journal: this run has a journal; .* --resume"):
+        open_journal(cfg, "run", recover=False)
+    journal, records = open_journal(cfg, "run", recover=True)
     journal.close()
-    whole = (folder / "000001.seg").read_bytes()
-    states = set()
-    for size in range(len(whole), len(whole) - 400, -7):
-        (folder / "000001.seg").write_bytes(whole[:size])
-        reader = JournalReader(folder)
-        records = list(reader.records(cut=True))
-        writer = JournalWriter(folder, "run", fsync="never", after=reader)
-        again = bare_service(config(placement__split="1:1"), journal=writer)
-        again.restore(records, 5.0)
-        writer.append("end", {"reason": "", "failed": False})
-        writer.close()
-        assert [record.kind for record in JournalReader(folder).records()][-1] == "end"
-        states.add((again.buffer.version, len(again.buffer.slots)))
-        assert again.buffer.in_flight <= made.buffer.in_flight + 4
-    assert states and len(records) > 3
+    assert [record.kind for record in records] == ["segment", "end"]
+
+
+def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(monkeypatch):
+    """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
+    monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
+    cfg = bare_service(network__silent_after_s=0.4, network__heartbeat_s=0.2).config
+
+    async def serve_late():
+        router, seen = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), Counter()
+        rank = BatchReader(cfg, router.address, rank=0, fingerprint={})
+        asked = asyncio.create_task(asyncio.to_thread(rank.connect))
+        try:
+            assert await keep_company(router, lambda: time.sleep(1.5) or "read", lambda: "reading") == "read"
+            assert not asked.done(), "it is not told anything yet, and does not give up"
+            while not asked.done():
+                await router.wait(0.1)
+                while (arrived := await router.receive()) is not None:
+                    seen[type(arrived[1].message).__name__] += 1
+                    await router.send(arrived[0], m.Status(state={"incarnation": 3}))
+            assert await asked == ("run", 3)
+        finally:
+            rank.abandon()
+            router.close()
+        return seen
+
+    assert set(asyncio.run(serve_late())) == {"StatusRequest"}

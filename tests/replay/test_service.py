@@ -4,13 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulated_run import bare_service, config, group_message, joins, learner, lease, make_step, sent, service, trains
+from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.channel import WireError
 from replay.desks.leases import SlotState
 from tests.replay.simulation.samples import make_result
-from tests.replay.simulation.world import rows
 
 
 def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
@@ -21,13 +20,6 @@ def test_a_group_that_is_sent_twice_is_acked_twice_and_kept_once():
     assert [a.status for a in sent(made, "a", m.Ack)] == ["accepted", "accepted"]
     assert made.buffer.count(SlotState.BUFFERED) == 1
     assert made.counters["duplicate_groups"] == 1
-
-
-def evaluating(num_prompts, modes=(True,)):
-    """A service whose learner may ask for evaluations."""
-    made = service(data__eval="x", evaluation__num_prompts=num_prompts)
-    made.evaluations.rows, made.evaluations.board.modes = rows(num_prompts), list(modes)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -55,11 +47,8 @@ def test_a_group_that_cannot_be_true_is_rejected_by_name(change, message):
 
 
 def test_ranks_proceed_only_when_all_hold_their_part():
-    made = service(replay__async_lag=0)
-    made.batch_desk.num_ranks = 2
-    made.handle("l1", m.Hello(role="learner", name="learner-1", pid=1, host="h", rank=1), 0.0)
-    for given in lease(made, capacity=9):
-        made.handle("a", group_message(given, [0]), 1.0)
+    made = service(ranks=2, replay__async_lag=0)
+    finishes(made, 9, [0])
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert not sent(made, "l", m.Batch), "a batch goes out when all ranks have asked"
     made.handle("l1", m.Take(step=1, rank=1), 1.0)
@@ -72,8 +61,7 @@ def test_ranks_proceed_only_when_all_hold_their_part():
 
 def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_again():
     made = service()
-    for given in lease(made, capacity=4):
-        made.handle("a", group_message(given, [0, 0]), 1.0)
+    finishes(made, 4, [0, 0])
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     for second in range(5):
         made.tick(1.0 + second)
@@ -119,28 +107,26 @@ def test_peers_that_disagree_are_refused_by_name():
 
 def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     made = service()
-    leases = lease(made, capacity=8)
-    for given in leases:
-        made.handle("a", group_message(given, [0]), 1.0)
+    leases = finishes(made, 8, [0])
     trains(made, "l", 1, "d")
     made.handle("l", m.CursorRequest(step=1), 1.0)
     (cursor,) = sent(made, "l", m.Cursor)
 
-    resumed = bare_service(config(placement__split="1:1"))
+    resumed = bare_service()
     resumed.counters.update(groups_accepted=3, groups_trained=2)  # of a journal that ends before the checkpoint
     learner(resumed, "l", version=1, cursor=cursor.state)
     assert (resumed.incarnation, resumed.buffer.version) == (2, 1)
     assert resumed.counters["resume_without_journal"] == 4
     restored = {name: count for name, count in resumed.counters.items() if name != "resume_without_journal"}
     assert restored == cursor.state["counters"], "restored, and not added to what was counted before"
-    joins(resumed, "a", 0.0)
-    resumed.handle("a", m.LeaseRequest(capacity=8, version=1), 0.0)
-    again = [(x.pass_, x.index) for x in sent(resumed, "a", m.Lease)]
+    joins(resumed, "a")
+    again = [(x.pass_, x.index) for x in lease(resumed, capacity=8, version=1, incarnation=0)]
     assert again == [(x.pass_, x.index) for x in leases[4:]] + [(0, 8), (0, 9), (0, 10), (0, 11)], again
 
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
-    made = evaluating(3, modes=[True, False])
+    made = service(evaluated=3)
+    made.evaluations.board.modes = [True, False]
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     made.handle("b", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -156,7 +142,7 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
 
 
 def test_an_evaluation_that_fails_everywhere_is_given_up():
-    made = evaluating(1)
+    made = service(evaluated=1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     for server in ("a", "b"):
         made.handle(server, m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -170,7 +156,6 @@ def test_an_evaluation_that_fails_everywhere_is_given_up():
 
 def test_overdue_evaluations_are_closed_with_a_reason():
     made = service(evaluation__deadline_s=5)
-    made.evaluations.board.modes = [True]
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("b", m.Heartbeat(), 6.0)
     made.handle("a", m.Heartbeat(), 6.0)
@@ -236,7 +221,7 @@ def test_a_learner_whose_versions_nobody_knows_is_refused():
     learner(made, "l3", version=0)
     assert "the journal begins after step" in sent(made, "l3", m.Refused)[-1].reason
     assert made.incarnation == 1
-    fresh = bare_service(config(placement__split="1:1"))
+    fresh = bare_service()
     learner(fresh, "l", version=1, cursor={"x": 1})
     assert "cursor cannot be used" in sent(fresh, "l", m.Refused)[-1].reason
 
@@ -303,7 +288,7 @@ def test_a_cursor_waits_for_a_commit_that_was_lost():
 
 
 def test_only_a_server_that_was_asked_evaluates():
-    made = evaluating(1)
+    made = service(evaluated=1)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
@@ -314,7 +299,7 @@ def test_only_a_server_that_was_asked_evaluates():
 
 
 def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
-    made = evaluating(1)
+    made = service(evaluated=1)
     make_step(made, 1)
     made.handle("l", m.Evaluate(version=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)

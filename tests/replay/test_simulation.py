@@ -10,7 +10,7 @@ from tests.replay.simulation.mutate import MUTANTS, ROOT, read_mutants
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 400), marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=len
+    "seeds", [range(120), pytest.param(range(120, 400), marks=[pytest.mark.slow, pytest.mark.timeout(600)])], ids=len
 )
 def test_runs_with_every_fault_keep_every_promise(seeds):
     counts, problems = simulate.simulate_many(seeds)

@@ -1,6 +1,7 @@
 """Fixtures of the rollout server's tests. Those that are coroutines run under a deadline."""
 
 import asyncio
+import functools
 import importlib.util
 import inspect
 import shutil
@@ -27,14 +28,37 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-@pytest.fixture
-def models(tmp_path: Path) -> tuple[Path, Any, Any]:
-    """A folder with version 0, version 0 and version 1."""
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """A folder with version 0, version 0 and version 1; tests only read them."""
     # Here and not above: tests of tasks and rewards must not pay for torch and transformers.
     from torch_oracle import load_model, make_model, save_folder
 
-    save_folder(tmp_path)
-    return tmp_path, load_model(tmp_path), make_model(seed=1)
+    folder = save_folder(tmp_path_factory.mktemp("model"))
+    return folder, load_model(folder), make_model(seed=1)
+
+
+@pytest.fixture
+def folder(models: tuple[Path, Any, Any]) -> Path:
+    return models[0]
+
+
+@pytest.fixture
+def old(models: tuple[Path, Any, Any]) -> Any:
+    return models[1]
+
+
+@pytest.fixture
+def new(models: tuple[Path, Any, Any]) -> Any:
+    return models[2]
+
+
+@pytest.fixture
+def gate_at(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a `Gate` of the torch engine's decode thread."""
+    from torch_oracle import Gate
+
+    return functools.partial(Gate, monkeypatch)
 
 
 @pytest.fixture

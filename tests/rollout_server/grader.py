@@ -7,7 +7,6 @@ import re
 import resource
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -85,11 +84,6 @@ def replies(_: str) -> float:
         _to_all_files(3, PAYLOADS["nan"] * 1000)
 
 
-def flood(_: str) -> float:
-    while True:
-        _to_all_files(1, b"\n" * 65536)
-
-
 def _to_all_files(first: int, payload: bytes) -> None:
     for fd in range(first, 20):
         with contextlib.suppress(OSError):
@@ -116,14 +110,6 @@ class Endless(Exception):
             pass
 
 
-class Hydra(Exception):
-    """Fails where its causes are looked up."""
-
-    @property
-    def __cause__(self) -> Any:  # type: ignore[override]
-        raise self
-
-
 class Number(float):
     def __float__(self) -> float:
         raise KeyError("no number")
@@ -136,8 +122,6 @@ def throw(what: str) -> float:
     kinds: dict[str, Callable[[], BaseException]] = {
         "evil": Evil,
         "endless": Endless,
-        "hydra": Hydra,
-        "interrupt": KeyboardInterrupt,
         "surrogate": lambda: ValueError("\ud800" * 5),
         "long": lambda: ValueError("x" * 10**7),
     }
@@ -145,13 +129,7 @@ def throw(what: str) -> float:
 
 
 def give(what: str) -> Any:
-    values: dict[str, Callable[[], Any]] = {
-        "number": lambda: Number(1.0),
-        "object": Evil,
-        "integer": lambda: 10**5000,
-        "names": lambda: {"score": 1.0, "\ud800": 2.0},
-    }
-    return values[what]()
+    return Number(1.0) if what == "number" else {"score": 1.0, "\ud800": 2.0}
 
 
 def recurse(depth: str) -> float:
@@ -199,15 +177,9 @@ def state(_: str) -> dict[str, float]:
     } | limits
 
 
-def note_pid(note: str) -> None:
+def note_down(note: str, text: str) -> None:
     with open(note, "a") as file:
-        file.write(f"{os.getpid()}\n")
-
-
-def spawn(note: str) -> float:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(note).write_text(f"{child.pid}\n")
-    return sleep()
+        file.write(text)
 
 
 def daemon(note: str) -> float:
@@ -220,7 +192,7 @@ def daemon(note: str) -> float:
         return 1.0
     os.setsid()
     if os.fork() == 0:
-        note_pid(note)
+        note_down(note, f"{os.getpid()}\n")
         sleep()
     os._exit(0)
 
@@ -235,7 +207,7 @@ def bomb(note: str) -> float:
     for _ in range(6):
         if os.fork() == 0:
             os.setsid()
-    note_pid(note)
+    note_down(note, f"{os.getpid()}\n")
     return sleep()
 
 
@@ -247,8 +219,7 @@ def comet(note: str) -> float:
         while time.monotonic() < end:
             if os.fork():
                 os._exit(0)
-            with open(note, "a") as file:
-                file.write(".")
+            note_down(note, ".")
         os._exit(0)
     return sleep()
 
@@ -264,7 +235,6 @@ BEHAVIOUR: dict[str, Callable[[str], Any]] = {
     "print": speak,
     "write": write,
     "replies": replies,
-    "flood": flood,
     "closed": close,
     "throw": throw,
     "give": give,
@@ -275,7 +245,6 @@ BEHAVIOUR: dict[str, Callable[[str], Any]] = {
     "file": write_file,
     "abort": abort,
     "state": state,
-    "spawn": spawn,
     "daemon": daemon,
     "daemon_then_die": daemon_then_die,
     "bomb": bomb,

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,16 @@ def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:
     return base | changes  # type: ignore[return-value]
 
 
-def pooled(function: str, body: Callable[[RewardPool], Awaitable[Any]], **keys: Any) -> Any:
-    """What `body` makes of a pool for this function, within a minute."""
-
-    async def main() -> Any:
-        async with asyncio.timeout(60), RewardPool(Reward(function=function, **keys)) as pool:
-            return await body(pool)
-
-    return asyncio.run(main())
+def pool_of(function: str, **keys: Any) -> RewardPool:
+    return RewardPool(Reward(function=function, **keys))
 
 
 def score(function: str, *texts: str, **keys: Any) -> list[RewardOutcome]:
-    outcomes: list[RewardOutcome] = pooled(function, lambda pool: pool.score([sample(t) for t in texts]), **keys)
-    return outcomes
+    async def main() -> list[RewardOutcome]:
+        async with asyncio.timeout(60), pool_of(function, **keys) as pool:
+            return await pool.score([sample(text) for text in texts])
+
+    return asyncio.run(main())
 
 
 def check_culprits(function: str, table: Mapping[str, str], **keys: Any) -> list[str]:

@@ -35,8 +35,6 @@ class Served:
         self.version = 0
         self.cached: list[int] = []
         """Tokens of each prompt that the prefix cache had, request by request."""
-        self.spans: dict[str, list[dict[str, Any]]] | None = None
-        """Where a scenario sets it, the engine is shown no spans, as by SGLang before 0.5.20: they are kept here."""
         self._names = 0
 
     def config(self, *overrides: str) -> Any:
@@ -72,8 +70,6 @@ class Served:
         async def recorded(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
             output: dict[str, Any] = {}
             async for output in generate(*args, **kwargs):
-                if self.spans is not None:
-                    self.spans[output["meta_info"]["id"]] = output["meta_info"].pop("weight_versions", [])
                 yield output
             self.cached.append(int(output["meta_info"].get("cached_tokens") or 0))
 
@@ -108,14 +104,12 @@ class Served:
         return model
 
     def start_sample(self, prompt: list[int], n: int = 1, **sampling: Any) -> "asyncio.Task[list[Completion]]":
-        """Start a request under a name of its own."""
         self._names += 1
         request = Sampling(**{"max_new_tokens": 12, **sampling})
         name = f"request-{self._names}"
         return self.loop.create_task(self.engine.generate(prompt, request, n, request_id=name), name=name)
 
     async def sample(self, prompt: list[int], n: int = 1, **sampling: Any) -> list[Completion]:
-        """The answers of one request."""
         return await self.start_sample(prompt, n, **sampling)
 
     async def under_way(self, task: "asyncio.Task[Any]") -> None:
@@ -137,7 +131,6 @@ def update_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def digests(model: Any) -> dict[str, int]:
-    """Digest of each tensor of the update."""
     return {name: slice_digest(tensor) for name, tensor in update_of(model).items()}
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch_oracle import DEADLINE_S, hf_tensors
+from small_generator import until
+from torch_oracle import hf_tensors
 
 from configs import Config
 from replay import messages as m
@@ -66,14 +67,6 @@ class Wire:
                 self.policies.append(policy)
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{what} did not come")
-
-
 @asynccontextmanager
 async def serving(config: Config) -> AsyncIterator[tuple[RolloutServer, Wire]]:
     wire = Wire()
@@ -103,10 +96,6 @@ async def handle(server: RolloutServer, message: m.Welcome) -> None:
         await server.handle(message, tasks)
 
 
-def run(main: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
-
-
 @contextlib.contextmanager
 def learner_process(config: Config, model: Any) -> Iterator[BaseProcess]:
     """Incarnation 1 in a process of its own, which publishes version 1; SIGTERM ends it in good order."""
@@ -132,13 +121,13 @@ def learner_process(config: Config, model: Any) -> Iterator[BaseProcess]:
     [(BaseProcess.kill, True, 1), (BaseProcess.terminate, True, 1), (BaseProcess.kill, False, 2)],
     ids=["killed", "ended", "its update overtakes the welcome"],
 )
-def test_the_next_learner_at_the_same_port_is_announced_as_the_next_incarnation(
+async def test_the_next_learner_at_the_same_port_is_announced_as_the_next_incarnation(
     models: tuple[Path, Any, Any], config: Config, end: Callable[[BaseProcess], None], welcomed: bool, version: int
 ) -> None:
-    async def main() -> None:
+    with learner_process(config, models[1]) as process:
         async with serving(config) as (server, wire):
             await handle(server, welcome(config, 1))
-            await until(lambda: wire.policies, "the first version")
+            await until(lambda: wire.policies)
             end(process)
             process.join()
             with Learner(config, 2) as second:
@@ -149,61 +138,49 @@ def test_the_next_learner_at_the_same_port_is_announced_as_the_next_incarnation(
                 await second.send(version, models[2])
             assert wire.policies == [(1, 1), (2, version)]
 
-    with learner_process(config, models[1]) as process:
-        run(main)
 
-
-def test_an_update_in_work_is_announced_under_its_own_incarnation_after_the_next_welcome(
-    models: tuple[Path, Any, Any], config: Config
+async def test_an_update_in_work_is_announced_under_its_own_incarnation_after_the_next_welcome(
+    new: Any, config: Config
 ) -> None:
-    async def main() -> None:
-        async with serving(config) as (server, wire):
-            go_on, reached = asyncio.Event(), threading.Event()
-            resume = server.engine.resume
+    async with serving(config) as (server, wire):
+        go_on, reached = asyncio.Event(), threading.Event()
+        resume = server.engine.resume
 
-            async def held_up() -> None:
-                reached.set()
-                await go_on.wait()
-                await resume()
+        async def held_up() -> None:
+            reached.set()
+            await go_on.wait()
+            await resume()
 
-            server.engine.resume = held_up  # type: ignore[method-assign]
-            with Learner(config, 1) as first:
-                await handle(server, welcome(config, 1))
-                await until(first.members, "the subscriber")
-                sending = asyncio.create_task(first.send(1, models[1]))
-                await until(reached.is_set, "the end of the load")
-                await handle(server, welcome(config, 2))
-                go_on.set()
-                await sending
-            assert wire.policies == [(1, 1)]
-
-    run(main)
+        server.engine.resume = held_up  # type: ignore[method-assign]
+        with Learner(config, 1) as first:
+            await handle(server, welcome(config, 1))
+            await until(first.members)
+            sending = asyncio.create_task(first.send(1, new))
+            await until(reached.is_set)
+            await handle(server, welcome(config, 2))
+            go_on.set()
+            await sending
+        assert wire.policies == [(1, 1)]
 
 
-def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(
+async def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(
     models: tuple[Path, Any, Any], config: Config
 ) -> None:
     """On a GPU a second set beside them would not fit."""
     at_any_port = config.model_copy(update={"weight_bus": config.weight_bus.model_copy(update={"port": 0})})
-    mapped: list[set[int]] = []
-    kept: list[Any] = []
+    mapped: list[list[Any]] = []  # kept, as schedulers keep what they have mapped
+    async with serving(at_any_port) as (server, _):
+        load = server.engine.load
 
-    async def main() -> None:
-        async with serving(at_any_port) as (server, _):
-            load = server.engine.load
+        async def mapping(named_tensors: Any, version: int) -> None:
+            mapped.append(list(named_tensors))
+            await load(mapped[-1], version)
 
-            async def mapping(named_tensors: Any, version: int) -> None:
-                tensors = list(named_tensors)
-                kept.extend(tensors)  # as schedulers keep what they have mapped
-                mapped.append({tensor.untyped_storage().data_ptr() for _, tensor in tensors})
-                await load(tensors, version)
-
-            server.engine.load = mapping  # type: ignore[method-assign]
-            for incarnation in (1, 2):
-                with Learner(at_any_port, incarnation) as learner:
-                    await handle(server, m.Welcome(incarnation=incarnation, version=0, bus_address=learner.address))
-                    await until(learner.members, "the subscriber")
-                    await learner.send(incarnation, models[incarnation])
-            assert len(mapped) == 2 and mapped[0] == mapped[1]
-
-    run(main)
+        server.engine.load = mapping  # type: ignore[method-assign]
+        for incarnation in (1, 2):
+            with Learner(at_any_port, incarnation) as learner:
+                await handle(server, m.Welcome(incarnation=incarnation, version=0, bus_address=learner.address))
+                await until(learner.members)
+                await learner.send(incarnation, models[incarnation])
+    first, second = ({tensor.untyped_storage().data_ptr() for _, tensor in tensors} for tensors in mapped)
+    assert first == second

@@ -1,46 +1,48 @@
-"""Turning leases into groups: what may not happen on the event loop, and which policies a group names."""
+"""Leases become groups: what may not happen on the event loop, the policies of a group, forced lengths, exit codes."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from small_generator import PROMPT, config_of, generating, until
 
 from configs import Config
 from replay import messages as m
-from rollout_server.engines import Completion
-from rollout_server.generate import Generator
+from replay.lifeline import CANNOT_START
+from rollout_server import main as rollout_main
+from rollout_server.engines import Completion, EngineError, Sampling
+from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
+from scripts.bench.model import SHAPES, make
+from scripts.bench.server import forced_length
+from weight_bus.errors import NotAvailable, RemovedFromBus
 
-PROMPT = {"prompt": "3+4=", "ground_truth": "7", "data_source": "toy", "extra_info": {}, "columns": {}}
-LEASE = m.Lease(pass_=0, index=0, attempt=1, min_version=0, lease_s=60.0, seed=1, prompt=PROMPT)
 EVALUATION = m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
 LIMIT_S = 5.0
 CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
 
 
-class Engine:
-    """Answers at once."""
-
-    async def generate(self, token_ids: list[int], sampling: Any, n: int, **_: Any) -> list[Completion]:
-        return [
-            Completion(
-                token_ids=np.array([7, 0], np.int32),
-                logprobs=np.zeros(2, np.float32),
-                versions=np.zeros(2, np.int32),
-                finish_reason="stop",
-            )
-        ] * n
+ANSWER = Completion(
+    token_ids=np.array([7, 0], np.int32),
+    logprobs=np.zeros(2, np.float32),
+    versions=np.zeros(2, np.int32),
+    finish_reason="stop",
+)
 
 
-class Rewards:
-    """One point for each."""
+async def generate(token_ids: list[int], sampling: Any, n: int, **_: Any) -> list[Completion]:
+    return [ANSWER] * n
 
-    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
-        return [RewardOutcome(score=1.0, seconds=0.0) for _ in samples]
+
+async def score(samples: list[Sample]) -> list[RewardOutcome]:
+    return [RewardOutcome(score=1.0, seconds=0.0) for _ in samples]
 
 
 class Task:
@@ -67,21 +69,19 @@ class Task:
 
 
 @pytest.mark.parametrize("slow", ["encode", "decode"])
-@pytest.mark.parametrize("work", [lambda g: g.group(LEASE, "0/0/1"), lambda g: g.evaluation(EVALUATION)])
-def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(slow: str, work: Callable[[Generator], Any]) -> None:
+@pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), lambda g: g.evaluation(EVALUATION)])
+async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
+    slow: str, work: Callable[[Generator], Any]
+) -> None:
     """It also runs SGLang's frontend and the updates of its weights."""
-
-    async def main() -> None:
-        task = Task(slow)
-        generator = Generator(Config.model_validate(CONFIG), Engine(), task, Rewards())  # type: ignore[arg-type]
-        working = asyncio.create_task(work(generator))
-        assert await asyncio.to_thread(task.reached.wait, LIMIT_S)
-        task.go_on.set()
-        done = await working
-        assert not task.waited_in_vain, "the call kept the loop from setting the event"
-        assert done.texts == ["7"] * len(done.texts) and set(done.rewards) == {1.0}
-
-    asyncio.run(asyncio.wait_for(main(), 3 * LIMIT_S))
+    task, engine, rewards = Task(slow), SimpleNamespace(generate=generate), SimpleNamespace(score=score)
+    generator = Generator(Config.model_validate(CONFIG), engine, task, rewards)  # type: ignore[arg-type]
+    working = asyncio.create_task(work(generator))
+    assert await asyncio.to_thread(task.reached.wait, LIMIT_S)
+    task.go_on.set()
+    done = await working
+    assert not task.waited_in_vain, "the call kept the loop from setting the event"
+    assert done.texts == ["7"] * len(done.texts) and set(done.rewards) == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -97,3 +97,99 @@ def test_a_group_names_the_policies_that_were_live_while_it_ran(
     versions: list[int], served: list[tuple[int, int]], policies: list[list[int]]
 ) -> None:
     assert policies_of(np.array(versions, np.int32), served) == policies
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NotAvailable("no UCC here"), CANNOT_START), (RemovedFromBus("failed 3 updates in a row"), 2)]
+)
+def test_what_is_not_installed_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RuntimeError, code: int
+) -> None:
+    async def run(*_: object, **__: object) -> int:
+        raise ExceptionGroup("serving", [ExceptionGroup("following", [error])])
+
+    monkeypatch.setattr(rollout_main, "run", run)
+    monkeypatch.setattr(rollout_main, "set_up_logging", lambda *_: None)
+    arguments = ["--config", "configs/quickstart.yaml", "--replay", "tcp://127.0.0.1:1", "--set", f"run.dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["rollout_server.main", *arguments])
+    assert rollout_main.main() == code
+
+
+# ---- with a real engine -----------------------------------------------------------------------------------
+
+GROUP, CAP, MEDIAN, SIGMA = 6, 40, 12, 0.7
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    make("tiny", path, 0)
+    return config_of(path, GROUP, CAP)
+
+
+def lease(seed: int) -> m.Lease:
+    return m.Lease(pass_=0, index=seed, attempt=1, min_version=0, lease_s=60.0, seed=seed, prompt=PROMPT)
+
+
+def expected(seed: int) -> list[int]:
+    return [forced_length(seed, i, median=MEDIAN, sigma=SIGMA, limit=CAP) for i in range(GROUP)]
+
+
+def test_lengths_are_lognormal() -> None:
+    assert {1, 8} < {forced_length(s, 0, median=4, sigma=3.0, limit=8) for s in range(99)} <= {*range(1, 9)}
+    drawn = [forced_length(s, i, median=512, sigma=0.7, limit=10**9) for s in range(500) for i in range(8)]
+    logs = np.log(drawn)
+    assert abs(logs.mean() - np.log(512)) < 0.04
+    assert abs(logs.std() - 0.7) < 0.03
+    assert abs(((logs - logs.mean()) ** 3).mean() / 0.7**3) < 0.15, "symmetric in the logarithm"
+
+
+async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config) -> None:
+    async with generating(config, MEDIAN, SIGMA) as generator:
+        generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
+        first, again, other = await asyncio.gather(
+            generator.group(lease(3), "0/3/1"),
+            generator.group(lease(3), "0/3/2"),
+            generator.group(lease(4), "0/4/1"),
+        )
+        assert generator.running_tokens() == {}
+    assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)
+    assert first.lengths.tolist() != other.lengths.tolist()
+    assert first.finish_reasons == ["length"] * GROUP
+    assert first.token_ids.tolist() == again.token_ids.tolist()
+    answers = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
+    assert len({tuple(answer[:4].tolist()) for answer in answers}) == GROUP, "each has a random stream of its own"
+
+
+@pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])
+async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int) -> None:
+    async with generating(config, median, sigma=0.0) as generator:
+        await generator.engine.pause("keep_kv")
+        doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
+        other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
+        await until(lambda: len(generator.running_tokens()) == 2)
+        await generator.engine.resume()
+        await until(lambda: generator.running_tokens().get("0/1/1"))
+        await generator.engine.pause("keep_kv")
+        assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
+        generator.abort("0/1/1")
+        generator.abort("nobody")
+        await generator.engine.resume()
+        with pytest.raises(LeaseFailed, match="aborted"):
+            await doomed
+        assert (await other).lengths.size == GROUP
+
+
+async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None:
+    async with generating(config, CAP * 100) as generator:
+        await generator.engine.pause("keep_kv")
+        blocker = asyncio.create_task(
+            generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
+        )
+        await until(generator.running_tokens)
+        with pytest.raises(EngineError, match="already running"):
+            await generator.group(lease(1), "0/1/1")
+        await generator.engine.resume()
+        await until(lambda: not generator.running_tokens())
+        assert (await blocker)[0].finish_reason == "abort"
+        assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_generator import PROMPT, config_of, generating, until
-from torch_oracle import Gate, hf_tensors, load_model, logprobs_of
+from torch_oracle import Gate, Gates, load_model, logprobs_of, update
 
 from configs import Config
 from replay import messages as m
@@ -91,20 +91,25 @@ class Killed(Exception):
     """Ends a server with all that it does."""
 
 
-async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, median: int) -> Partials:
+async def pause_at(gate: Gate, server: RolloutServer, wire: Wire) -> None:
+    """Pause the engine at the gate, until the server has told all that it has by then."""
+    await gate.reached()
+    pausing = await gate.posted(server.engine.pause("keep_kv"))
+    gate.release()
+    await pausing
+    beats = len(wire.sent)
+    await until(lambda: len(wire.sent) >= beats + 4)
+
+
+async def told_before_it_died(config: Config, gate_at: Gates, median: int) -> Partials:
     """What replay knows of a group when its first server dies after STEP + 1 tokens of each answer."""
     partials = Partials(GROUP, CAP)
     slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with server_of(config, median) as (server, wire):
         with pytest.raises(ExceptionGroup) as ended:
             async with working(server, lease(1)):
-                await gate.reached()
-                pausing = await gate.posted(server.engine.pause("keep_kv"))
-                gate.release()
-                await pausing
-                beats = len(wire.sent)
-                await until(lambda: len(wire.sent) >= beats + 4)
+                await pause_at(gate, server, wire)
                 raise Killed
         assert ended.group_contains(Killed)
         for message in wire.of(m.Renew):
@@ -114,7 +119,7 @@ async def told_before_it_died(config: Config, monkeypatch: pytest.MonkeyPatch, m
 
 @pytest.mark.parametrize("median", [0, 12], ids=["one request", "one for each answer"])
 async def test_a_second_server_goes_on_from_what_the_first_one_told(
-    median: int, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    median: int, folders: tuple[Path, Path], gate_at: Gates
 ) -> None:
     config = config_of(folders[0], GROUP, CAP, partial_rollouts=True)
     models = [load_model(folder) for folder in folders]
@@ -122,16 +127,14 @@ async def test_a_second_server_goes_on_from_what_the_first_one_told(
     if median:
         lengths = [forced_length(SEED, i, median=median, sigma=0.7, limit=CAP) for i in range(GROUP)]
         assert min(lengths) < STEP < max(lengths), "some have ended when the server dies"
-    partials = await told_before_it_died(config, monkeypatch, median)
+    partials = await told_before_it_died(config, gate_at, median)
     fields = partials.prefix(GROUP_ID, 0)
     begun = fields["prefix_lengths"].tolist()
     assert all(0 < told <= min(STEP + 1, length) for told, length in zip(begun, lengths, strict=True))
     ended = ["length" if told == length else "" for told, length in zip(begun, lengths, strict=True)]
     assert fields["prefix_finished"] == ended and len(set(ended)) == (2 if median else 1)
     async with server_of(config, median) as (server, wire):
-        await server.engine.pause("keep_kv")
-        await server.engine.load(hf_tensors(models[1]).items(), 1)
-        await server.engine.resume()
+        await update(server.engine, models[1], 1)
         async with working(server, lease(2, **fields)):
             await until(lambda: wire.of(m.Group))
         (group,) = wire.of(m.Group)
@@ -183,32 +186,14 @@ async def test_answers_that_wait_for_their_rewards_are_told_whole(
     assert server.generator.progress("0/3/1", [0] * GROUP)[0].token_ids.size == 0, "and forgotten here"
 
 
-async def test_nothing_is_told_where_the_key_is_off(folders: tuple[Path, Path]) -> None:
-    async with server_of(config_of(folders[0], GROUP, CAP)) as (server, wire):
-        await server.engine.pause("keep_kv")
-        async with working(server, lease(1)):
-            await until(lambda: len(wire.of(m.Renew)) > 1)
-            await server.engine.resume()
-            await until(lambda: wire.of(m.Group))
-        renewed = wire.of(m.Renew)
-    assert all(r.leases[0][:3] == [*GROUP_ID, 1] and not r.progress and not r.token_ids.size for r in renewed)
-
-
-async def test_a_server_that_joins_again_tells_everything_again(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_joins_again_tells_everything_again(folders: tuple[Path, Path], gate_at: Gates) -> None:
     """Replay may have started anew; what comes before its Hello is not heard."""
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with (
         server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire),
         working(server, lease(1)) as tasks,
     ):
-        await gate.reached()
-        pausing = await gate.posted(server.engine.pause("keep_kv"))
-        gate.release()
-        await pausing
-        beats = len(wire.sent)
-        await until(lambda: len(wire.sent) >= beats + 4)
+        await pause_at(gate, server, wire)
         assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
         wire.sent.clear()
         await server.handle(m.Refused(reason="say Hello first"), tasks)
@@ -235,6 +220,13 @@ async def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path,
 
 
 # ---- what a Renew says, without an engine -----------------------------------------------------------------
+
+
+def test_nothing_is_told_where_the_key_is_off() -> None:
+    source = Growing(1)
+    source.grow("0", 0, 3, "")
+    renew = ProgressReports(GROUP, partial_rollouts=False).renew([((0, 0, 1), "0")], {}, source)
+    assert renew.leases == [[0, 0, 1, 0]] and not renew.progress and not renew.token_ids.size
 
 
 def a_prefix(tokens: list[int], reason: str = "", version: int = 3) -> Partial:
@@ -315,34 +307,24 @@ def with_prefixes(min_version: int = 0, **changes: Any) -> m.Lease:
 
 
 def test_a_prefix_that_is_too_old_for_the_lease_starts_anew_as_a_whole() -> None:
-    found = prefixes_of(with_prefixes(min_version=3), GROUP)
-    assert found is not None
-    assert [(p.token_ids.tolist(), p.finish_reason) for p in found] == [
-        ([0, 1], None),
-        ([], None),
-        ([], None),
-        ([3, 4, 5], None),
-    ]
-    found = prefixes_of(with_prefixes(min_version=4), GROUP)
-    assert found is not None
-    assert [p.token_ids.size for p in found] == [0, 0, 0, 0], "version 3 is among its tokens"
+    for min_version, kept in ((3, [[0, 1], [], [], [3, 4, 5]]), (4, [[], [], [], []])):  # 3 is among its tokens
+        found = prefixes_of(with_prefixes(min_version=min_version), GROUP) or []
+        assert [(p.token_ids.tolist(), p.finish_reason) for p in found] == [(tokens, None) for tokens in kept]
 
 
-BROKEN: dict[str, dict[str, Any]] = {
-    "answers": {"prefix_lengths": np.array([2, 1, 3], np.int32)},
-    "reasons": {"prefix_finished": ["", "stop"]},
-    "sum": {"prefix_lengths": np.array([2, 1, 0, 4], np.int32)},
-    "negative": {"prefix_lengths": np.array([2, 1, -1, 4], np.int32)},
-    "versions": {"prefix_versions": np.zeros(5, np.int32)},
-    "reason": {"prefix_finished": ["", "stop", "", "abort"]},
-}
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_prefixes_that_do_not_fit_together_are_not_used_and_that_is_said(
-    case: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert prefixes_of(with_prefixes(**BROKEN[case]), GROUP) is None
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"prefix_lengths": np.array([2, 1, 3], np.int32)},
+        {"prefix_finished": ["", "stop"]},
+        {"prefix_lengths": np.array([2, 1, 0, 4], np.int32)},
+        {"prefix_lengths": np.array([2, 1, -1, 4], np.int32)},
+        {"prefix_versions": np.zeros(5, np.int32)},
+        {"prefix_finished": ["", "stop", "", "abort"]},
+    ],
+)
+def test_prefixes_that_do_not_fit_together_are_not_used_and_that_is_said(broken: Any, caplog: Any) -> None:
+    assert prefixes_of(with_prefixes(**broken), GROUP) is None
     assert "lease (0, 3), attempt 2: its prefixes are not used" in caplog.text
 
 

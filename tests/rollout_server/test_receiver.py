@@ -22,9 +22,8 @@ from replay.channel import WireError, decode, encode, registry
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, in_bytes, in_words
 from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from tests.support import bus_receiver
-from tests.support.bus_receiver import HOST, Weights, digests, until
-from weight_bus import Publisher, Subscriber, TransportError, WeightBusError
-from weight_bus.manifest import Manifest
+from tests.support.bus_receiver import HOST, Weights, digests
+from weight_bus import TransportError
 from weight_bus.messages import Begin, Commit, describe_manifest
 from weight_bus.packing import Packer
 from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
@@ -37,6 +36,7 @@ CONFIG = WeightBus(bucket_bytes=20_000, collective_timeout_s=1.0, heartbeat_s=0.
 RUN = "receiver-test"
 CPU = torch.device("cpu")
 EPOCHS = itertools.count(1)
+
 weights = partial(bus_receiver.weights, rows=30)
 
 
@@ -89,16 +89,11 @@ class Pair:
 class Sender(threading.Thread):
     """Rank 0: sends one version in a group of its own, up to a bucket before which it is lost."""
 
-    def __init__(
-        self, version: int, lost_before: int = 1000, base: str = "", flipped: str = "", run: str = RUN
-    ) -> None:
+    def __init__(self, version: int, lost_before: int = 1000, base: str = "", run: str = RUN) -> None:
         super().__init__(daemon=True)
         named = weights(version)
         manifest, self._buckets = Packer(CONFIG.bucket_bytes).pack(named.items(), 0)
         manifest = manifest.with_digests(digests(named))
-        for entry in manifest.entries:
-            if entry.name == flipped:
-                self._buckets[entry.bucket][entry.offset + 7] ^= 4
         change: dict[str, Any] = {}
         if base:
             self._buckets = [torch.zeros(100, dtype=torch.uint8)]
@@ -106,7 +101,24 @@ class Sender(threading.Thread):
         self._lost_before, self._run = lost_before, run
         self._transport = Collective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
-        self.begin = begin_of(manifest, version, self._epoch, self._transport.serve(), **change)
+        names, dtypes, shapes, digested = describe_manifest(manifest)
+        self.begin = Begin(
+            session="s",
+            epoch=self._epoch,
+            version=version,
+            incarnation=0,
+            evaluate=False,
+            rank=1,
+            size=2,
+            endpoint=self._transport.serve(),
+            bucket_bytes=CONFIG.bucket_bytes,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            digests=digested,
+            digest=manifest.digest,
+            **change,
+        )
         if lost_before:
             self.start()
 
@@ -121,25 +133,8 @@ class Sender(threading.Thread):
         self._transport.leave()
 
 
-def begin_of(manifest: Manifest, version: int, epoch: int, endpoint: str, **change: Any) -> Begin:
-    names, dtypes, shapes, digests = describe_manifest(manifest)
-    return Begin(
-        session="s",
-        epoch=epoch,
-        version=version,
-        incarnation=0,
-        evaluate=False,
-        rank=1,
-        size=2,
-        endpoint=endpoint,
-        bucket_bytes=CONFIG.bucket_bytes,
-        names=names,
-        dtypes=dtypes,
-        shapes=shapes,
-        digests=digests,
-        digest=manifest.digest,
-        **change,
-    )
+def lost(said: str) -> Any:
+    return pytest.raises(TransportError, match=said)
 
 
 def commit(begin: Begin) -> Commit:
@@ -171,42 +166,26 @@ def test_versions_are_staged_in_the_receiver_in_the_same_buffers(folder: Path) -
         assert pair.receiver.bucket(0, 3) is first, "another subscriber of the run"
         with pytest.raises(ValueError, match="update 1 is not staged in this scheduler, which is at 3"):
             pair.receiver.bucket(0, 1)
-
-
-def test_the_buffers_stay_for_a_subscriber_of_another_run(folder: Path) -> None:
-    with Pair(folder) as pair:
-        check_next(pair, pair.intake, 1)
-        first = pair.receiver.bucket(0, 1)
-        pair.intake.close()
-        assert pair.another("other").take(Sender(2, run="other").begin) == []
-        assert pair.receiver.bucket(0, 2) is first, "the engine's other ranks have it mapped"
+        later.close()
+        assert pair.another("other").take(Sender(4, run="other").begin) == []
+        assert pair.receiver.bucket(0, 4) is first, "the engine's other ranks have it mapped"
 
 
 def test_what_is_wrong_with_a_version_is_the_same_error_here_and_the_next_one_arrives(folder: Path) -> None:
     with Pair(folder) as pair:
         check_next(pair, pair.intake, 1)
-        with pytest.raises(TransportError, match=r"broadcast of bucket 3 failed: .* \[(closed|silent)\]"):
+        with lost(r"broadcast of bucket 3 failed: .* \[(closed|silent)\]"):
             pair.intake.take(Sender(2, lost_before=2).begin)
         assert pair.intake.staged is None
         pair.intake.forget()
         away = Sender(2, lost_before=0)
-        with pytest.raises(
-            TransportError, match=rf"epoch {away.begin.epoch} .* rank 0 did not come in 1.0 s \[silent\]"
-        ):
+        with lost(rf"epoch {away.begin.epoch} .* rank 0 did not come in 1.0 s \[silent\]"):
             pair.intake.take(away.begin)
         pair.intake.forget()
         with pytest.raises(WireError, match="v2 comes as a change of other, and nothing is staged"):
             pair.intake.take(Sender(2, base="other").begin)
         pair.intake.forget()
         check_next(pair, pair.intake, 3)
-
-
-def test_corrupt_bytes_are_named_and_not_staged(folder: Path) -> None:
-    with Pair(folder) as pair:
-        begin = Sender(1, flipped="layers.3.weight").begin
-        assert pair.intake.take(begin) == ["layers.3.weight"]
-        assert pair.intake.staged is None and pair.intake.decide(commit(begin)) is None
-        check_next(pair, pair.intake, 1)
 
 
 class Stuck(Collective):
@@ -227,13 +206,13 @@ class Stuck(Collective):
 def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     ended = r"the receiver in the engine ended: LookupError: a mistake of ours \[closed\]"
     with Pair(folder, partial(Stuck, go=None)) as pair:
-        with pytest.raises(TransportError, match=f"v1 was not staged: {ended}"):
+        with lost(f"v1 was not staged: {ended}"):
             pair.intake.take(Sender(1).begin)
         assert "the receiver ends; no more updates arrive in this engine" in caplog.text
         pair.receiver.join(5)
         assert not pair.receiver.is_alive()
         pair.intake.forget()
-        with pytest.raises(TransportError, match=f"v2 was not staged, the receiver in the engine is lost: .*{ended}"):
+        with lost(f"v2 was not staged, the receiver in the engine is lost: .*{ended}"):
             pair.intake.take(Sender(2).begin)
 
 
@@ -242,12 +221,10 @@ def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: 
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
         started = time.monotonic()
-        with pytest.raises(
-            TransportError, match=r"v1 was not staged: the receiver .* did not answer in .* s \[silent\]"
-        ):
+        with lost(r"v1 was not staged: the receiver .* did not answer in .* s \[silent\]"):
             pair.intake.take(Sender(1).begin)
         assert time.monotonic() - started < 5
-        with pytest.raises(TransportError, match="v2 was not staged, the receiver in the engine is lost"):
+        with lost("v2 was not staged, the receiver in the engine is lost"):
             pair.intake.take(Sender(2).begin)
         threading.Timer(0.5, go.set).start()
         with Pair(folder, after=pair.receiver) as other:
@@ -255,66 +232,12 @@ def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: 
             check_next(other, other.intake, 3)
 
 
-def test_a_receiver_that_hangs_up_and_a_server_that_does_wake_who_waits(folder: Path) -> None:
-    for hang_up in ("receiver", "server"):
-        go = threading.Event()
-        with Pair(folder, partial(Stuck, go=go)) as pair:
-            line = pair.link
-            cut = line._socket.shutdown if hang_up == "receiver" else lambda _: pair.link.close()
-            threading.Timer(0.5, cut, [socket.SHUT_RD]).start()
-            started = time.monotonic()
-            with pytest.raises(
-                TransportError, match=r"v1 was not staged: the receiver in the engine hung up \[closed\]"
-            ):
-                pair.intake.take(Sender(1).begin)
-            assert time.monotonic() - started < 4
-            go.set()
-
-
-def test_a_receiver_without_a_transport_and_none_at_all_are_named(folder: Path) -> None:
-    def none(config: WeightBus, host: str) -> Any:
-        raise WeightBusError("there is no NCCL here")
-
-    with pytest.raises(TransportError, match=r"nothing can be staged .*: WeightBusError: there is no NCCL here"):
-        Pair(folder, none)
+def test_a_receiver_that_does_not_come_is_named(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(folder / "nobody.sock"))
         listener.listen(1)
-        with pytest.raises(TransportError, match=r"did not connect in 0.2 s \[silent\]"):
+        with lost(r"did not connect in 0.2 s \[silent\]"):
             Line.accept(listener, 0.2)
-
-
-def test_a_subscriber_with_a_receiver_follows_a_publisher_through_changes(folder: Path) -> None:
-    config = CONFIG.model_copy(update={"delta": True, "stage_in": "engine"})
-    live: list[int] = []
-    with (
-        Pair(folder) as pair,
-        Publisher(config, host=HOST, run_id=RUN, incarnation=1) as publisher,
-        Subscriber(
-            publisher.address, name="one", config=config, host=HOST, run_id=RUN, intake=pair.intake
-        ) as subscriber,
-    ):
-
-        def follow() -> None:
-            for _ in range(3):
-                subscriber.receive(
-                    lambda *_: pytest.fail("there are no tensors here"),
-                    activate=lambda version, _: live.append(version),
-                    quarantine=lambda *_: pytest.fail("quarantined"),
-                )
-
-        thread = threading.Thread(target=follow, daemon=True)
-        thread.start()
-        until(publisher.members, "it joins")
-        named = weights(1)
-        for version in (1, 2, 3):
-            named = {name: tensor.clone() for name, tensor in named.items()}
-            named["layers.3.weight"][version] += 1
-            report = publisher.publish(version, named.items(), digests(named))
-            assert (report.served, report.failed) == (["one"], {}), report
-            assert digests(pair.live) == digests(named)
-        thread.join(10)
-        assert live == [1, 2, 3] and subscriber.version == 3
 
 
 def test_handles_are_exported_once_for_each_bucket_and_hold_none() -> None:

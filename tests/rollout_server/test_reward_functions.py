@@ -1,6 +1,7 @@
-"""Reward functions: the built-in ones, finding user code, and telling its signature apart."""
+"""Reward functions: the built-in ones, user code and its signatures, its results, and what a pool believes of them."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from decimal import Decimal
@@ -8,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function
 from rollout_server.rewards.numeric import final_number
 from rollout_server.rewards.numeric import reward as numeric
+from rollout_server.rewards.protocol import pack, read_answer, read_verdicts, unpack_reply
 
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
@@ -31,9 +34,7 @@ def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]
 def test_exact_is_to_the_letter() -> None:
     assert exact(sample()) == 1.0
     assert exact(sample(truth=42)) == 1.0
-    assert exact(sample("42 ")) == 0.0
-    assert exact(sample("4")) == 0.0
-    assert exact(sample(finish_reason="length")) == 0.0
+    assert exact(sample("42 ")) == exact(sample("4")) == exact(sample(finish_reason="length")) == 0.0
     for truth in (None, ["42"], True):
         with pytest.raises(ValueError, match="ground_truth is"):
             exact(sample(truth=truth))
@@ -49,9 +50,7 @@ def test_exact_is_to_the_letter() -> None:
         (r"\boxed{\text{about } x = {-3}} and 8", -3),
         (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
         (r"#### 3\n \boxed{4}", 4),
-        (r"\boxed{4} #### 3", 3),
         (r"the rest \boxed{no number} is 6", 6),
-        ("it costs $1,000,000", 1_000_000),
         ("it costs -$5", -5),
         ("it costs $-5", -5),
         (r"it costs \$5.", 5),
@@ -63,7 +62,6 @@ def test_exact_is_to_the_letter() -> None:
         ("3/4 of it", Fraction(3, 4)),
         ("1, 2", 2),
         ("1.5e3", 1500),
-        ("42.", 42),
         ("+7", 7),
         ("1/0", None),
         ("nothing", None),
@@ -101,12 +99,10 @@ def test_numeric_reads_what_python_formats(number: int, places: int) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "1,111" * 30_000,
         "1" + ",111" * 60_000 + "1",
         "1" * 300_000,
         "-" * 300_000,
         "\\boxed{" * 50_000,
-        "\\frac{" * 40_000,
         "\\frac{1" + " " * 200_000,
         "\\frac{1}{" * 30_000 + "2}",
         "$" * 200_000 + "1",
@@ -132,16 +128,11 @@ def test_own_signature_sync_and_async() -> None:
         await asyncio.sleep(0)
         return {"reward": 1.0}
 
-    class Judge:
-        async def __call__(self, sample: Sample) -> float:
-            return 1.0
-
     function = adapt(sync, "f")
     assert (function.convention, function.is_async, function.call(sample())) == ("sample", False, 6.0)
     function = adapt(later, "f")
     assert (function.convention, function.is_async) == ("sample", True)
     assert asyncio.run(function.call(sample())) == {"reward": 1.0}
-    assert adapt(Judge(), "f").is_async
 
 
 def test_verl_signature() -> None:
@@ -176,20 +167,10 @@ def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
     assert judged(lambda completions, ground_truth: ground_truth, [own])[0][1] == 9.0, "the row's column wins"
 
 
-@pytest.mark.parametrize(
-    ("values", "error"),
-    [
-        ([1.0], "list of 2 numbers, found 1 of them"),
-        (7, "found a int"),
-        ([1.0, float("nan")], "returned nan"),
-    ],
-)
-def test_trl_results_are_checked(values: Any, error: str) -> None:
-    verdicts = judged(lambda completions: values, [sample(), sample()])
-    assert error in str(verdicts[1][3]) and verdicts[1][1] is None
-
-
-def test_trl_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
+def test_trl_results_are_checked_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
+    for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found a int"), ([1.0, np.nan], "returned nan")):
+        verdicts = judged(lambda completions, values=values: values, [sample(), sample()])
+        assert error in str(verdicts[1][3]) and verdicts[1][1] is None
     assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample()] * 2)] == [1.0, 0.0]
     assert [v[1:4] for v in judged(lambda completions: [1.0, None, 0.5], [sample()] * 3)] == [
         (1.0, {"not_applicable": 0.0}, None),
@@ -202,7 +183,6 @@ def test_trl_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
     ("value", "expected"),
     [
         (1, (1.0, {})),
-        (True, (1.0, {})),
         (np.float32(0.5), (0.5, {})),
         (np.array([0.5]), (0.5, {})),
         (Fraction(1, 2), (0.5, {})),
@@ -224,13 +204,11 @@ def test_rewards_that_count(value: Any, expected: Any) -> None:
         (float("-inf"), "returned -inf"),
         (10**400, "returned inf"),
         (np.zeros(2), "a ndarray"),
-        ([1.0], "a list"),
         ({}, "without 'score'"),
         ({"accuracy": 1.0}, "accuracy"),
         ({"score": None}, "score = None"),
         ({"score": 1.0, "loss": float("inf")}, "loss = inf"),
         ({"score": 1.0} | {f"m{i}": 0.0 for i in range(65)}, "65 metrics"),
-        ((1.0, 2.0), "a tuple"),
     ],
 )
 def test_rewards_that_are_none_are_errors_never_zero(value: Any, named: str) -> None:
@@ -242,15 +220,13 @@ def test_rewards_that_are_none_are_errors_never_zero(value: Any, named: str) -> 
 
 
 def test_what_a_function_raises_names_type_message_and_place() -> None:
-    def broken(sample: Sample) -> float:
-        raise KeyError("level9")
+    for raised, named in ((KeyError("level9"), "KeyError: 'level9'"), (SystemExit(3), "SystemExit: 3")):
 
-    def leaving(sample: Sample) -> float:
-        raise SystemExit(3)
+        def broken(sample: Sample, raised: BaseException = raised) -> float:
+            raise raised
 
-    ((_, score, _, error, _),) = judged(broken, [sample()])
-    assert score is None and "KeyError: 'level9'" in str(error) and "test_reward_functions.py:" in str(error)
-    assert "SystemExit" in str(judged(leaving, [sample()])[0][3])
+        ((_, score, _, error, _),) = judged(broken, [sample()])
+        assert score is None and named in str(error) and "test_reward_functions.py:" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -303,3 +279,69 @@ def test_wrong_names_come_with_a_suggestion(tmp_path: Path) -> None:
         with pytest.raises(RewardError) as raised:
             load_function(spec)
         assert [part for part in ["reward.function", *parts] if part not in str(raised.value)] == [], raised.value
+
+
+def verdict(score: Any = 1.0, metrics: Any = None, error: Any = None, seconds: Any = 0.1) -> list[Any]:
+    return [0, score, metrics or {}, error, seconds]
+
+
+@pytest.mark.parametrize(
+    ("reply", "named"),
+    [
+        ([verdict(), verdict()], "sample 0, which was not asked for"),
+        ([verdict(float("nan"))], "score nan"),
+        ([verdict(float("inf"))], "score inf"),
+        ([verdict(2**63)], "score 9223372036854775808"),
+        ([verdict(True)], "score True"),
+        ([verdict("1.0")], "score '1.0'"),
+        ([verdict(None)], "score None with error None"),
+        ([verdict(1.0, error="and why not")], "with error 'and why not'"),
+        ([verdict(1.0, {"a": [1.0]})], "metric 'a' = [1.0]"),
+        ([verdict(1.0, {7: 1.0})], "int is not allowed for map key"),
+        ([verdict(1.0, {str(i): 1.0 for i in range(65)})], "exceeds max_map_len"),
+        ([verdict(seconds=-1.0)], "seconds -1.0"),
+        ({"verdicts": [verdict()]}, "expected verdicts, found {"),
+        ([verdict(msgpack.ExtType(5, b"xx"))], "max_ext_len"),
+        ([verdict(None, error="x" * 500_000)], "exceeds max_str_len"),
+        ([[1.0]], "expected a verdict"),
+        ([], "expected verdicts"),
+    ],
+)
+def test_replies_that_are_no_verdicts_are_refused(reply: Any, named: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        read_verdicts(unpack_reply(pack(reply)[4:]), {0})
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize("body", [b"\xdd\x00\x00\x04\x01" * 1000, b"\xdd\xff\xff\xff\xff"])
+def test_lengths_are_refused_before_memory_is_taken(body: bytes) -> None:
+    with pytest.raises(ValueError, match="exceeds max_array_len"):
+        unpack_reply(body)
+
+
+@pytest.mark.parametrize("levels", [10, 500, 1000, 100_000])
+@pytest.mark.parametrize("head", [b"\x91", b"\x81\xa1k"])
+def test_depth_costs_nothing(head: bytes, levels: int) -> None:
+    for read, named in ((lambda reply: read_verdicts(reply, {0}), "verdict"), (read_answer, "convention")):
+        with pytest.raises(ValueError, match=f"{named}|deep|not msgpack"):
+            read(unpack_reply(head * levels + b"\xc0"))
+
+
+data = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.binary(max_size=200) | st.lists(st.lists(data, min_size=5, max_size=5), max_size=3).map(msgpack.packb))
+def test_any_other_reply_raises_only_value_errors(body: bytes) -> None:
+    try:
+        outcomes = read_verdicts(unpack_reply(body), {0, 1})
+    except ValueError:
+        outcomes = []
+    for index, outcome in outcomes:
+        assert index in (0, 1) and (outcome.error is not None or abs(outcome.score) < float("inf"))
+    with contextlib.suppress(ValueError):
+        read_answer(unpack_reply(body))

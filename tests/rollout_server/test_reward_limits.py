@@ -1,23 +1,28 @@
-"""What reward code may take, what it may answer, and what is left of it: limits with real processes.
+"""The reward pool with real processes: what its code may take and answer, and what is left of it.
 
 The policy is the attacker: it writes the answers that reward code reads. Reward code itself is the user's, but it
-may be careless, so nothing that it does costs more than the sample that it was given.
+may be careless: a hang, a crash, garbage or a flood costs the sample that it was given, never the run.
 """
 
 import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_runs import alive, check_culprits, pooled, runs, sample, score
+from reward_runs import alive, check_culprits, pool_of, runs, sample, score
 
 from configs.data import Reward
 from rollout_server.rewards import RewardError
-from rollout_server.rewards.pool import RewardPool
-from rollout_server.rewards.process import RewardProcess, without_secrets
+from rollout_server.rewards.process import MAX_LOGGED_LINES, RewardProcess, without_secrets
 from rollout_server.rewards.protocol import MAX_ERROR_CHARS, pack
 
+ROOT = Path(__file__).parents[2]
 MEMORY = 192 * 1024**2
 SMALL: dict[str, Any] = {"memory_bytes": MEMORY, "max_file_bytes": 100_000, "max_open_files": 40}
 
@@ -33,18 +38,6 @@ def test_past_a_limit_is_an_error_that_names_it(grader: str) -> None:
     errors = check_culprits(f"{grader}:grade", named, **SMALL)
     assert "SIGABRT); its last output: terminate called" in errors[2] and "File too large" in errors[4]
     assert max(map(len, errors)) <= MAX_ERROR_CHARS
-
-
-def test_a_limit_of_what_a_process_holds_costs_nothing_later(grader: str) -> None:
-    """What the first one hoards is gone with its process."""
-
-    async def body(pool: RewardPool) -> None:
-        for bad in ("hoard", "open 60"):
-            assert (await pool.score([sample(bad)]))[0].error
-            for text in ("open 20", f"allocate {MEMORY // 4}", "file 99000"):
-                assert (await pool.score([sample(text)]))[0].error is None
-
-    pooled(f"{grader}:grade", body, **SMALL)
 
 
 def test_limits_hold_for_asynchronous_functions(grader: str) -> None:
@@ -92,19 +85,18 @@ def test_secrets_stay_out_of_the_environment() -> None:
 @pytest.mark.parametrize(
     ("how", "started", "error"),
     [
-        ("spawn", 1, "timed out after 1 s"),
         ("bomb", 64, "timed out after 1 s"),
         ("daemon_then_die", 1, "exit code 9"),
         ("daemon", 1, None),
     ],
 )
-def test_what_a_worker_started_is_killed_with_it(
+async def test_what_a_worker_started_is_killed_with_it(
     grader: str, tmp_path: Path, how: str, started: int, error: str | None
 ) -> None:
     """Daemons that left its group and session too; one whose worker lives on lives until that ends."""
     note = tmp_path / "pids"
 
-    async def body(pool: RewardPool) -> list[int]:
+    async with pool_of(f"{grader}:grade", timeout_s=1.0, **SMALL) as pool:
         (outcome,) = await pool.score([sample(f"{how} {note}")])
         pids = list(map(int, note.read_text().split()))
         assert len(pids) >= started
@@ -112,9 +104,7 @@ def test_what_a_worker_started_is_killed_with_it(
             assert outcome.score == 1.0 and runs(pids[0])
         else:
             assert error in str(outcome.error) and not alive(pids)
-        return pids
-
-    assert not alive(pooled(f"{grader}:grade", body, timeout_s=1.0, **SMALL))
+    assert not alive(pids)
 
 
 def test_a_process_that_never_stays_the_same_is_caught(grader: str, tmp_path: Path) -> None:
@@ -127,19 +117,16 @@ def test_a_process_that_never_stays_the_same_is_caught(grader: str, tmp_path: Pa
     assert note.stat().st_size == generations
 
 
-def test_a_stop_that_was_cancelled_is_finished_by_the_next(grader: str) -> None:
-    async def main() -> None:
-        process = RewardProcess(Reward(function=f"{grader}:grade"), "worker")
-        await process.ensure()
-        pids: list[float] = []
-        await process.judge(1, pack([sample("score 1")]), lambda _, outcome: pids.append(outcome.metrics["pid"]))
-        first = asyncio.create_task(process.stop())
-        await asyncio.sleep(0)
-        first.cancel()
-        await process.stop()
-        assert not runs(int(pids[0]))
-
-    asyncio.run(asyncio.wait_for(main(), 60))
+async def test_a_stop_that_was_cancelled_is_finished_by_the_next(grader: str) -> None:
+    process = RewardProcess(Reward(function=f"{grader}:grade"), "worker")
+    await process.ensure()
+    pids: list[float] = []
+    await process.judge(1, pack([sample("score 1")]), lambda _, outcome: pids.append(outcome.metrics["pid"]))
+    first = asyncio.create_task(process.stop())
+    await asyncio.sleep(0)
+    first.cancel()
+    await process.stop()
+    assert not runs(int(pids[0]))
 
 
 def test_forged_replies_are_garbage(grader: str) -> None:
@@ -155,33 +142,27 @@ def test_forged_replies_are_garbage(grader: str) -> None:
     assert all("sent garbage" in error for error in errors), errors
 
 
-def test_a_flood_of_prints_leaves_time_for_others(tmp_path: Path) -> None:
+async def test_a_flood_of_prints_leaves_time_for_others(tmp_path: Path) -> None:
     """A grader that only prints: the pool's process reads on at a pace that leaves it most of its time."""
     noisy = tmp_path / "noisy.py"
     noisy.write_text("import os\ndef grade(sample):\n    while True: os.write(1, b'x' * 65536 + b'\\n')\n")
 
-    async def body(pool: RewardPool) -> float:
+    async with pool_of(f"{noisy}:grade", timeout_s=1.2) as pool:
         call = asyncio.create_task(pool.score([sample("x")]))
         await asyncio.sleep(0.4)
         start, cpu = time.monotonic(), time.process_time()
         await asyncio.sleep(0.6)
         used = (time.process_time() - cpu) / (time.monotonic() - start)
         assert (await call)[0].error == "timed out after 1.2 s"
-        return used
-
-    assert pooled(f"{noisy}:grade", body, timeout_s=1.2) < 0.35
+        assert used < 0.35
 
 
 def test_hostile_objects_cost_one_sample(grader: str) -> None:
     named = {
         "throw evil": "Evil: (its message cannot be read) at ",
-        "throw hydra": "died (exit code 1)",
-        "throw interrupt": "KeyboardInterrupt:  at ",
         "throw surrogate": "ValueError: ?????",
         "throw long": "grader.py:",
         "give number": "cannot be read: KeyError",
-        "give object": "returned",
-        "give integer": "returned inf",
         "recurse 1": "RecursionError",
     }
     errors = check_culprits(f"{grader}:grade", named, **SMALL)
@@ -199,3 +180,172 @@ def test_the_built_in_rewards_run_nothing_that_an_answer_says(function: str, tmp
     outcomes = score(function, *texts, "os.system('true')", "9**9**9", "42", memory_bytes=64 * 1024**2)
     assert all(outcome.error is None for outcome in outcomes) and not planted.exists()
     assert [outcome.score for outcome in outcomes[-2:]] == [0.0, 1.0]
+
+
+def test_scores_come_in_order_with_metrics(grader: str) -> None:
+    outcomes = score(f"{grader}:grade", *[f"score {i}" for i in range(150)], workers=2)
+    assert [outcome.score for outcome in outcomes] == [float(i) for i in range(150)]
+    assert all(outcome.error is None and 0 <= outcome.seconds < 1 for outcome in outcomes)
+    assert float(os.getpid()) not in {outcome.metrics["pid"] for outcome in outcomes}
+
+
+def test_only_the_culprits_get_an_error(grader: str) -> None:
+    named = {
+        "hang": "timed out after 0.4 s",
+        "hold": "timed out after 0.4 s",
+        "throw endless": "timed out after 0.4 s",
+        "closed": "died (signal SIGKILL)",
+        "segfault": "died (signal SIGSEGV); its last output: about to fall",
+        "exit": "died (exit code 3)",
+    }
+    check_culprits(f"{grader}:grade", named, workers=3, timeout_s=0.4)
+
+
+async def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:
+    async with pool_of(f"{grader}:grade", workers=4, timeout_s=0.5) as pool:
+        start = time.monotonic()
+        outcomes = await pool.score([sample("sleep 0.3")] * 8)
+        assert [outcome.score for outcome in outcomes] == [1.0] * 8
+        # One after another they would take 2.4 s, and a timeout for the whole request would fail them.
+        assert time.monotonic() - start < 1.8
+
+
+async def test_quick_calls_of_a_group_are_one_request(grader: str) -> None:
+    async with pool_of(f"{grader}:grade", workers=4) as pool:
+        for number in range(6):
+            outcomes = await pool.score([sample("score 1")] * 8)
+            assert number < 3 or len({outcome.metrics["pid"] for outcome in outcomes}) == 1
+
+
+async def test_concurrent_calls_do_not_mix(grader: str) -> None:
+    calls = [[sample(f"score {100 * call + i}") for i in range(8)] for call in range(20)]
+    calls[7][3] = sample("exit")
+
+    async with pool_of(f"{grader}:grade", workers=3) as pool:
+        results = await asyncio.gather(*(pool.score(call) for call in calls))
+        assert results[7][3].error is not None
+        scores = [outcome.score for outcomes in results for outcome in outcomes if outcome.error is None]
+        assert scores == [100.0 * call + i for call in range(20) for i in range(8) if (call, i) != (7, 3)]
+
+
+async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
+    grader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", 0.3)
+
+    async with pool_of(f"{grader}:later", timeout_s=0.4) as pool:
+        start = time.monotonic()
+        outcomes = await pool.score([sample("ok")] * 20)
+        assert [outcome.score for outcome in outcomes] == [1.0] * 20
+        assert time.monotonic() - start < 1.5, "one after another they would take 2 s"
+        for slow, kills in (("wait 600", False), ("hang", True)):
+            outcomes = await pool.score([sample("ok"), sample(slow), sample("ok")])
+            assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
+            assert ("started anew" in caplog.text) == kills
+
+
+def test_trl_functions_see_the_whole_group(grader: str) -> None:
+    outcomes = score(f"{grader}:trl", *["a"] * 8, workers=2)
+    assert [outcome.score for outcome in outcomes] == [8.5] * 8
+    outcomes = score(f"{grader}:trl", "a", "exit", "b")
+    assert [outcome.score for outcome in outcomes if outcome.error is None] == [1.5, 1.5]
+    assert "exit code 3" in str(outcomes[1].error)
+
+
+def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="rollout_server.rewards.process"):
+        outcomes = score(f"{grader}:grade", *["print"] * 300)
+    assert [outcome.score for outcome in outcomes] == [1.0] * 300
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("hello from the grader" in line for line in lines)
+    assert len(lines) <= MAX_LOGGED_LINES + 1 and "not logged" in lines[-1]
+
+
+async def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> None:
+    async with pool_of(f"{grader}:grade", workers=2) as pool:
+        pids = [int(outcome.metrics["pid"]) for outcome in await pool.score([sample("score 1")] * 2)]
+        waiting = asyncio.create_task(pool.score([sample("hang")]))
+        await asyncio.sleep(0.05)
+        await pool.close()
+        with pytest.raises(RewardError, match="closed"):
+            await waiting
+        with pytest.raises(RewardError, match="not running"):
+            await pool.score([sample("score 1")])
+        assert len(set(pids)) == 2 and not alive(pids, within_s=0.1)
+
+
+async def test_a_cancelled_call_does_not_hurt_the_next(grader: str) -> None:
+    async with pool_of(f"{grader}:grade", timeout_s=0.5) as pool:
+        start = time.monotonic()
+        calls = [asyncio.create_task(pool.score([sample("sleep 0.2")] * 3)) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        for call in calls:
+            call.cancel()
+        assert (await pool.score([sample("score 2")]))[0].score == 2.0
+        assert time.monotonic() - start < 1.5, "all nine would take 1.8 s"
+
+
+def test_a_function_that_cannot_be_loaded_fails_start(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text("import os\nos.write(2, b'no licence\\n')\nos._exit(7)\n")
+    with pytest.raises(RewardError, match=r"exit code 7\); its last output: no licence"):
+        score(f"{tmp_path}/dying.py:f", "x", workers=2)
+
+
+async def test_a_function_that_is_lost_later_shows_in_the_outcomes(grader: str) -> None:
+    async with pool_of(f"{grader}:grade") as pool:
+        Path(grader).rename(f"{grader}.away")
+        outcomes = await pool.score([sample("exit"), sample("score 1")])
+        assert any("no file" in str(outcome.error) for outcome in outcomes)
+        Path(f"{grader}.away").rename(grader)
+        assert (await pool.score([sample("score 2")]))[0].score == 2.0
+
+
+async def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) -> None:
+    async with pool_of(f"{grader}:grade") as pool:
+        (outcome,) = await pool.score([sample("score 1")])
+        os.kill(int(outcome.metrics["pid"]), signal.SIGKILL)
+        await asyncio.sleep(0.05)
+        (outcome,) = await pool.score([sample("score 1")])
+        assert outcome.error is None
+
+
+async def test_messages_are_bounded(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.rewards.pool.MAX_REQUEST_BYTES", 100_000)
+    samples = [sample("score 1", prompt="x" * size) for size in (60_000, 60_000, 60_000, 200_000)]
+    async with pool_of(f"{grader}:grade") as pool:
+        outcomes = await pool.score(samples)
+    assert [outcome.score for outcome in outcomes[:3]] == [1.0] * 3
+    assert "100000" in str(outcomes[3].error)
+
+
+@pytest.mark.parametrize("text", ["score 1", "hold"])
+def test_workers_die_with_their_parent(grader: str, text: str) -> None:
+    """The owner of a pool is killed -9, with its worker idle or amid a call, in C with the interpreter's lock held."""
+    code = f"""
+import asyncio
+from configs.data import Reward
+from rollout_server.rewards.pool import RewardPool
+
+async def main():
+    async with RewardPool(Reward(function={grader + ":grade"!r}, timeout_s=60)) as pool:
+        s = {sample("score 1")!r}
+        (outcome,) = await pool.score([s])
+        call = asyncio.create_task(pool.score([s | dict(completion={text!r})]))
+        await asyncio.sleep(0.05)
+        print(int(outcome.metrics["pid"]), flush=True)
+        await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        assert runs(worker)
+    finally:
+        owner.kill()
+        owner.wait(timeout=10)
+    left = alive([worker])
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []

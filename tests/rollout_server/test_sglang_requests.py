@@ -1,8 +1,10 @@
-"""Versions of tokens, with what SGLang records and without; arguments that it is given. No SGLang is needed here."""
+"""SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
 import itertools
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from configs.loading import load
 from rollout_server.engines import staging_in
-from rollout_server.engines.base import EngineError, Sampling
+from rollout_server.engines.base import EngineError, Partial, Sampling
 from rollout_server.engines.sglang.arguments import DECIDED, LOADER, memory_share, server_arguments
 from rollout_server.engines.sglang.requests import (
     Answer,
@@ -22,7 +24,13 @@ from rollout_server.engines.sglang.requests import (
     versions_from_boundaries,
     versions_from_spans,
 )
+from rollout_server.engines.sglang.update import loader
+from rollout_server.engines.sglang.update.layout import live_slices
+from rollout_server.engines.sglang.update.live import LiveWeights, _covered
+from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
+from weight_bus.digest import Part as Piece
+from weight_bus.digest import add, slice_digest, slice_digests
 
 TRUE_VERSIONS = st.lists(st.integers(0, 6), min_size=1, max_size=40).map(sorted)
 
@@ -131,10 +139,7 @@ def test_defaults_that_an_older_sglang_does_not_know_are_left_out(tmp_path: Path
         ("rollout.sglang.qqq=9", r"rollout\.sglang\.qqq: the installed SGLang has no such argument$"),
         ("rollout.sglang.trust_remote_code=true", r"trust_remote_code: Slipstream decides it; set nothing: code in"),
         ("rollout.sglang.incremental_streaming_output=true", r"incremental_streaming_output: Slipstream decides it"),
-        (
-            "rollout.sglang.preferred_sampling_params=x",
-            r"preferred_sampling_params: Slipstream decides it",
-        ),
+        ("rollout.sglang.preferred_sampling_params=x", r"preferred_sampling_params: Slipstream decides it"),
         ("rollout.max_new_tokens=17", r"max_new_tokens = 33, and the model has max_position_embeddings 32"),
     ],
 )
@@ -146,9 +151,9 @@ def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, 
 # ---- what comes back ----------------------------------------------------------------------------------------
 
 
-def ended(reason: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+def ended(reason: dict[str, Any] | None, ids: list[int]) -> dict[str, Any]:
     """The output of a part as SGLang returns it."""
-    pairs = [(-0.5, token, None) for token in ids]
+    pairs = [(-token / 8, token, None) for token in ids]
     return {"output_ids": ids, "meta_info": {"finish_reason": reason, "output_token_logprobs": pairs}}
 
 
@@ -170,6 +175,21 @@ def test_a_request_that_sglang_refuses_is_an_error_with_its_reason() -> None:
         an_answer().take(Part(rid="a", version=0), ended(refusal, []), 0)
     interrupted = Part(rid="b", version=0, interrupted=True)
     assert an_answer().take(interrupted, ended(refusal, []), 0) == (0, "abort")
+
+
+def test_progress_reaches_over_prefix_parts_and_what_runs() -> None:
+    begun = Partial(token_ids=np.array([9]), logprobs=np.array([-0.5]), versions=np.array([2]))
+    answer = Answer("lease", [1], Sampling(max_new_tokens=8), pinned=None, prefix=begun)
+    answer.take(Part(rid="a", version=3, interrupted=True), ended({"type": "abort"}, [5, 6]), 0)
+    answer.part = Part(rid="b", version=4, boundaries=[(1, 5)], output=ended(None, [7, 8]))
+    for since in range(7):
+        part = answer.progress(since)
+        assert part.token_ids.tolist() == [9, 5, 6, 7, 8][since:]
+        assert part.logprobs.tolist() == [-0.5, -0.625, -0.75, -0.875, -1.0][since:]
+        assert part.versions.tolist() == [2, 3, 3, 4, 5][since:]
+        assert part.finish_reason is None
+    answer.part, answer.ended = None, "length"
+    assert (answer.progress(1).token_ids.tolist(), answer.progress(1).finish_reason) == ([5, 6], "length")
 
 
 # ---- the staging folder -------------------------------------------------------------------------------------
@@ -203,22 +223,152 @@ def test_the_share_of_a_gpu_leaves_room_for_a_staged_update() -> None:
     assert alone - beside == pytest.approx(16 / 80, abs=2e-3)
 
 
-@pytest.mark.parametrize("tensor_parallel", [2, 8, 64])
-def test_what_more_tensor_parallelism_cannot_mend_is_refused_with_the_reason(tensor_parallel: int) -> None:
-    with pytest.raises(EngineError) as refused:
-        memory_share(80 * GB, 141 * GB, tensor_parallel=tensor_parallel, staged=True)
-    text = str(refused.value)
-    assert "Staging is not divided over tensor parallelism" in text and "weight_bus.apply: direct" in text
-    assert "take more" not in text
-
-
-def test_an_engine_whose_own_weights_do_not_fit_is_told_to_divide_them() -> None:
+def test_what_does_not_fit_is_refused_with_what_would_mend_it() -> None:
     with pytest.raises(EngineError, match=r"take more placement\.tensor_parallel"):
         memory_share(80 * GB, 141 * GB, tensor_parallel=1, staged=False)
     assert memory_share(80 * GB, 141 * GB, tensor_parallel=4, staged=False) > 0.8
+    for ranks in (2, 64):
+        with pytest.raises(EngineError) as refused:
+            memory_share(80 * GB, 141 * GB, tensor_parallel=ranks, staged=True)
+        text = str(refused.value)
+        assert "Staging is not divided over tensor parallelism" in text and "weight_bus.apply: direct" in text
+        assert "take more" not in text
 
 
 def test_a_broadcast_that_hangs_longer_than_an_engine_may_be_silent_is_refused() -> None:
     bus = ("weight_bus.stage_in=engine", "weight_bus.collective_timeout_s=60", "rollout.engine_deadline_s=60")
     with pytest.raises(EngineError, match="collective_timeout_s 60, which is not below rollout"):
         staging_in(load("quickstart", ["rollout.engine=sglang", *bus]), None)  # type: ignore[arg-type]
+
+
+# ---- the layout of live tensors, on models as SGLang fuses, slices and pads them -----------------------------
+
+HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 4
+VOCABULARY, PADDED = 10, 16
+MLP = 6
+
+
+def part(rows: int, columns: int = HIDDEN, **attributes: Any) -> torch.nn.Module:
+    """A module with a weight of zeros, and what SGLang's has besides."""
+    made = torch.nn.Module()
+    made.weight = torch.nn.Parameter(torch.zeros(rows, columns) if columns else torch.zeros(rows))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+class Model(torch.nn.Module):
+    """One layer of everything, as SGLang has it on this rank; too few KV heads are replicated."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        rows = PADDED // ranks
+        vocabulary = SimpleNamespace(
+            org_vocab_start_index=min(rank * rows, VOCABULARY), org_vocab_end_index=min((rank + 1) * rows, VOCABULARY)
+        )
+        self.embed = part(rows, shard_indices=vocabulary)
+        heads, kv_heads = HEADS // ranks, max(1, KV_HEADS // ranks)
+        of_qkv = {"num_heads": heads, "num_kv_heads": kv_heads, "num_kv_head_replicas": max(1, ranks // KV_HEADS)}
+        self.attn, self.mlp = torch.nn.Module(), torch.nn.Module()
+        self.attn.qkv_proj = part((heads + 2 * kv_heads) * HEAD, tp_rank=rank, head_size=HEAD, **of_qkv)
+        self.mlp.gate_up_proj = part(2 * MLP // ranks, output_sizes=[MLP, MLP], tp_size=ranks, tp_rank=rank)
+        self.mlp.down_proj = part(HIDDEN, MLP // ranks, input_size_per_partition=MLP // ranks, tp_rank=rank)
+        self.norm = part(HIDDEN, 0)
+
+
+FOLDER = {
+    "embed.weight": (VOCABULARY, HIDDEN),
+    "attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
+    "attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+    "attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
+    "mlp.gate_proj.weight": (MLP, HIDDEN),
+    "mlp.up_proj.weight": (MLP, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, MLP),
+    "norm.weight": (HIDDEN,),
+}
+
+
+def filled(ranks: int) -> tuple[dict[str, torch.Tensor], list[Model]]:
+    """A folder's tensors, and the models of all ranks that hold them, written slice by slice."""
+    generator = torch.Generator().manual_seed(ranks)
+    whole = {name: torch.randn(shape, generator=generator) for name, shape in FOLDER.items()}
+    models = [Model(rank, ranks) for rank in range(ranks)]
+    for model in models:
+        for piece in live_slices(model, FOLDER.items()):
+            cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
+            piece.view.copy_(whole[piece.name][cut])
+    return whole, models
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_digests_of_slices_add_up_over_ranks_fusions_and_padding(ranks: int) -> None:
+    whole, models = filled(ranks)
+    parts: dict[str, dict[tuple[int, ...], int]] = {}
+    for model in models:
+        assert _covered(model, live_slices(model, FOLDER.items())), "every parameter, but for padded rows"
+        for piece in live_slices(model, FOLDER.items()):
+            (found,) = slice_digests([Piece(piece.view, piece.full_shape, piece.start)])
+            parts.setdefault(piece.name, {})[piece.start] = found
+    for name, tensor in whole.items():
+        assert add(list(parts[name].values())) == slice_digest(tensor), name
+
+
+def test_kv_heads_with_replicas_begin_at_the_same_place() -> None:
+    _, models = filled(4)
+    starts = [next(p for p in live_slices(m, FOLDER.items()) if p.name == "attn.k_proj.weight").start for m in models]
+    assert starts == [(0, 0), (0, 0), (HEAD, 0), (HEAD, 0)]
+
+
+def test_what_an_update_does_not_name_is_not_covered() -> None:
+    (model,) = filled(1)[1]
+    but_one = [shape for shape in FOLDER.items() if shape[0] != "norm.weight"]
+    assert not _covered(model, live_slices(model, but_one))
+    half = [shape for shape in FOLDER.items() if shape[0] != "mlp.up_proj.weight"]
+    assert not _covered(model, live_slices(model, half)), "half of a fused tensor"
+    model.norm.bias = torch.nn.Parameter(torch.zeros(HIDDEN))
+    assert not _covered(model, live_slices(model, FOLDER.items()))
+
+
+def test_slices_are_of_one_model_and_its_tensors() -> None:
+    whole, (model,) = filled(1)
+    live = LiveWeights(model, FOLDER.items())
+    assert live.digests() == [slice_digest(whole[name]) for name in FOLDER]
+    assert live.are_of(model, FOLDER.items())
+    assert not live.are_of(filled(1)[1][0], FOLDER.items())
+    assert not live.are_of(model, list(FOLDER.items())[1:])
+
+
+class Mover(Model):
+    """Loads by making parameters anew, as models do that pack their weights after loading."""
+
+    moves = True
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        whole = dict(tensors)
+        for piece in live_slices(self, FOLDER.items()):
+            piece.view.copy_(whole[piece.name])
+        if self.moves:
+            self.norm.weight = torch.nn.Parameter(self.norm.weight.detach().clone())
+
+
+def test_a_parameter_that_moved_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest would be that of memory which captured graphs do not read."""
+    staging = StagingFolder()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(staging.path))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    whole, model = filled(1)[0], Mover(0, 1)
+
+    def update(version: int) -> str:
+        staging.write_update(whole.items())
+        loader.apply(model, [])
+        return str(staging.replies(1)[0]["error"])
+
+    try:
+        model.moves = False
+        assert update(1) == ""
+        model.moves = True
+        assert "parameters of the model have moved, first 'norm.weight'" in update(2)
+        model.moves = False
+        assert "have moved" in update(3), "its graphs read the old memory for ever"
+    finally:
+        staging.close()

@@ -1,14 +1,21 @@
-"""SGLang that does not start: the error names the cause that stands in its children's log."""
+"""SGLang that does not start, by the cause in its log; and on a machine without a GPU, with stand-ins for packages."""
 
+import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
 from sglang_served import Served
 
-from rollout_server.engines.base import EngineStartFailed
+from rollout_server.engines.base import EngineError, EngineStartFailed
+from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, prepare_cpu, stand_in_folder
 from rollout_server.engines.sglang.process import ChildrenLog, start_failure
 
 DIED = (
@@ -63,3 +70,157 @@ async def test_a_scheduler_that_cannot_load_its_model_is_named_by_its_error(serv
     text = str(failed.value)
     assert "did not start: " in text and "OOM" not in text, text
     assert text.partition("did not start: ")[2].split()[0].rstrip(":").endswith("Error"), text
+
+
+# ---- on a machine without a GPU ---------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[2]
+BROKEN = "raise RuntimeError('operator torchvision::nms does not exist')"
+
+needs_cpu_torch = pytest.mark.skipif(
+    bool(torch.version.cuda or torch.version.hip), reason=f"torch {torch.__version__} is no CPU build"
+)
+
+
+def python(program: str, *path: Path, programs: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program with `path` on its PYTHONPATH."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), "OMP_NUM_THREADS": "1"}
+    environment.pop("SGLANG_USE_CPU_ENGINE", None)
+    where: dict[str, Any] = {"env": environment, "cwd": ROOT / "tests", "timeout": 120}
+    return subprocess.run([sys.executable, "-c", program, *(programs or [])], capture_output=True, text=True, **where)
+
+
+def package(folder: Path, name: str, text: str = "WORKS = True") -> Path:
+    """An installed package of that name; the folder to put on the path."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / "__init__.py").write_text(text)
+    return folder
+
+
+# ---- what a stand-in does ---------------------------------------------------------------------------------
+
+KERNEL = """
+import triton, triton.language as tl
+@triton.heuristics({"EVEN": lambda args: True})
+@triton.autotune(configs=[triton.Config({"BLOCK": 16}, num_warps=2)], key=["n"])
+@triton.jit(do_not_specialize=["n"])
+def add(x, n: tl.constexpr, dtype: tl.dtype = tl.float32): ...
+"""
+
+
+EACH = """
+import sys
+for program in sys.argv[1:]:
+    try:
+        exec(program, {"__name__": "__main__"})
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+CALLS = {
+    "triton": {
+        f"{KERNEL}\nadd[(1,)](0, 1)": "RuntimeError: kernel __main__.add was called, and triton is a stand",
+        f"{KERNEL}\nadd.run(0, 1)": "RuntimeError: kernel __main__.add was called",
+        "from triton.testing import do_bench": "ModuleNotFoundError: No module named 'triton.testing'",
+        "import triton; triton.testing.do_bench(1)": "RuntimeError: triton.testing.do_bench was called",
+        "import triton; triton.runtime.driver.active": "RuntimeError: 0 active drivers",
+        "import triton.language as tl; tl.load(0)": "RuntimeError: triton.language.load was called",
+    },
+    "sgl_kernel": {"from sgl_kernel import moe; moe(1)": "NotImplementedError: sgl_kernel.moe was called: a CUDA"},
+    "torchvision": {
+        "from torchvision.transforms.v2 import functional as f; f.resize(1)": "RuntimeError: torchvision.transforms"
+        ".v2.functional.resize was called, and torchvision is a stand-in",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calling_a_stand_in_says_that_it_is_one(name: str) -> None:
+    done = python(EACH, stand_in_folder(name), programs=list(CALLS[name]))
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(CALLS[name]), done.stderr
+    assert [(said, line) for said, line in zip(CALLS[name].values(), lines, strict=True) if said not in line] == []
+
+
+# ---- where they stand in ----------------------------------------------------------------------------------
+
+REPORT = """
+import importlib, json, os, sys
+from rollout_server.engines.sglang.cpu import prepare_cpu
+before = list(sys.path)
+first = prepare_cpu()
+after = list(sys.path)
+again = prepare_cpu()
+files = {}
+for name in ("sgl_kernel", "torchvision", "triton"):
+    files[name] = importlib.import_module(name).__file__
+import torch.utils._triton
+if "triton" in first:
+    import torch._inductor.runtime.triton_compat
+print(json.dumps({
+    "first": first, "again": again, "unchanged": after == sys.path, "files": files,
+    "added": [entry for entry in after if entry not in before],
+    "compiles": "triton" in first and torch.utils._triton.has_triton(),
+    "switch": os.environ.get("SGLANG_USE_CPU_ENGINE"), "pythonpath": os.environ["PYTHONPATH"],
+}))
+"""
+
+
+def report(*path: Path) -> dict[str, Any]:
+    done = python(REPORT, *path)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@needs_cpu_torch
+def test_missing_packages_have_stand_ins_and_calling_it_again_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "triton").mkdir()  # a folder of that name is no package
+    said = report(package(tmp_path, "sglang"))
+    assert said["first"] == said["again"] == list(STOOD_IN_FOR)
+    assert said["unchanged"] and said["switch"] == "1"
+    assert not said["compiles"], "torch.compile takes the stand-in for a compiler"
+    assert sorted(said["added"]) == sorted(str(stand_in_folder(name)) for name in STOOD_IN_FOR)
+    # reward processes get the environment and not sys.path: they must not meet a stand-in
+    assert "stand_ins" not in str(said["pythonpath"])
+
+
+@needs_cpu_torch
+def test_a_package_that_cannot_be_imported_is_hidden_and_the_others_are_not(tmp_path: Path) -> None:
+    package(tmp_path, "sglang")
+    package(tmp_path, "triton")
+    package(tmp_path, "torchvision", f"import torchvision.ops\n{BROKEN}")
+    (tmp_path / "torchvision" / "ops.py").touch()
+    said = report(tmp_path)
+    assert said["first"] == ["sgl_kernel", "torchvision"]
+    assert said["files"]["triton"] == str(tmp_path / "triton" / "__init__.py")
+    assert said["files"]["torchvision"] == str(stand_in_folder("torchvision") / "torchvision" / "__init__.py")
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_a_torch_that_is_no_cpu_build_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = list(sys.path)
+    monkeypatch.setattr(torch.version, kind, "13.0")
+    with pytest.raises(EngineError, match=r"CPU build of torch, and torch .* is built for 13\.0"):
+        prepare_cpu()
+    assert sys.path == path
+
+
+@needs_cpu_torch
+@pytest.mark.parametrize("early", ["sglang", "transformers"])
+def test_what_looks_around_at_import_must_come_after(early: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("rollout_server.engines.sglang.cpu._works", lambda package: False)
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    monkeypatch.setitem(sys.modules, early, ModuleType(early))
+    with pytest.raises(EngineError, match=f"{early} was imported before prepare_cpu"):
+        prepare_cpu()
+
+
+@needs_cpu_torch
+def test_sglang_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=r"SGLang is not installed; .*install\.sh --venv \.venv sglang-cpu"):
+        prepare_cpu()

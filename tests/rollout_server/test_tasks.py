@@ -52,13 +52,9 @@ def ids(text: str) -> list[int]:
     return [SYMBOLS.index(character) for character in text]
 
 
-def test_text_is_tokenised_as_it_is(tmp_path: Path) -> None:
+def test_text_is_tokenised_as_it_is_and_bos_is_added_once_where_the_tokenizer_does_so(tmp_path: Path) -> None:
     task = task_of(save_tokenizer(tmp_path))
     assert task.encode(row("21= ")) == ids("21= ")
-    assert all(type(token) is int for token in task.encode(row("21=")))
-
-
-def test_bos_is_added_once_where_the_tokenizer_does_so(tmp_path: Path) -> None:
     task = task_of(save_tokenizer(tmp_path, with_bos=True))
     assert task.encode(row("21=")) == [3, *ids("21=")]
     assert task.encode(row("<bos>21=")) == [3, *ids("21=")]
@@ -112,9 +108,13 @@ def test_stop_tokens_are_those_of_the_folder_and_the_tokenizer(
     assert model_fingerprint(str(folder))["eos_token_ids"] == ",".join(map(str, expected))
 
 
-def test_no_stop_token_is_refused(tmp_path: Path) -> None:
+def test_folders_without_a_stop_token_or_a_tokenizer_are_refused(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path, eos=False)
     with pytest.raises(TaskError, match="eos_token_id"):
-        task_of(save_tokenizer(tmp_path, eos=False))
+        task_of(folder)
+    (folder / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
+    with pytest.raises(TaskError, match=r"the tokenizer cannot be loaded"):
+        task_of(folder)
 
 
 def test_decode_leaves_special_tokens_out_and_spaces_in(tmp_path: Path) -> None:
@@ -141,13 +141,6 @@ def test_a_row_of_a_dataset_becomes_a_sample_that_a_reward_takes(tmp_path: Path)
         "finish_reason": "stop",
     }
     assert exact(sample) == 1.0
-
-
-def test_broken_folders_are_named(tmp_path: Path) -> None:
-    folder = save_tokenizer(tmp_path)
-    (folder / "tokenizer.json").write_text('{"model": {"type": "Nothing"}}')
-    with pytest.raises(TaskError, match=r"the tokenizer cannot be loaded"):
-        task_of(folder)
 
 
 def test_code_in_the_model_folder_is_never_run(tmp_path: Path) -> None:

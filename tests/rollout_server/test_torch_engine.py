@@ -1,4 +1,4 @@
-"""The torch engine against transformers: greedy tokens, logprobs, distribution, streams, ends and refusals."""
+"""The torch engine: tokens and logprobs against transformers, streams, ends, refusals, batching, death, close."""
 
 import asyncio
 import time
@@ -11,11 +11,10 @@ import torch
 from torch_oracle import (
     DEADLINE_S,
     VARIANTS,
+    Gates,
     error,
-    hf_tensors,
     load_model,
     logprobs_of,
-    make_model,
     sample,
     save_folder,
     serving,
@@ -23,6 +22,8 @@ from torch_oracle import (
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.engines.torch.model import TorchModel
+from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, stream_key, uniforms
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]
@@ -33,10 +34,13 @@ def same(a: Completion, b: Completion) -> bool:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-async def test_greedy_tokens_and_logprobs_are_those_of_hf(variant: str, tmp_path: Path) -> None:
+async def test_greedy_tokens_and_sampled_logprobs_are_those_of_hf(variant: str, tmp_path: Path) -> None:
     model = load_model(save_folder(tmp_path, **VARIANTS[variant]))
-    async with serving(tmp_path) as engine:
+    asked = list(zip(PROMPTS, [1.0, 0.7, 1.9, 1.0, 0.7], strict=True))
+    async with serving(tmp_path, max_running=7) as engine:
         answers = await asyncio.gather(*(sample(engine, p, str(p), greedy=True) for p in PROMPTS))
+        calls = (sample(engine, p, str(p), n=4, temperature=t, seed=len(p)) for p, t in asked)
+        sampled = await asyncio.gather(*calls)
     for prompt, (answer,) in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
@@ -44,29 +48,10 @@ async def test_greedy_tokens_and_logprobs_are_those_of_hf(variant: str, tmp_path
         assert answer.finish_reason == "length"
         assert error(answer, logprobs_of(model, prompt, answer)) <= 1e-5
 
-
-@pytest.mark.parametrize("variant", VARIANTS)
-async def test_sampled_logprobs_are_those_of_hf_at_the_temperature(variant: str, tmp_path: Path) -> None:
-    model = load_model(save_folder(tmp_path, **VARIANTS[variant]))
-    temperatures = [1.0, 0.7, 1.9, 1.0, 0.7]
-    async with serving(tmp_path, max_running=7) as engine:
-        asked = list(zip(PROMPTS, temperatures, strict=True))
-        calls = (sample(engine, p, str(p), n=4, temperature=t, seed=len(p)) for p, t in asked)
-        answers = await asyncio.gather(*calls)
-    for (prompt, temperature), group in zip(asked, answers, strict=True):
+    for (prompt, temperature), group in zip(asked, sampled, strict=True):
         assert len({tuple(answer.token_ids.tolist()) for answer in group}) == 4
         for answer in group:
             assert error(answer, logprobs_of(model, prompt, answer, temperature=temperature)) <= 1e-5
-
-
-async def test_answers_long_enough_to_grow_the_cache_match_hf(tmp_path: Path) -> None:
-    model = load_model(save_folder(tmp_path))
-    async with serving(tmp_path, max_context=128) as engine:
-        short, (long,) = await asyncio.gather(
-            sample(engine, [1, 2], "short", n=3), sample(engine, [9], "long", max_new_tokens=127)
-        )
-    assert error(long, logprobs_of(model, [9], long)) <= 1e-5
-    assert max(error(answer, logprobs_of(model, [1, 2], answer)) for answer in short) <= 1e-5
 
 
 async def test_bfloat16_stays_near_hf_in_bfloat16(tmp_path: Path) -> None:
@@ -98,9 +83,8 @@ def test_a_token_of_probability_zero_is_never_chosen() -> None:
     assert np.isfinite(logprobs).all()
 
 
-async def test_streams_depend_on_seed_and_answer_and_not_on_the_batch(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    async with serving(tmp_path, seed=1) as engine:
+async def test_streams_depend_on_seed_and_answer_and_not_on_the_batch(folder: Path) -> None:
+    async with serving(folder, seed=1) as engine:
         alone = await sample(engine, [3, 1], "alone", n=3, seed=5)
         others = [sample(engine, p, f"o{p}", n=5, seed=len(p), temperature=2.0) for p in PROMPTS]
         crowd, *_ = await asyncio.gather(sample(engine, [3, 1], "crowd", n=3, seed=5), *others)
@@ -109,14 +93,13 @@ async def test_streams_depend_on_seed_and_answer_and_not_on_the_batch(tmp_path: 
         assert all(same(a, b) for a, b in zip(alone, fewer, strict=False))
         (other,) = await sample(engine, [3, 1], "other", n=1, seed=6)
         assert not same(other, alone[0])
-    async with serving(tmp_path, seed=2) as engine:
+    async with serving(folder, seed=2) as engine:
         (reseeded,) = await sample(engine, [3, 1], "alone", seed=5)
         assert not same(reseeded, alone[0])
 
 
-async def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    async with serving(tmp_path) as engine:
+async def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(folder: Path) -> None:
+    async with serving(folder) as engine:
         (free,) = await sample(engine, [3, 1, 4], "free", seed=3)
         tokens = free.token_ids.tolist()
         stop = tokens[10]
@@ -140,57 +123,22 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "vocabulary": ([1, 40], {}, "token id 40 is outside the vocabulary of 40"),
     "empty": ([], {}, "prompt of 0 tokens"),
     "temperature": ([1], {"temperature": 0.0}, r"temperature 0\.0"),
-    "pin": ([1], {"pinned": 3}, "version 3 is not pinned"),
-    "prefix": ([1], {"prefixes": [Partial(token_ids=np.array([1], np.int32))]}, "prefix 0 has 1 tokens, 0 logprobs"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_requests_that_cannot_be_served_are_refused_by_number(case: str, tmp_path: Path) -> None:
-    save_folder(tmp_path)
+async def test_requests_that_cannot_be_served_are_refused_by_number(case: str, folder: Path) -> None:
     prompt, given, said = REFUSED[case]
-    of_request = {key: given[key] for key in ("pinned", "prefixes") if key in given}
-    sampling = Sampling(**{"max_new_tokens": 6, **{key: given[key] for key in given if key not in of_request}})
-    async with serving(tmp_path, max_context=16) as engine:
+    sampling = Sampling(**{"max_new_tokens": 6, **given})
+    async with serving(folder, max_context=16) as engine:
         with pytest.raises(EngineError, match=said):
-            await engine.generate(prompt, sampling, 1, request_id="a", **of_request)
+            await engine.generate(prompt, sampling, 1, request_id="a")
         (answer,) = await sample(engine, [1] * 10, "a", max_new_tokens=6)
         assert len(answer.token_ids) == 6
 
 
-async def test_health_counts_memory_and_time(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    async with serving(tmp_path) as engine:
-        idle = await engine.health()
-        started = time.perf_counter()
-        await sample(engine, [1], "a", n=8)
-        wall = time.perf_counter() - started
-        busy = await engine.health()
-        weights = sum(tensor.nbytes for tensor in engine.live.weights.tensors.values())
-    kv_bytes = 2 * 2 * 8 * 2 * 32 * 8 * 4
-    assert (idle.busy_s, idle.memory_bytes) == (0.0, weights)
-    assert 0.0 < busy.busy_s <= wall
-    assert busy.memory_bytes == weights + kv_bytes
-    assert (busy.version, busy.generated_tokens) == (0, 8 * 24)
-
-
-async def test_live_tensors_are_what_is_decoded_with_and_digested(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    other = make_model(seed=1)
-    async with serving(tmp_path) as engine:
-        before = await engine.digest()
-        for name, rows in engine.live.weights.layout.items():
-            view = engine.live.weights.tensors[rows.live].narrow(0, rows.start, rows.shape[0])
-            view.copy_(hf_tensors(other)[name])
-        after = await engine.digest()
-        (answer,) = await sample(engine, [1, 2], "a")
-    assert not set(before.items()) & set(after.items())
-    assert error(answer, logprobs_of(other, [1, 2], answer)) <= 1e-5
-
-
-async def test_two_event_loops_may_use_one_engine(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    engine = TorchEngine(tmp_path, max_context=64, max_running=8)
+async def test_two_event_loops_may_use_one_engine(folder: Path) -> None:
+    engine = TorchEngine(folder, max_context=64, max_running=8)
 
     async def work(name: str) -> list[Completion]:
         return await asyncio.wait_for(sample(engine, [1, 2], name), DEADLINE_S)
@@ -198,3 +146,165 @@ async def test_two_event_loops_may_use_one_engine(tmp_path: Path) -> None:
     here, there = await asyncio.gather(work("here"), asyncio.to_thread(asyncio.run, work("there")))
     assert same(here[0], there[0])
     await engine.close()
+
+
+async def test_four_times_more_requests_than_rows(folder: Path, old: Any) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1, 40, size=rng.integers(1, 12)).tolist() for _ in range(64)]
+    async with serving(folder, max_running=16) as engine:
+        calls = [
+            sample(engine, p, str(i), max_new_tokens=1 + i % 23, seed=i, greedy=i % 5 == 0, temperature=1 + i % 2)
+            for i, p in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*calls)
+        health = await engine.health()
+    for i, (prompt, (answer,)) in enumerate(zip(prompts, answers, strict=True)):
+        assert len(answer.token_ids) == 1 + i % 23
+        assert error(answer, logprobs_of(old, prompt, answer, temperature=1 + i % 2)) <= 1e-5
+    assert health.generated_tokens == sum(len(answer.token_ids) for (answer,) in answers)
+    assert (health.running, health.waiting) == (0, 0) and health.busy_s > 0
+
+
+async def test_answers_to_one_prompt_share_one_prefill(folder: Path) -> None:
+    async with serving(folder) as engine:
+        await sample(engine, [3, 1, 4], "a", n=16, max_new_tokens=3)
+        assert (await engine.health()).detail["live_prefilled_prompts"] == 1
+
+
+def prefills(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The prompts of each prefill from now on."""
+    seen: list[list[Any]] = []
+    original = TorchModel.prefill
+
+    def prefill(self: TorchModel, weights: Any, cache: Any, prompts: list[Any], **rest: Any) -> torch.Tensor:
+        seen.append(prompts)
+        return original(self, weights, cache, prompts, **rest)
+
+    monkeypatch.setattr(TorchModel, "prefill", prefill)
+    return seen
+
+
+async def test_waiting_requests_start_in_the_order_they_came(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefilled = prefills(monkeypatch)
+    async with serving(folder, max_running=3) as engine:
+        await asyncio.gather(*(sample(engine, [i], str(i), max_new_tokens=1 + i % 4) for i in range(1, 20)))
+    assert [int(prompt[0]) for prompts in prefilled for prompt in prompts] == list(range(1, 20))
+
+
+def test_a_prefill_waits_until_an_eighth_of_the_rows_is_free() -> None:
+    rows = RowTable(max_running=16, max_context=8)
+    assert not rows.ready_to_admit()
+    prompt = np.array([1, 2], dtype=np.int32)
+    sampling = Sampling(max_new_tokens=4)
+    begun = [Partial()] * 40
+    rows.enqueue(Request(request_id="a", prompt=prompt, sampling=sampling, keys=list(range(40)), prefixes=begun))
+    assert rows.ready_to_admit()
+    rows.admit(1000)
+    ready = []
+    for _ in range(3):
+        ready.append(rows.ready_to_admit())
+        rows.remove(np.array([0]))
+    assert ready == [False, False, True]
+    assert [answer.index for answer in rows.answers] == [13, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+async def test_a_prefill_is_bounded_in_tokens(folder: Path, old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.engines.torch.lane.MAX_PREFILL_TOKENS", 20)
+    prefilled = prefills(monkeypatch)
+    prompts = [*PROMPTS, [2] * 30, [6] * 4, [8] * 5]
+    async with serving(folder) as engine:
+        answers = await asyncio.gather(*(sample(engine, p, str(p), n=2) for p in prompts))
+    for prompt, group in zip(prompts, answers, strict=True):
+        assert max(error(answer, logprobs_of(old, prompt, answer)) for answer in group) <= 1e-5
+    assert all(len(prompts) == 1 or len(prompts) * max(map(len, prompts)) <= 20 for prompts in prefilled)
+
+
+async def test_abort_ends_running_and_waiting_answers_and_leaves_others(folder: Path, old: Any, gate_at: Gates) -> None:
+    gate = gate_at(5)
+    async with serving(folder, max_running=4) as engine:
+        doomed = await gate.posted(sample(engine, [1, 2], "doomed", n=6, max_new_tokens=60))
+        other = await gate.posted(sample(engine, [3], "other", max_new_tokens=30))
+        await gate.reached()
+        assert engine.running_tokens() == {"doomed": 4 * 5, "other": 0}
+        with pytest.raises(EngineError, match="'doomed' is already running"):
+            twin = await gate.posted(sample(engine, [1, 2], "doomed"))
+            gate.release()
+            await twin
+        engine.abort("doomed")
+        engine.abort("nobody")
+        answers = await doomed
+        assert [answer.finish_reason for answer in answers] == ["abort"] * 6
+        assert [len(answer.token_ids) > 0 for answer in answers] == [True] * 4 + [False] * 2
+        assert max(error(a, logprobs_of(old, [1, 2], a)) for a in answers[:4]) <= 1e-5
+        (rest,) = await other
+        assert rest.finish_reason == "length"
+        assert error(rest, logprobs_of(old, [3], rest)) <= 1e-5
+        assert engine.running_tokens() == {}
+
+
+async def test_cancelled_caller_frees_its_rows(folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(3)
+    async with serving(folder, max_running=2) as engine:
+        task = await gate.posted(sample(engine, [1, 2], "gone", n=2, max_new_tokens=60))
+        await gate.reached()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        gate.release()
+        await sample(engine, [1], "next", max_new_tokens=2)
+        health = await engine.health()
+        assert health.generated_tokens < 30
+        assert engine.running_tokens() == {}
+
+
+async def test_death_of_the_thread_reaches_every_waiter_and_every_later_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = TorchModel.decode
+    steps = iter(range(100))
+
+    def decode(self: TorchModel, *args: Any) -> torch.Tensor:
+        if next(steps) == 4:
+            raise MemoryError("no room for logits")
+        return original(self, *args)
+
+    monkeypatch.setattr(TorchModel, "decode", decode)
+    async with serving(folder, max_running=2) as engine:
+        calls = [sample(engine, [i], str(i)) for i in range(1, 6)]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            assert isinstance(result, EngineError)
+            assert "decode thread died: MemoryError: no room for logits" in str(result)
+            assert isinstance(result.__cause__, MemoryError)
+        for call in (engine.health(), engine.pause("drain"), engine.digest(), sample(engine, [1], "late")):
+            with pytest.raises(EngineError, match="no room for logits"):
+                await call
+        engine.abort("1")
+        assert engine.running_tokens() == {}
+
+
+async def test_an_idle_engine_sleeps(folder: Path) -> None:
+    async with serving(folder) as engine:
+        await sample(engine, [1], "a")
+        await engine.pause("keep_kv")
+        paused = asyncio.ensure_future(sample(engine, [1], "b"))
+        await asyncio.sleep(0)
+        before = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - before < 0.1
+        await engine.resume()
+        await paused
+
+
+async def test_close_returns_what_runs_as_abort_and_refuses_more(folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(3)
+    async with serving(folder, max_running=1) as engine:
+        running = await gate.posted(sample(engine, [1], "running"))
+        waiting = await gate.posted(sample(engine, [2], "waiting"))
+        await gate.reached()
+        closing = await gate.posted(engine.close())
+        gate.release()
+        await closing
+        assert [len((await task)[0].token_ids) for task in (running, waiting)] == [4, 0]
+        with pytest.raises(EngineError, match="closed"):
+            await sample(engine, [1], "late")

@@ -11,8 +11,7 @@ from torch_oracle import (
     LONG,
     PROMPT,
     STEP,
-    Gate,
-    Models,
+    Gates,
     error,
     hf_tensors,
     load_model,
@@ -22,11 +21,11 @@ from torch_oracle import (
     save_folder,
     serving,
     stopped_midway,
+    update,
 )
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.prefixes import settled
-from rollout_server.engines.torch.engine import TorchEngine
 
 LIMIT = LONG.max_new_tokens
 
@@ -40,21 +39,15 @@ def prefix(tokens: list[int], version: int = 0, **rest: Any) -> Partial:
     )
 
 
-async def died_midway(folder: Path, monkeypatch: pytest.MonkeyPatch, n: int = 3) -> list[Partial]:
+async def died_midway(folder: Path, gate_at: Gates, n: int = 3) -> list[Partial]:
     """What an engine at version 0 had shown of its answers when it ended."""
-    async with stopped_midway(folder, monkeypatch, "keep_kv", n=n) as (engine, answers, pausing):
+    async with stopped_midway(folder, gate_at, "keep_kv", n=n) as (engine, answers, pausing):
         await pausing
         shown = engine.progress("a")
         await engine.close()
         assert [answer.finish_reason for answer in await answers] == ["abort"] * n
         assert engine.progress("a") == []
     return shown
-
-
-async def update(engine: TorchEngine, model: Any, version: int, mode: Any = "keep_kv") -> None:
-    await engine.pause(mode)
-    await engine.load(hf_tensors(model).items(), version)
-    await engine.resume()
 
 
 def check(answer: Completion, models: dict[int, Any], prompt: list[int] = PROMPT) -> None:
@@ -64,33 +57,14 @@ def check(answer: Completion, models: dict[int, Any], prompt: list[int] = PROMPT
     assert error(answer, expected[torch.tensor(row), torch.arange(len(row))]) <= 1e-5
 
 
-async def test_an_answer_goes_on_in_another_engine_with_other_weights(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, old, new = models
-    shown = await died_midway(folder, monkeypatch)
-    assert [part.token_ids.size for part in shown] == [STEP + 1] * 3
-    async with serving(folder) as engine:
-        await update(engine, new, 1)
-        answers = await engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown)
-        assert (await engine.health()).generated_tokens == 3 * (LIMIT - STEP - 1)
-    for part, answer in zip(shown, answers, strict=True):
-        assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * (LIMIT - STEP - 1)
-        assert answer.token_ids[: STEP + 1].tolist() == part.token_ids.tolist()
-        assert answer.finish_reason == "length"
-        check(answer, {0: old, 1: new})
-        assert error(answer, logprobs_of(new, PROMPT, answer)) > 1e-3, "the weights are told apart"
-
-
 async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    folder: Path, old: Any, new: Any, gate_at: Gates
 ) -> None:
-    folder, old, new = models
     third = make_model(seed=2)
-    shown = await died_midway(folder, monkeypatch)
+    shown = await died_midway(folder, gate_at)
     async with serving(folder) as engine:
         await update(engine, new, 1)
-        gate = Gate(monkeypatch, 5)
+        gate = gate_at(5)
         answers = await gate.posted(engine.generate(PROMPT, LONG, 3, request_id="b", prefixes=shown))
         await gate.reached()
         pausing = await gate.posted(engine.pause("recompute_kv"))
@@ -102,7 +76,8 @@ async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
         shown_later = engine.progress("b")
         await engine.load(hf_tensors(third).items(), 2)
         await engine.resume()
-        for answer in await answers:
+        for part, answer in zip(shown, await answers, strict=True):
+            assert answer.token_ids[: STEP + 1].tolist() == part.token_ids.tolist()
             assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * 6 + [2] * (LIMIT - STEP - 7)
             check(answer, {0: old, 1: new, 2: third})
     async with serving(folder) as engine:
@@ -112,9 +87,8 @@ async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
             check(answer, {0: old, 1: new, 2: third})
 
 
-async def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    save_folder(tmp_path)
-    async with serving(tmp_path, seed=4) as engine:
+async def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
+    async with serving(folder, seed=4) as engine:
         whole = await engine.generate(PROMPT, LONG, 6, request_id="a")
         cut = [Partial.of(answer) for answer in whole]
         parts = [
@@ -122,13 +96,10 @@ async def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_ha
             for i, p in zip([0, 3, 11, 12, 29, 39], cut, strict=True)
         ]
         again = await engine.generate(PROMPT, LONG, 6, request_id="b", prefixes=parts)
-        repeated = await engine.generate(PROMPT, LONG, 6, request_id="c", prefixes=parts)
         other = await engine.generate(PROMPT, Sampling(max_new_tokens=LIMIT, seed=9), 6, request_id="d", prefixes=parts)
-    for answer, expected, third, different in zip(again, whole, repeated, other, strict=True):
-        assert answer.token_ids.tolist() == expected.token_ids.tolist() == third.token_ids.tolist()
+    for answer, expected in zip(again, whole, strict=True):
+        assert answer.token_ids.tolist() == expected.token_ids.tolist()
         assert np.abs(answer.logprobs - expected.logprobs).max() <= 1e-5
-        if answer.token_ids.size < LIMIT - 2:
-            assert different.token_ids.tolist() != answer.token_ids.tolist()
     assert other[1].token_ids.tolist() != whole[1].token_ids.tolist()
 
 
@@ -148,14 +119,13 @@ async def test_tokens_are_drawn_from_the_models_distribution(began: list[int], t
     assert chi_square < 29.9
 
 
-async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(tmp_path: Path) -> None:
-    save_folder(tmp_path)
+async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(folder: Path) -> None:
     ended = [
         prefix([5, 6], 3, finish_reason="length"),
         prefix([7, 2], 4),
         prefix([9] * 8, 5),
     ]
-    async with serving(tmp_path) as engine:
+    async with serving(folder) as engine:
         sampling = Sampling(max_new_tokens=8, stop_token_ids=(2,))
         answers = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=ended)
         assert (await engine.health()).generated_tokens == 0 and engine.running_tokens() == {}
@@ -169,12 +139,9 @@ async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(tm
         assert answer.versions.tolist() == part.versions.tolist()
 
 
-async def test_an_answer_that_waits_is_shown_and_aborted_with_its_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_folder(tmp_path)
-    gate = Gate(monkeypatch, 2)
-    async with serving(tmp_path, max_running=1) as engine:
+async def test_an_answer_that_waits_is_shown_and_aborted_with_its_prefix(folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(2)
+    async with serving(folder, max_running=1) as engine:
         await gate.posted(sample(engine, [1], "first"))
         await gate.reached()
         sampling = Sampling(max_new_tokens=6)

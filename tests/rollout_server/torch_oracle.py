@@ -31,34 +31,20 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+SCALED = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN_ROPE = {**SCALED, "rope_type": "yarn"}
+WIDE_HEADS = {"tie_word_embeddings": False, "attention_bias": True, "head_dim": 16}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-tied": {"family": "qwen3"},
-    "qwen3-untied-bias-wide-heads": {
-        "family": "qwen3",
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "head_dim": 16,
-    },
+    "qwen3-untied-bias-wide-heads": {"family": "qwen3", **WIDE_HEADS},
     "qwen2-untied": {"family": "qwen2", "tie_word_embeddings": False},
-    "qwen2-tied-linear-rope": {
-        "family": "qwen2",
-        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
-    },
+    "qwen2-tied-linear-rope": {"family": "qwen2", "rope_parameters": LINEAR_ROPE},
     "llama-untied-llama3-rope": {"family": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
 }
-Models = tuple[Path, Any, Any]
-"""The fixture `models`: a folder with version 0, version 0 and version 1."""
 PROMPT = [3, 9, 17]
 LONG = Sampling(max_new_tokens=40, seed=1)
 STEP = 9
@@ -134,9 +120,7 @@ class Gate:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, step: int, which: Callable[[Any], bool] = lambda _: True
     ) -> None:
-        self._reached = threading.Event()
-        self._release = threading.Event()
-        self._left = step
+        self._reached, self._release, self._left = threading.Event(), threading.Event(), step
         original = TorchModel.decode
 
         def decode(model: TorchModel, weights: Any, *rest: Any) -> torch.Tensor:
@@ -165,12 +149,16 @@ class Gate:
         self._release.set()
 
 
+Gates = Callable[..., Gate]
+"""The fixture `gate_at`: a gate in the `step`-th decode."""
+
+
 @asynccontextmanager
 async def stopped_midway(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, *, n: int = 3
+    folder: Path, gate_at: Gates, mode: Any, *, n: int = 3
 ) -> AsyncIterator[tuple[TorchEngine, "asyncio.Task[list[Completion]]", "asyncio.Task[None]"]]:
     """An engine whose live request has STEP + 1 tokens, and the pause that was asked for at that instant."""
-    gate = Gate(monkeypatch, STEP)
+    gate = gate_at(STEP)
     async with serving(folder) as engine:
         answers = await gate.posted(engine.generate(PROMPT, LONG, n, request_id="a"))
         await gate.reached()
@@ -182,3 +170,10 @@ async def stopped_midway(
 async def sample(engine: TorchEngine, prompt: list[int], name: str, n: int = 1, **sampling: Any) -> list[Completion]:
     """Generate with the defaults of these tests."""
     return await engine.generate(prompt, Sampling(**{"max_new_tokens": 24, **sampling}), n, request_id=name)
+
+
+async def update(engine: TorchEngine, model: Any, version: int, mode: Any = "keep_kv") -> None:
+    """Pause, load the model as this version, go on."""
+    await engine.pause(mode)
+    await engine.load(hf_tensors(model).items(), version)
+    await engine.resume()

@@ -3,12 +3,15 @@
 Here are the lines that the record builders make; the whole commands run under the marker `slow`, in the other files.
 """
 
+import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from scripts.bench import bus, link, numbers, pipeline, replay
-from scripts.bench.load import Case
+from scripts.bench.core import Cost
+from scripts.bench.load import Case, Counts
 from scripts.bench.train import Finished
 
 ROOT = Path(__file__).parents[2]
@@ -46,8 +49,6 @@ def check(name: str, line: dict[str, Any]) -> None:
     assert differences(FROZEN[name]["line"], shape_of(line)) == []
 
 
-# ---- the record builders --------------------------------------------------------------------------------
-
 BUS_PHASES = ("apply", "epoch", "gather", "queue", "send", "total", "verify", "wire")
 RAW = {"raw_s": 0.1, "raw_min_s": 0.1, "raw_max_s": 0.1, "raw_receivers": 1, "raw_repeats": 12}
 
@@ -60,42 +61,39 @@ def updates(count: int, **more: float) -> list[dict[str, Any]]:
     return [{**row, **more} for row in rows]
 
 
-def test_the_line_of_link() -> None:
-    rows = updates(12)
-    for row in rows:
-        del row["version"]
-    published = {"passes": {"none": rows, "zstd": rows}, "density": 0.01}
+PAUSES = [{"version": n, "cpu_s": 0.1, **dict.fromkeys(("paused_s", "pausing_s"), 0.1)} for n in range(12)]
+
+
+def measured(args: argparse.Namespace, rows: list[dict[str, Any]], folder: Path) -> bus.Updates:
+    return bus.Updates(bus.settings(args, folder, folder), rows, PAUSES, 0.01, {})
+
+
+def test_the_line_of_link(tmp_path: Path) -> None:
     job = link.parse(["--model", "tiny", "--zstd", "--at-most", "inf"])
-    check("link", link.result_of(job, published, {"cpu_s": {"none": 1.0}}))
+    found = measured(bus.parse(["--device", "cpu", "--quick"]), updates(12), tmp_path)
+    check("link", link.result_of(job, {"none": found, "zstd": found}))
 
 
-def test_the_line_of_bus() -> None:
+def test_the_line_of_bus(tmp_path: Path) -> None:
     args = bus.parse(["--device", "cpu", "--quick", "--shape", "tiny"])
-    names = ("gap_s", "usual_gap_s", "paused_s", "pausing_s")
-    pauses = [{"version": version, **dict.fromkeys(names, 0.1)} for version in range(6)]
-    check("bus", bus.result_of(args, updates(6, learner_digest_s=0.1), pauses, RAW, 0.01))
+    check("bus", bus.result_of(args, measured(args, updates(6, learner_digest_s=0.1), tmp_path), RAW))
 
 
 def test_the_line_of_replay() -> None:
-    readings = [
-        replay.Reading(
-            at=float(n),
-            cost=replay.Cost(user=n, system=n, main=n, zmq_io=n),
-            written=100 * n,
-            counts=dict.fromkeys(replay.COUNTED, 1000 * n),
-        )
-        for n in range(2)
-    ]
+    counts = [dict.fromkeys(asdict(Counts()), 1000 * n) for n in range(2)]
+    readings = [replay.Reading(float(n), Cost(n, n, n, n, n), 100 * n, counts[n]) for n in range(2)]
     flow = replay.flow_of(*readings, [1 << 20] * 8, replay.QUICK_LOAD)
     held = replay.held_of(128, 1 << 20, 1 << 20, 1 << 21, 0.1)
-    check("replay", replay.report([replay.named(Case(), flow), replay.named(Case(hold=True), held)], False))
+    cases = [(Case(), flow), (Case(hold=True), held)]
+    check("replay", replay.report([{"case": "x", **asdict(case), **found} for case, found in cases], False))
 
 
 def test_the_line_of_pipeline(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--steps", "2", "--warmup", "1", "--work", str(tmp_path)]
     options, (case,) = pipeline.parse(words)
-    pipeline.make_data(options, case)
     (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").touch()
+    pipeline.make_inputs(options, case)
     config = pipeline.config_of(options, case, name="x")
     plan = pipeline.plan_of(options)
     names = ("update_actor", "param_sync", "commit", "wait_batch")

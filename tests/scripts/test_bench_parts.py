@@ -1,28 +1,41 @@
-"""Parts of the benchmarks: models and versions, options, phases, medians, and the probe of the rollout servers."""
+"""Parts of the benchmarks: models, options, phases, the probe of rollout servers, the load on replay and its books."""
 
 import json
+import mmap
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from configs import Config
 from learner.learner import Learner
+from replay import messages as m
+from replay.desks.leases import Slot
+from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
-from scripts.bench import link, model, pipeline, replay
-from scripts.bench.core import CaseFailed, p90, spread, table
-from scripts.bench.load import Case
+from scripts.bench import core, link, load, model, pipeline, replay
+from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
+from scripts.bench.load import Case, prepare
+from scripts.bench.replay import MIB, memory
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
 
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
-
-
-# ---- models ---------------------------------------------------------------------------------------------
+LOAD = load.Load(pool=12, rows=8)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -34,19 +47,14 @@ def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
 
 def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model, "SHARD", "100KB")
-    assert model.make("tiny", tmp_path / "model", 0) and model.make("tiny", tmp_path / "other", 1)
-    assert not model.make("tiny", tmp_path / "model", 1), "what is there stays"
+    assert model.make("tiny", tmp_path / "model", 0) and not model.make("tiny", tmp_path / "model", 1)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()), report
-    other = dict(model.read(tmp_path / "other"))
     for name, tensor in loaded.named_parameters():
-        if name.endswith("norm.weight"):
-            assert bool((tensor == 1).all())
-        else:
-            assert not torch.equal(tensor, other[name])
-            assert abs(float(tensor.detach().float().std()) - 0.02) < 0.002
+        std = float(tensor.detach().float().std())
+        assert bool((tensor == 1).all()) if name.endswith("norm.weight") else abs(std - 0.02) < 0.002
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"], "nothing is left beside"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left beside"
 
 
 def test_a_prompt_has_exactly_so_many_tokens(tmp_path: Path) -> None:
@@ -73,25 +81,28 @@ def test_the_versions_are_those_of_adam(tmp_path: Path) -> None:
     assert model.density(*model.versions(tmp_path / "model", before=40, lr=1e-3, **settings)) > 0.5
 
 
-# ---- options, phases, numbers ---------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("parse", "words", "named"),
+    [
+        *((pipeline.parse, ["--configs", case], "SHAPE@R:L") for case in ("0.6B", "0.6B@1", "7B@1:1", "0.6B@1:1:1")),
+        (pipeline.parse, ["--steps", "0"], "--steps"),
+        (replay.parse, ["--seconds", "-1"], "--seconds"),
+        (replay.parse, ["--checkpoint-every", "0"], "--checkpoint-every"),
+        (replay.parse, ["--producers", "-3"], "--producers"),
+        (replay.parse, ["--fsync", "often"], "--fsync"),
+    ],
+)
+def test_options_are_refused_at_once(
+    parse: Callable[[Sequence[str]], Any], words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(words)
+    assert refused.value.code == 2 and named in capsys.readouterr().err
 
 
-def test_pipeline_reads_or_refuses_cases_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_say_the_cases() -> None:
     cases = pipeline.parse(["--configs", "0.6B@1:3,8B@2:2"])[1]
     assert cases == [pipeline.Case("0.6B", 1, 3), pipeline.Case("8B", 2, 2)]
-    for option, wrong, words in (
-        *(("--configs", wrong, "SHAPE@R:L") for wrong in ("0.6B", "0.6B@1", "7B@1:1", "0.6B@1:1:1")),
-        ("--steps", "0", "--steps"),
-    ):
-        with pytest.raises(SystemExit) as refused:
-            pipeline.parse([option, wrong])
-        assert refused.value.code == 2 and words in capsys.readouterr().err
-
-
-def test_replay_reads_or_refuses_options_at_once() -> None:
-    for arguments in (["--seconds", "-1"], ["--checkpoint-every", "0"], ["--producers", "-3"], ["--fsync", "often"]):
-        with pytest.raises(SystemExit):
-            replay.parse(arguments)
     assert replay.parse(["--minutes", "10"])[0].seconds == 600
     assert replay.parse(["--producers", "7", "--no-curve"])[1] == [Case(producers=7, curve=False)]
 
@@ -102,19 +113,16 @@ def test_link_names_the_commands_that_are_missing(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_every_step_has_one_phase_and_the_first_of_each_does_not_count(tmp_path: Path) -> None:
-    plan = Plan(warmup=2, idle=3, full=4, train=4, quiet_s=1)
-    phases = [plan.phase(step) for step in range(1, plan.total_steps + 1)]
-    assert phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
+def test_every_step_has_one_phase_and_the_first_of_each_does_not_count() -> None:
+    plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
+    assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
     assert plan.measured("idle") == [4, 5, 6] and plan.measured("full") == [8, 9, 10, 11]
-    stream = Plan(warmup=1, idle=2, full=0, train=0, quiet_s=1)
+    stream = Plan(warmup=1, idle=2, full=0, quiet_s=1)
     assert stream.total_steps == 4 and stream.measured("full") == []
-    plan.write(tmp_path)
-    assert Plan.read(tmp_path) == plan
 
 
 def test_numbers() -> None:
-    assert p90([3.0]) == 3.0 and p90([float(i) for i in range(1, 11)]) == 9.0 and p90([1.0, 9.0]) == 9.0
+    assert [quantile(found, 0.9) for found in ([3.0], range(1, 11), [1.0, 9.0], [])] == [3, 9, 9, 0]
     rows = [{"bytes": 100.0 if number % 2 else 3.0, "total_s": 1.0, "cpu_s": 0.1} for number in range(12)]
     assert link.summary(rows)["measured"] == [5, 5]
     with pytest.raises(CaseFailed, match="4 versions whole"):
@@ -130,9 +138,6 @@ def test_the_table_has_every_case() -> None:
     assert "| tokens_per_cpu_second | 5500000 | - |" in lines and "| bytes_per_token_in | 17.12 | - |" in lines
     assert "| rss_mib_by_quarter | - | 1, 2 |" in lines
     assert lines[-1] == "1000 producers: no result: replay ended with code 1"
-
-
-# ---- the probe ------------------------------------------------------------------------------------------
 
 
 def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
@@ -174,3 +179,109 @@ def test_the_product_has_what_the_variants_replace_and_call(variant: type, names
     (base,) = variant.__bases__
     assert base in (Learner, Generator, SGLangProcess, SGLangEngine)
     assert names <= vars(base).keys(), "or the variant measures something else"
+
+
+def test_groups_are_random_different_and_of_lognormal_lengths() -> None:
+    sizes = replace(LOAD, pool=60)
+    pool = prepare(sizes)
+    lengths = np.concatenate([prepared.arrays["lengths"] for prepared in pool])
+    assert abs(float(np.median(lengths)) / LOAD.median - 1) < 0.2
+    assert abs(float(np.log(lengths).std()) - LOAD.sigma) < 0.1 and lengths.max() <= LOAD.cap
+    for field in ("token_ids", "logprobs", "prompt_ids"):
+        contents = {prepared.arrays[field].tobytes() for prepared in pool}
+        assert len(contents) == sizes.pool
+        # ids below 151,936 fill 17.2 of 32 bits, logprobs about 26 of 32
+        assert all(len(zlib.compress(content)) > 0.5 * len(content) for content in list(contents)[:6])
+    assert prepare(sizes)[3].arrays["token_ids"].tobytes() == pool[3].arrays["token_ids"].tobytes(), (
+        "one seed, one load"
+    )
+    texts = {text for prepared in pool[:6] for text in prepared.arrays["texts"]}
+    assert len(texts) == 6 * LOAD.group_size
+    assert len(zlib.compress("".join(texts).encode())) > 0.7 * sum(map(len, texts))
+
+
+def test_groups_pass_replays_checks_and_have_versions_a_token(tmp_path: Path) -> None:
+    config = load.config_of(replay.parse(["--work", str(tmp_path)])[0], Case(curve=False))
+    for index, prepared in enumerate(prepare(LOAD)):
+        for min_version, version in ((0, 0), (3, 3), (3, 4)):
+            ids = {"pass_": 0, "index": index, "attempt": 1}
+            group = prepared.group(m.Lease(**ids, min_version=min_version, lease_s=60, seed=0, prompt={}), version)
+            slot = Slot((0, index), {}, min_version, attempt=1)
+            assert problem_with(group, slot, config, Bounds(version, load.VOCAB_SIZE)) is None
+            assert set(np.unique(group.versions)) == {min_version, version}
+            stale = Slot((0, index), {}, version + 1, attempt=1)
+            assert "this lease needs" in (problem_with(group, stale, config, Bounds(version, load.VOCAB_SIZE)) or "")
+
+
+def batch(step: int, indices: list[int], versions: list[int]) -> SimpleNamespace:
+    lengths = np.array([len(versions)])
+    return SimpleNamespace(step=step, group_ids=[[0, i] for i in indices], lengths=lengths, versions=np.array(versions))
+
+
+def test_a_batch_that_breaks_an_invariant_is_a_fault() -> None:
+    learner = load.Learner.__new__(load.Learner)
+    learner.trained = set()
+    learner.config = Config.model_validate(
+        {"model": {"path": ""}, "data": {"train": ""}, "rollout": {"groups_per_step": 2}, "replay": {"async_lag": 1}}
+    )
+    assert learner.check(batch(1, [4, 5], [0, 0, 0]), 1) == 3
+    for wrong, step, words in (
+        (batch(2, [5, 6], [1]), 2, r"group \(0, 5\) a second time"),
+        (batch(3, [8, 9], [1]), 2, "batch 3 of 2 groups came for step 2"),
+        (batch(2, [8, 8], [1]), 2, "of 1 groups"),
+        (batch(5, [8, 9], [3, 2]), 5, "a token of version 2"),
+    ):
+        with pytest.raises(CaseFailed, match=words):
+            learner.check(wrong, step)
+
+
+def burn(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        sum(range(1000))
+
+
+def test_cpu_seconds_of_all_threads_are_counted_and_told_apart() -> None:
+    before = cost_of(os.getpid())
+    burn(0.2)
+    with_main = cost_of(os.getpid()).since(before)
+    assert 0.15 < with_main.main <= with_main.total + 0.02
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(burn, 0.2).result()
+    both = cost_of(os.getpid()).since(before)
+    assert both.total > with_main.total + 0.15, "a thread that has ended counts"
+    assert both.main < with_main.main + 0.1, "but not as the main thread"
+
+
+def test_a_thread_that_ends_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = core._times
+
+    def times(path: Path) -> tuple[str, float, float]:
+        if path.parent.name != str(os.getpid()):
+            raise ProcessLookupError(3, "No such process", str(path))
+        return read(path)
+
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(over.wait, 10)
+        monkeypatch.setattr(core, "_times", times)
+        assert cost_of(os.getpid()).main > 0
+        over.set()
+
+
+def test_bytes_written_and_memory(tmp_path: Path) -> None:
+    before = written_bytes(os.getpid())
+    (tmp_path / "file").write_bytes(bytes(3_000_000))
+    assert 3_000_000 <= written_bytes(os.getpid()) - before < 3_200_000
+    resting = resident_bytes(os.getpid())
+    with mmap.mmap(-1, 64 * MIB) as block:  # malloc may hand out pages that are resident already
+        block.write(bytes([1]) * len(block))
+        assert abs(resident_bytes(os.getpid()) - resting - len(block)) < 16 * MIB
+
+
+def test_growth_is_seen() -> None:
+    flat = memory([100 * MIB] * 40)
+    assert flat["rss_mib_by_quarter"] == [100.0] * 4 and flat["rss_mib_growth"] == 0
+    grows = memory([i * MIB for i in range(1, 401)])
+    assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0 and len(grows["rss_mib_curve"]) < 70
+    assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import logging
+import os
 import socket
 import threading
 import time
@@ -17,12 +18,14 @@ import zmq
 from numpy.typing import NDArray
 
 from configs import Config
-from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, registry
+from replay import keys as make_keys
+from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, load_keys, registry
 from replay.channel.frames import Message
 from replay.messages import FROM_REPLAY, TO_REPLAY, StatusRequest
 from replay.prompts import PromptSource
 from replay.serve import serve
 from replay.service import Service
+from scripts.bench import core
 from tests.replay.simulation.journal import MemoryJournal
 
 RUN = "attacked-run"
@@ -191,6 +194,14 @@ def read_until_closed(connection: socket.socket) -> bytes:
     return said
 
 
+def keys_of(folder: Path, *nodes: str) -> dict[str, Keys]:
+    """New keys of a learner and these nodes."""
+    make_keys.make(folder / "keys", nodes, force=False)
+    for name in nodes:
+        make_keys.export(folder / "keys", name, folder / name)
+    return {"learner": load_keys(folder / "keys")} | {name: load_keys(folder / name) for name in nodes}
+
+
 def resident_bytes() -> int:
     """Of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+    return core.resident_bytes(os.getpid())

@@ -151,18 +151,3 @@ def test_the_loader_of_configurations_is_a_safe_one() -> None:
 )  # fmt: skip
 def test_the_check_itself_finds(source: str) -> None:
     assert list(offences(ast.parse(source)))
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "model.eval()", "import re\nre.compile(pattern)", "load(path)", "import yaml\nyaml.safe_load(text)",
-        "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
-        "import importlib.util\nimportlib.util.find_spec('torch')",
-        "import subprocess\nsubprocess.run(['ls'], shell=False)",
-        "AutoTokenizer.from_pretrained(path, trust_remote_code=False)",
-        "import multiprocessing\nmultiprocessing.active_children()",
-    ],
-)  # fmt: skip
-def test_the_check_itself_lets_pass(source: str) -> None:
-    assert list(offences(ast.parse(source))) == []

@@ -84,6 +84,17 @@ class Engine:
         self.quarantined.append((version, reason))
 
 
+def once(fault: Callable[[Weights], object]) -> Callable[[int, Weights], None]:
+    """A `spoil` that has this fault in the first load alone."""
+    faults = iter([fault])
+
+    def spoil(version: int, live: Weights) -> None:
+        for each in faults:
+            each(live)
+
+    return spoil
+
+
 class Faulty:
     """A transport with a fault around the broadcast of one bucket."""
 
@@ -143,6 +154,15 @@ class Rollout(threading.Thread):
         self.subscriber.stop()
         self.join(10.0)
         assert not self.is_alive()
+
+
+def servers(publisher: Publisher, *names: str, **options: Any) -> list[Rollout]:
+    """Rollout servers that have joined, in this order."""
+    made = []
+    for name in names:
+        made.append(Rollout(publisher, name, **options))
+        until(lambda name=name: name in publisher.members(), f"{name} joins")
+    return made
 
 
 def learner(config: WeightBus = CONFIG, *, incarnation: int = 1, **options: Any) -> Publisher:

@@ -30,17 +30,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN_POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-PRELOADED = (
-    "learner.learner",
-    "learner.launch.launcher",
-    "learner.launch.earlier_run",
-    "replay.service",
-    "rollout_server.server",
-    "torch.distributed.run",
-    TORCHRUN_POPEN,
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen2.modeling_qwen2",
-)
+PRELOADED = f"""
+learner.learner learner.launch.launcher learner.launch.earlier_run replay.service rollout_server.server
+torch.distributed.run {TORCHRUN_POPEN} transformers.models.qwen3.modeling_qwen3
+"""
 FORKED = ("learner.main", "learner.launch.torchrun", "learner.train", "replay.main", "rollout_server.main")
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
@@ -161,7 +154,7 @@ def set_title(argv: Sequence[str]) -> None:
 def serve(channel: socket.socket) -> None:
     """Fork programs on request until the tests have ended."""
     sys.path[0] = str(ROOT)
-    for module in PRELOADED:
+    for module in PRELOADED.split():
         importlib.import_module(module)
     running: dict[int, Child] = {}
     lines = channel.makefile("rwb", buffering=0)

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 from replay import keys as make_keys
 from replay.channel import DuplicateMessage, load_keys
@@ -17,7 +16,7 @@ def poll(dealer: Dealer) -> Iterator[object]:
         yield message
 
 
-def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is() -> None:
+def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is():
     """A Begin that came twice was waited for twice, and gloo ends a process whose broadcast is another's."""
     router = Router(HOST, 0, RUN)
     dealer = Dealer(router.address, "one", RUN)
@@ -41,7 +40,7 @@ def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is() -> None:
         router.close()
 
 
-def test_versions_arrive_under_keys(tmp_path: Path) -> None:
+def test_versions_arrive_under_keys(tmp_path):
     make_keys.make(tmp_path / "learner", ["node1"], force=False)
     make_keys.export(tmp_path / "learner", "node1", tmp_path / "node1")
     with learner(keys=load_keys(tmp_path / "learner")) as publisher:

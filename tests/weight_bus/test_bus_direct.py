@@ -12,16 +12,13 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from configs.infrastructure import WeightBus
 from tests.support import bus_receiver
 from tests.support.bus_receiver import CONFIG, HOST, Rollout, Weights, digests, joined, until, weights
 from weight_bus import EngineSpoiled, Publisher, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.manifest import WITHOUT_GAPS, Entry, plan
-from weight_bus.membership import MAX_RANKS, Member, Membership, State, first_ranks
-from weight_bus.messages import Holding, Join, Paused
+from weight_bus.membership import State
 from weight_bus.transports import Formation, make_transport
 from weight_bus.transports.direct import DirectGloo
 
@@ -93,7 +90,7 @@ class Server(Rollout):
 
 
 @pytest.fixture
-def config() -> WeightBus:
+def config():
     return DIRECT
 
 
@@ -109,7 +106,7 @@ def servers(publisher: Publisher, *names: str) -> list[Server]:
     return made
 
 
-def test_two_engines_of_two_ranks_receive_straight_and_keep_their_group(publisher: Publisher) -> None:
+def test_two_engines_of_two_ranks_receive_straight_and_keep_their_group(publisher):
     a, b = servers(publisher, "a", "b")
     for version in (1, 2, 3):
         report = publish(publisher, version)
@@ -124,7 +121,7 @@ def test_two_engines_of_two_ranks_receive_straight_and_keep_their_group(publishe
     assert [(f.rank, f.size) for f in (s.receiver.formed[-1] for s in (a, b, third))] == [(1, 6), (3, 6), (5, 6)]
 
 
-def test_the_group_is_kept_until_the_slowest_engine_has_proven_what_it_received(publisher: Publisher) -> None:
+def test_the_group_is_kept_until_the_slowest_engine_has_proven_what_it_received(publisher):
     events: list[tuple[str, str, int]] = []
     publisher.on_event.append(lambda event: events.append((event.kind, event.name, event.epoch)))
     a, b = servers(publisher, "a", "b")
@@ -145,7 +142,7 @@ def test_the_group_is_kept_until_the_slowest_engine_has_proven_what_it_received(
     assert events.index(("live", "a", 1)) < events.index(("epoch", "", 2)) and b.engine.activated == [1]
 
 
-def test_an_engine_that_evaluates_first_keeps_nobody_from_the_new_version(publisher: Publisher) -> None:
+def test_an_engine_that_evaluates_first_keeps_nobody_from_the_new_version(publisher):
     a, b = servers(publisher, "a", "b")
     publish(publisher, 1)
     a.receiver.hold = lambda: a.subscriber.hold(30.0, "evaluates v1")
@@ -162,7 +159,7 @@ def test_an_engine_that_evaluates_first_keeps_nobody_from_the_new_version(publis
     assert publish(publisher, 4).served == ["a", "b"]
 
 
-def test_an_engine_lost_in_a_transfer_is_named_and_nobody_serves_a_part(publisher: Publisher) -> None:
+def test_an_engine_lost_in_a_transfer_is_named_and_nobody_serves_a_part(publisher):
     a, b = servers(publisher, "a", "b")
     publish(publisher, 1)
 
@@ -183,7 +180,7 @@ def test_an_engine_lost_in_a_transfer_is_named_and_nobody_serves_a_part(publishe
     until(lambda: again.engine.activated == [2], "a restarted one gets the whole version")
 
 
-def test_an_engine_that_cannot_say_what_it_holds_restarts(publisher: Publisher) -> None:
+def test_an_engine_that_cannot_say_what_it_holds_restarts(publisher):
     (a,) = servers(publisher, "a")
 
     def hang(version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
@@ -197,7 +194,7 @@ def test_an_engine_that_cannot_say_what_it_holds_restarts(publisher: Publisher) 
     until(lambda: publisher.members() == {}, "it has left")
 
 
-def test_an_engine_that_is_not_paused_in_time_costs_the_others_one_round(publisher: Publisher) -> None:
+def test_an_engine_that_is_not_paused_in_time_costs_the_others_one_round(publisher):
     a, b = servers(publisher, "a", "b")
 
     def refuse() -> None:
@@ -212,7 +209,7 @@ def test_an_engine_that_is_not_paused_in_time_costs_the_others_one_round(publish
     assert b.receiver.calls[:3] == ["pause", "resume", "pause"], "called off before anything was sent, then alone"
 
 
-def test_a_staged_subscriber_and_a_direct_publisher_do_not_fit(publisher: Publisher) -> None:
+def test_a_staged_subscriber_and_a_direct_publisher_do_not_fit(publisher):
     staged = Rollout(publisher, "staged")
     staged.join(5.0)
     assert isinstance(staged.ended, RemovedFromBus)
@@ -223,54 +220,6 @@ def test_a_staged_subscriber_and_a_direct_publisher_do_not_fit(publisher: Publis
         make_transport(WeightBus(apply="direct", backend="ucc"), HOST)
 
 
-@given(st.lists(st.integers(1, MAX_RANKS), max_size=12))
-def test_the_ranks_of_all_members_and_the_publisher_are_0_to_size(ranks: list[int]) -> None:
-    firsts, size = first_ranks(_admitted(f"s{i}", ranks=count)[1] for i, count in enumerate(ranks))
-    taken = [0] + [first + i for first, count in zip(firsts, ranks, strict=True) for i in range(count)]
-    assert taken == list(range(size))
-
-
-@pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1])
-def test_an_absurd_number_of_ranks_is_refused(ranks: int) -> None:
-    join = Join(session="s", name="s", instance="s", pid=1, host="h", ranks=ranks)
-    admission = Membership(silent_after_s=3.0, max_faults=2).join(join, "x", 0.0, version=-1, digest="")
-    assert admission.member is None and f"asks for {ranks} ranks" in admission.refused
-
-
-def _admitted(session: str, ranks: int = 1) -> tuple[Membership, Member]:
-    membership = Membership(silent_after_s=3.0, max_faults=2)
-    join = Join(session=session, name=session, instance=session, pid=1, host="h", ranks=ranks)
-    member = membership.join(join, "x", 0.0, version=-1, digest="").member
-    assert member is not None
-    return membership, member
-
-
-def test_an_engine_is_touched_only_after_it_has_been_paused_and_told_to_go() -> None:
-    membership, member = _admitted("s")
-
-    def round_begins(now: float) -> int:
-        epoch = membership.invite([member], now, 10.0)
-        membership.ready("s", epoch, now)
-        membership.begin([member], (1, "d1"), now, 10.0, pause=True)
-        return epoch
-
-    epoch = round_begins(0.0)
-    late, paused = Paused(session="s", epoch=epoch - 1, version=1), Paused(session="s", epoch=epoch, version=1)
-    assert membership.paused(late, 1.0, 11.0) is None
-    assert membership.receiving("s", epoch, 1) is None and membership.preparing("s", epoch, 1) is member
-    holding = Holding(session="s", epoch=epoch, version=1, limit_s=60.0, reason="r")
-    assert membership.holding(holding, 1.0) is member and membership.unsettled(1) == []
-    assert membership.paused(paused, 2.0, 12.0) is member
-    assert (member.state, membership.needing(1, 2.0)) == (State.WAITING, [member]), "its round went on without it"
-    assert membership.paused(paused, 2.0, 12.0) is None
-    epoch = round_begins(3.0)
-    membership.paused(Paused(session="s", epoch=epoch, version=1), 4.0, 12.0)
-    member.version = 0
-    assert member.state is State.PAUSED
-    membership.go([member], 5.0, 13.0)
-    assert membership.receiving("s", epoch, 1) is member and member.version == -1
-
-
-def test_tensors_of_two_dtypes_have_no_place_in_a_bucket_without_gaps() -> None:
+def test_tensors_of_two_dtypes_have_no_place_in_a_bucket_without_gaps():
     with pytest.raises(ValueError, match=r"'b' of float32 would begin at byte 6 .*one dtype"):
         plan([("a", "bfloat16", (3,)), ("b", "float32", (1,))], 1000, WITHOUT_GAPS)

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from configs import Config
 from configs.infrastructure import WeightBus
 from tests.support import bus_receiver
-from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, joined, learner, until, weights
+from tests.support.bus_receiver import CONFIG, HOST, RUN, Rollout, digests, learner, servers, until, weights
 from weight_bus import WeightBusError
 from weight_bus.errors import TransportError
 from weight_bus.manifest import WITHOUT_GAPS, plan
@@ -29,18 +27,15 @@ of_one_dtype = partial(weights, dtype=torch.float32)
 publish = partial(bus_receiver.publish, dtype=torch.float32)
 
 
-def test_versions_are_model_folders_and_the_two_newest_are_kept(tmp_path: Path) -> None:
+def test_versions_are_model_folders_and_the_two_newest_are_kept(tmp_path):
     config = disk(tmp_path)
     with learner(config, incarnation=3) as publisher:
-        servers = [Rollout(publisher, name, config=config) for name in "ab"]
-        joined(publisher, "a", "b")
+        servers(publisher, "a", "b", config=config)
         for version in range(4):
             report = publish(publisher, version)
             assert sorted(report.served) == ["a", "b"] and not report.failed
         late = Rollout(publisher, "late", config=config)
         until(lambda: late.engine.activated == [3], "a late one reads what is there")
-        for server in [*servers, late]:
-            server.halt()
     folder = tmp_path / f"{RUN}-3"
     assert sorted(path.name for path in folder.iterdir()) == ["publisher.json", "v000002", "v000003"]
     index = json.loads((folder / "v000003" / INDEX).read_text())["weight_map"]
@@ -49,22 +44,20 @@ def test_versions_are_model_folders_and_the_two_newest_are_kept(tmp_path: Path) 
     assert held.keys() == named.keys() and all(torch.equal(held[name], named[name]) for name in named)
 
 
-def test_folders_of_earlier_incarnations_are_removed_and_those_of_other_runs_stay(tmp_path: Path) -> None:
+def test_folders_of_earlier_incarnations_are_removed_and_those_of_other_runs_stay(tmp_path):
     others = [f"{RUN}-4", f"{RUN}-1-2", f"{RUN}-two-1", f"{RUN}x-1", "1", RUN, "model"]
     for name in [f"{RUN}-1", f"{RUN}-2", *others]:
         (tmp_path / name / "v000007").mkdir(parents=True)
         (tmp_path / name / "v000007" / "bucket-00001.safetensors").write_bytes(b"weights")
     config = disk(tmp_path)
     with learner(config, incarnation=3) as publisher:
-        server = Rollout(publisher, "a", config=config)
-        joined(publisher, "a")
+        servers(publisher, "a", config=config)
         assert publish(publisher, 0).served == ["a"]
-        server.halt()
     assert {path.name for path in tmp_path.iterdir()} == {f"{RUN}-3", *others}
     assert all((tmp_path / name / "v000007" / "bucket-00001.safetensors").is_file() for name in others)
 
 
-def test_a_file_that_was_damaged_is_found_by_the_digests_or_the_publisher_and_written_again(tmp_path: Path) -> None:
+def test_a_file_that_was_damaged_is_found_by_the_digests_or_the_publisher_and_written_again(tmp_path):
     config = disk(tmp_path)
     with learner(config) as publisher:
         publish(publisher, 0)
@@ -77,15 +70,12 @@ def test_a_file_that_was_damaged_is_found_by_the_digests_or_the_publisher_and_wr
         until(lambda: late.engine.activated == [0], "it is filled from a whole one")
         assert late.engine.loads == 1 and path.read_bytes() == whole
         assert digests(late.engine.live) == digests(of_one_dtype(0))
-        for each in (server, late):
-            each.halt()
 
 
-def test_changes_go_through_files_as_well(tmp_path: Path) -> None:
+def test_changes_go_through_files_as_well(tmp_path):
     config = disk(tmp_path, delta=True)
     with learner(config) as publisher:
-        server = Rollout(publisher, "a", config=config)
-        joined(publisher, "a")
+        servers(publisher, "a", config=config)
         named = of_one_dtype(0)
         for version in range(3):
             bits = named["layers.0.weight"].view(-1).view(torch.int32)
@@ -93,7 +83,6 @@ def test_changes_go_through_files_as_well(tmp_path: Path) -> None:
             report = publisher.publish(version, named.items(), digests(named))
             assert report.served == ["a"], report
         assert report.num_bytes < 20_000 and (tmp_path / f"{RUN}-1" / "v000002.change").is_dir()
-        server.halt()
 
 
 def formed(config: WeightBus, rank: int):
@@ -103,14 +92,14 @@ def formed(config: WeightBus, rank: int):
     return transport
 
 
-def test_another_folder_is_named_with_what_to_do(tmp_path: Path) -> None:
+def test_another_folder_is_named_with_what_to_do(tmp_path):
     formed(disk(tmp_path / "learner"), 0)
     elsewhere = disk(tmp_path / "rollout", collective_timeout_s=0.2)
     with pytest.raises(TransportError, match=r"rollout/bus-test-1/publisher.json is not there .*; is weight_bus"):
         formed(elsewhere, 1)
 
 
-def test_files_that_are_not_the_updates_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_the_updates_are_refused(tmp_path):
     config = disk(tmp_path, collective_timeout_s=0.2)
     layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
     writer, reader = formed(config, 0), formed(config, 1)
@@ -131,7 +120,7 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path: Path) -> None:
         reader.broadcast(got, 0)
 
 
-def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path: Path) -> None:
+def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path):
     config = disk(tmp_path)
     writer = formed(config, 0)
     writer.label(5, plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS).by_bucket())
@@ -142,17 +131,7 @@ def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path:
         writer.finish()
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightBusError, match=r"weight_bus\.folder: .*file/weights cannot be written"):
         learner(disk(tmp_path / "file" / "weights"))
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [({}, "needs weight_bus.folder"), ({"folder": "f", "apply": "direct"}, "with weight_bus.apply .direct.")],
-)
-def test_what_disk_needs_is_checked(keys: dict[str, object], message: str) -> None:
-    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engine": "sglang"}}
-    with pytest.raises(ValidationError, match=message):
-        Config.model_validate({**tree, "weight_bus": {"transport": "disk", **keys}})

@@ -2,48 +2,41 @@
 
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
-from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import CONFIG, Engine, Faulty, Rollout, joined, publish, until
-from weight_bus import Event, Publisher, RemovedFromBus, Subscriber, WeightBusError
+from tests.support.bus_receiver import CONFIG, Engine, Rollout, Weights, once, publish, servers, until
+from weight_bus import Event, Publisher, RemovedFromBus, WeightBusError
 from weight_bus.membership import State
-from weight_bus.transports import Transport, differing, make_transport
+from weight_bus.transports import differing
 from weight_bus.transports.base import PROTOCOL
+from weight_bus.transports.gloo import Collective
 
 QUICK = CONFIG.model_copy(update={"deadline_s": 1.0})
 
 
 @pytest.fixture
-def config() -> WeightBus:
+def config():
     return QUICK
 
 
-class Evaluating:
-    """A server whose first load waits for `done`, after it has said for how long."""
+def evaluating(publisher: Publisher, limit_s: float) -> tuple[Rollout, threading.Event]:
+    """A server whose first load waits for an event, after it has said for how long."""
+    done = threading.Event()
 
-    def __init__(self, publisher: Publisher, limit_s: float) -> None:
-        self.done = threading.Event()
-        self.limit_s = limit_s
-        self.subscriber: Subscriber | None = None
-        self.engine = Engine(self._hold)
-        self.subscriber = Rollout(publisher, "held", self.engine, config=QUICK).subscriber
+    def hold(live: Weights) -> None:
+        held.subscriber.hold(limit_s, "evaluation of version 0")
+        done.wait(20.0)
 
-    def _hold(self, version, live) -> None:
-        if version == 1:
-            until(lambda: self.subscriber is not None, "the subscriber is known")
-            assert self.subscriber is not None
-            self.subscriber.hold(self.limit_s, "evaluation of version 0")
-            self.done.wait(20.0)
+    (held,) = servers(publisher, "held", engine=Engine(once(hold)), config=QUICK)
+    return held, done
 
 
-def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publisher: Publisher) -> None:
+def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publisher):
     events: list[Event] = []
     publisher.on_event.append(events.append)
-    evaluating, quick = Evaluating(publisher, limit_s=30.0), Rollout(publisher, "quick", config=QUICK)
-    joined(publisher, "held", "quick")
+    held, done = evaluating(publisher, limit_s=30.0)
+    (quick,) = servers(publisher, "quick", config=QUICK)
     report = publish(publisher, 1)
     assert (report.served, report.failed) == (["quick"], {}) and report.held.keys() == {"held"}
     assert "'held' (pid" in report.held["held"] and "evaluation of version 0" in report.held["held"]
@@ -51,16 +44,15 @@ def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publ
     assert (report.served, report.failed) == (["quick"], {}), "newer versions are not held up either"
     time.sleep(QUICK.deadline_s + 1.0)
     assert publisher.members()["held"] == (State.HOLDING.value, -1), "not slow: it has asked for longer"
-    evaluating.done.set()
+    done.set()
     until(lambda: publisher.members()["held"] == ("live", 2), "it applies, and gets what came meanwhile")
-    assert evaluating.engine.activated == [1, 2] and quick.engine.activated == [1, 2]
+    assert held.engine.activated == [1, 2] and quick.engine.activated == [1, 2]
     assert publisher.stats()["lost_peers"] == 0
     assert [event.detail for event in events if event.kind == "held"] == ["evaluation of version 0"]
 
 
-def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher: Publisher) -> None:
-    evaluating = Evaluating(publisher, limit_s=1.5)
-    joined(publisher, "held")
+def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher):
+    _, done = evaluating(publisher, limit_s=1.5)
     events: list[Event] = []
     publisher.on_event.append(events.append)
     started = time.monotonic()
@@ -69,43 +61,30 @@ def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher: Publis
     assert time.monotonic() - started > 1.4
     (removed,) = [event for event in events if event.kind == "removed"]
     assert removed.symptom == "slow" and "holding an older version before it applies v1" in removed.detail
-    evaluating.done.set()
+    done.set()
     until(lambda: publisher.members().get("held") == ("live", 1), "it joins anew with what it verified")
 
 
-def test_hold_is_for_the_load_callback_only(publisher: Publisher) -> None:
+def test_hold_is_for_the_load_callback_only(publisher):
     rollout = Rollout(publisher, "one", config=QUICK)
-    publish(publisher, 1)
-    until(lambda: rollout.engine.activated == [1], "it is served")
     with pytest.raises(WeightBusError, match="nothing is being applied"):
         rollout.subscriber.hold(1.0, "nothing")
-    rollout.halt()
 
 
 @pytest.mark.parametrize("limit_s", [0.0, 1e9, float("nan")])
-def test_a_hold_without_a_sensible_limit_changes_nothing(publisher: Publisher, limit_s: float) -> None:
-    evaluating = Evaluating(publisher, limit_s)
-    joined(publisher, "held")
+def test_a_hold_without_a_sensible_limit_changes_nothing(publisher, limit_s):
+    _, done = evaluating(publisher, limit_s)
     report = publish(publisher, 1)
     assert report.held == {} and "[slow]" in report.failed["held"]
-    evaluating.done.set()
+    done.set()
 
 
-def stating(facts: dict[str, str]) -> Callable[[WeightBus, str], Transport]:
-    """A transport that states other facts."""
-
-    class Stating(Faulty):
+def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(publisher, caplog):
+    class Stating(Collective):
         def facts(self) -> dict[str, str]:
-            return facts
+            return {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
 
-    return lambda config, host: Stating(make_transport(config, host), -1, lambda bucket: None, before=True)
-
-
-def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(
-    publisher: Publisher, caplog: pytest.LogCaptureFixture
-) -> None:
-    other = {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
-    misfit = Rollout(publisher, "misfit", factory=stating(other), config=QUICK)
+    misfit = Rollout(publisher, "misfit", factory=Stating, config=QUICK)
     misfit.join(5.0)
     assert isinstance(misfit.ended, RemovedFromBus)
     text = str(misfit.ended)
@@ -113,12 +92,11 @@ def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(
     assert "set NCCL_CUMEM_ENABLE alike on all nodes (network.env)" in text and "protocol" not in text
     assert "cannot be in a group with the publisher" in caplog.text
     assert publisher.members() == {} and publisher.epoch == 0
-    good = Rollout(publisher, "good", config=QUICK)
-    assert publish(publisher, 1).version == 1
-    until(lambda: good.engine.activated == [1], "others are served")
+    servers(publisher, "good", config=QUICK)
+    assert publish(publisher, 1).served == ["good"], "others are served"
 
 
-def test_every_differing_fact_is_named_with_both_values_and_a_remedy() -> None:
+def test_every_differing_fact_is_named_with_both_values_and_a_remedy():
     ours = {"backend": "nccl", "nccl": "2.28.9", "protocol": "1", "NCCL_NVLS_ENABLE": "0", "ucc": "native"}
     theirs = {"backend": "gloo", "nccl": "2.27.5", "protocol": "2", "NCCL_NVLS_ENABLE": "0", "X": "1", "ucc": "plugin"}
     text = differing(ours, theirs)

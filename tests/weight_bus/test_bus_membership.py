@@ -2,14 +2,15 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from weight_bus.membership import IDLE, Member, Membership, State
-from weight_bus.messages import Applied, Holding, Join, Staged
+from weight_bus.membership import IDLE, MAX_RANKS, Member, Membership, State, first_ranks
+from weight_bus.messages import Applied, Holding, Join, Paused, Staged
 
 SILENT_AFTER_S = 3.0
 MAX_FAULTS = 2
@@ -20,11 +21,9 @@ def made() -> Membership:
     return Membership(silent_after_s=SILENT_AFTER_S, max_faults=MAX_FAULTS)
 
 
-def asks(name: str, number: int = 1, *, instance: str = "", version: int = -1, digest: str = "") -> Join:
+def asks(name: str, number: int = 1, *, instance: str = "", **stated: Any) -> Join:
     instance = instance or f"i-{name}"
-    return Join(
-        session=f"{instance}-{number}", name=name, instance=instance, pid=1, host="h", version=version, digest=digest
-    )
+    return Join(session=f"{instance}-{number}", name=name, instance=instance, pid=1, host="h", **stated)
 
 
 def admitted(membership: Membership, join: Join, now: float = 0.0, version: int = -1, digest: str = "") -> Member:
@@ -33,33 +32,31 @@ def admitted(membership: Membership, join: Join, now: float = 0.0, version: int 
     return member
 
 
-def receiving(membership: Membership, *members: Member, version: int = 1) -> int:
+def receiving(membership: Membership, *members: Member, pause: bool = False) -> int:
+    """Version 1, in an epoch of these; its number."""
     epoch = membership.invite(members, 0.0, 10.0)
     for member in members:
         assert membership.ready(member.session, epoch, 0.0)
-    membership.begin(members, (version, f"d{version}"), 0.0, 10.0)
+    membership.begin(members, (1, "d1"), 0.0, 10.0, pause=pause)
     return epoch
 
 
-def test_messages_of_older_epochs_and_ended_sessions_change_nothing() -> None:
+def test_messages_of_older_epochs_and_ended_sessions_change_nothing():
     membership = made()
     one = admitted(membership, asks("one"))
     first = receiving(membership, one)
     membership.release(one, 1.0)
     second = receiving(membership, one)
-    assert second == first + 1
-    assert membership.staged(Staged(session=one.session, epoch=first, version=1), 1.0, 9.0) is None
-    assert membership.staged(Staged(session=one.session, epoch=second, version=2), 1.0, 9.0) is None
-    assert not membership.ready(one.session, first, 1.0)
+    for epoch, version in ((first, 1), (second, 2)):
+        assert membership.staged(Staged(session=one.session, epoch=epoch, version=version), 1.0, 9.0) is None
     membership.remove(one, rejoin=True)
     assert membership.staged(Staged(session=one.session, epoch=second, version=1), 1.0, 9.0) is None
-    assert membership.heard(one.session, 1.0) is None
-    assert membership.group == ()
+    assert membership.heard(one.session, 1.0) is None and membership.group == ()
 
 
-def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right() -> None:
+def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right():
     membership = made()
-    one = admitted(membership, asks("one"))
+    one = admitted(membership, asks("one", version=0, digest="d0"), version=0, digest="d0")
     epoch = receiving(membership, one)
     membership.staged(Staged(session=one.session, epoch=epoch, version=1), 0.0, 9.0)
     membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="other"), 0.0)
@@ -67,7 +64,7 @@ def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right()
     assert membership.needing(1, 0.0) == [one]
 
 
-def test_faults_outlive_a_session_and_end_with_a_verified_version() -> None:
+def test_faults_outlive_a_session_and_end_with_a_verified_version():
     membership = made()
     one = admitted(membership, asks("one"))
     for number in range(MAX_FAULTS + 1):
@@ -84,7 +81,7 @@ def test_faults_outlive_a_session_and_end_with_a_verified_version() -> None:
     assert admitted(membership, asks("one", 9)).faults == 0
 
 
-def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause() -> None:
+def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause():
     membership = made()
     bad, good = admitted(membership, asks("bad")), admitted(membership, asks("good"))
     membership.fault(bad, 5.0)
@@ -96,12 +93,12 @@ def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause() 
 
 
 @pytest.mark.parametrize(("version", "digest", "state"), [(4, "d4", State.LIVE), (4, "d3", State.WAITING)])
-def test_who_joins_with_the_present_version_needs_its_digest(version: int, digest: str, state: State) -> None:
+def test_who_joins_with_the_present_version_needs_its_digest(version, digest, state):
     joined = admitted(made(), asks("one", version=version, digest=digest), 0.0, version=4, digest="d4")
     assert joined.state is state
 
 
-def test_silence_and_slowness_are_told_apart() -> None:
+def test_silence_and_slowness_are_told_apart():
     membership = made()
     quiet, slow = admitted(membership, asks("quiet")), admitted(membership, asks("slow"))
     membership.invite([slow], 0.0, 5.0)
@@ -110,34 +107,66 @@ def test_silence_and_slowness_are_told_apart() -> None:
     assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
 
 
+@given(st.lists(st.integers(1, MAX_RANKS), max_size=12))
+def test_the_ranks_of_all_members_and_the_publisher_are_0_to_size(ranks):
+    firsts, size = first_ranks(admitted(made(), asks(f"s{i}", ranks=count)) for i, count in enumerate(ranks))
+    taken = [0] + [first + i for first, count in zip(firsts, ranks, strict=True) for i in range(count)]
+    assert taken == list(range(size))
+
+
+@pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1])
+def test_an_absurd_number_of_ranks_is_refused(ranks):
+    admission = made().join(asks("s", ranks=ranks), "x", 0.0, version=-1, digest="")
+    assert admission.member is None and f"asks for {ranks} ranks" in admission.refused
+
+
+def test_an_engine_is_touched_only_after_it_has_been_paused_and_told_to_go():
+    membership = made()
+    member = admitted(membership, asks("s"))
+    session, epoch = member.session, receiving(membership, member, pause=True)
+    late, paused = (Paused(session=session, epoch=number, version=1) for number in (epoch - 1, epoch))
+    assert membership.paused(late, 1.0, 11.0) is None
+    assert membership.receiving(session, epoch, 1) is None and membership.preparing(session, epoch, 1) is member
+    holding = Holding(session=session, epoch=epoch, version=1, limit_s=60.0, reason="r")
+    assert membership.holding(holding, 1.0) is member and membership.unsettled(1) == []
+    assert membership.paused(paused, 2.0, 12.0) is member
+    assert (member.state, membership.needing(1, 2.0)) == (State.WAITING, [member]), "its round went on without it"
+    assert membership.paused(paused, 2.0, 12.0) is None
+    epoch = receiving(membership, member, pause=True)
+    membership.paused(Paused(session=session, epoch=epoch, version=1), 4.0, 12.0)
+    member.version = 0
+    assert member.state is State.PAUSED
+    membership.go([member], 5.0, 13.0)
+    assert membership.receiving(session, epoch, 1) is member and member.version == -1
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of messages, also late and repeated ones, against what each engine was really shown to hold."""
 
+    joins = Bundle("joins")
     names = st.sampled_from(["a", "b", "c"])
-    back = st.integers(0, 2)
+    back = st.sampled_from([0, 0, 0, 0, 1, 2])
 
     def __init__(self) -> None:
         super().__init__()
         self.membership = made()
         self.now = 0.0
         self.version = 0
-        self.sessions: list[Join] = []
+        self.joined = 0
         self.proved: dict[str, int] = {}
         self.highest_epoch = 0
 
-    def pick(self, index: int) -> Join | None:
-        return self.sessions[index % len(self.sessions)] if self.sessions else None
-
-    @rule(name=names, fresh=st.booleans(), holds=st.booleans())
-    def join(self, name: str, fresh: bool, holds: bool) -> None:
-        instance = f"{name}{len(self.sessions)}" if fresh else name
+    @rule(target=joins, name=names, fresh=st.booleans(), holds=st.booleans())
+    def join(self, name: str, fresh: bool, holds: bool) -> Join:
+        instance = f"{name}{self.joined}" if fresh else name
         version, digest = (self.version, f"d{self.version}") if holds else (-1, "")
-        join = asks(name, len(self.sessions), instance=instance, version=version, digest=digest)
+        join = asks(name, self.joined, instance=instance, version=version, digest=digest)
         admission = self.membership.join(join, join.session, self.now, version=self.version, digest=f"d{self.version}")
         assert (admission.member is None) == bool(admission.refused)
-        self.sessions.append(join)
+        self.joined += 1
         if holds:
             self.proved[join.session] = self.version
+        return join
 
     @rule()
     def publish(self) -> None:
@@ -149,11 +178,9 @@ class Machine(RuleBasedStateMachine):
         for member, _, _ in self.membership.overdue(self.now):
             self.membership.remove(member, rejoin=True)
 
-    @rule(index=st.integers(0, 99))
-    def beat(self, index: int) -> None:
-        join = self.pick(index)
-        if join is not None:
-            self.membership.heard(join.session, self.now)
+    @rule(join=joins)
+    def beat(self, join: Join) -> None:
+        assert self.membership.heard(join.session, self.now) is self.membership.find(join.session)
 
     @rule()
     def send_round(self) -> None:
@@ -163,11 +190,11 @@ class Machine(RuleBasedStateMachine):
         elif receivers:
             self.membership.begin(receivers, (self.version, f"d{self.version}"), self.now, self.now + 5)
 
-    @rule(index=st.integers(0, 99), back=back)
-    def answer_epoch(self, index: int, back: int) -> None:
-        join = self.pick(index)
-        if join is not None:
-            self.membership.ready(join.session, self.membership.epoch - back, self.now)
+    @rule(join=joins, back=back)
+    def answer_epoch(self, join: Join, back: int) -> None:
+        epoch, member = self.membership.epoch - back, self.membership.find(join.session)
+        legal = member is not None and member.state is State.INVITED and member.epoch == epoch
+        assert self.membership.ready(join.session, epoch, self.now) == legal
 
     @rule()
     def begin(self) -> None:
@@ -175,18 +202,9 @@ class Machine(RuleBasedStateMachine):
         if ready and all(m.epoch == self.membership.epoch for m in ready):
             self.membership.begin(ready, (self.version, f"d{self.version}"), self.now, self.now + 5)
 
-    @rule(
-        kind=st.sampled_from([Staged, Applied, Holding]),
-        index=st.integers(0, 99),
-        back=back,
-        older=back,
-        right=st.booleans(),
-    )
-    def answer(self, kind: type[Staged | Applied | Holding], index: int, back: int, older: int, right: bool) -> None:
+    @rule(kind=st.sampled_from([Staged, Applied, Holding]), join=joins, back=back, older=back, right=st.booleans())
+    def answer(self, kind: type[Staged | Applied | Holding], join: Join, back: int, older: int, right: bool) -> None:
         """Of a subscriber to a Begin or a Commit, that may be of an older epoch or about an older version."""
-        join = self.pick(index)
-        if join is None:
-            return
         epoch, version = self.membership.epoch - back, self.version - older
         member = self.membership.find(join.session)
         states = (State.RECEIVING,) if kind is Staged else ENGAGED
@@ -205,15 +223,13 @@ class Machine(RuleBasedStateMachine):
         if legal and right and kind is Applied:
             self.proved[join.session] = version
 
-    @rule(index=st.integers(0, 99), rejoin=st.booleans())
-    def remove(self, index: int, rejoin: bool) -> None:
-        join = self.pick(index)
-        member = self.membership.find(join.session) if join is not None else None
+    @rule(join=joins, rejoin=st.booleans())
+    def remove(self, join: Join, rejoin: bool) -> None:
+        member = self.membership.find(join.session)
         if member is not None:
             self.membership.remove(member, rejoin=rejoin)
-            refused = self.membership.join(
-                asks(member.name, 0, instance=member.instance), "x", self.now, version=0, digest=""
-            )
+            again = asks(member.name, 0, instance=member.instance)
+            refused = self.membership.join(again, "x", self.now, version=0, digest="")
             assert bool(refused.refused) == (not rejoin)
             if refused.member is not None:
                 self.membership.remove(refused.member, rejoin=True)

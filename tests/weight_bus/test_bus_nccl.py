@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -12,18 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import (
-    CONFIG,
-    HOST,
-    Rollout,
-    digests,
-    formation,
-    joined,
-    learner,
-    publish,
-    together,
-    weights,
-)
+from tests.support.bus_receiver import CONFIG, HOST, digests, formation, learner, publish, servers, together, weights
 from weight_bus import TransportError
 from weight_bus.transports import set_nccl_defaults
 from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG, NcclCollective
@@ -57,7 +47,7 @@ class OverGloo(NcclCollective):
 
 
 @pytest.fixture
-def members() -> Iterator[list[OverGloo]]:
+def members():
     """Rank 0 and two others, not yet in a group."""
     made = [OverGloo(SHORT, HOST) for _ in range(3)]
     yield made
@@ -66,10 +56,9 @@ def members() -> Iterator[list[OverGloo]]:
 
 
 def formed(members: list[OverGloo], epoch: int) -> None:
-    endpoint = members[0].serve()
-    places = [formation(endpoint, epoch, rank, len(members)) for rank in range(len(members))]
-    calls = [lambda m=m, p=p: m.form(p) for m, p in zip(members, places, strict=True)]
-    assert together(*calls) == [None] * len(members)
+    endpoint, size = members[0].serve(), len(members)
+    calls = [partial(member.form, formation(endpoint, epoch, rank, size)) for rank, member in enumerate(members)]
+    assert together(*calls) == [None] * size
 
 
 def arrived(member: OverGloo, order: list[int], index: int) -> None:
@@ -77,7 +66,7 @@ def arrived(member: OverGloo, order: list[int], index: int) -> None:
     order.append(index)
 
 
-def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[OverGloo]) -> None:
+def test_launched_buckets_arrive_in_order_in_successive_epochs(members):
     for epoch, size in ((1, 3), (2, 2), (3, 3)):
         formed(members[:size], epoch)
         for _ in range(2):
@@ -89,12 +78,12 @@ def test_launched_buckets_arrive_in_order_in_successive_epochs(members: list[Ove
                     members[rank].broadcast(bucket, index)
                 members[rank].finish(lambda index: arrived(members[rank], order[rank], index))
 
-            assert together(*(lambda rank=rank: take(rank) for rank in range(size))) == [None] * size
+            assert together(*(partial(take, rank) for rank in range(size))) == [None] * size
             assert order == [[0, 1, 2]] * size
             assert all(bool((bucket == 7).all()) for held in buckets for bucket in held)
 
 
-def test_who_does_not_show_up_is_named_before_anything_collective(members: list[OverGloo]) -> None:
+def test_who_does_not_show_up_is_named_before_anything_collective(members):
     endpoint = members[0].serve()
     (raised,) = together(lambda: members[0].form(formation(endpoint, 1, 0, 3)))
     assert isinstance(raised, TransportError) and raised.symptom == "silent"
@@ -104,7 +93,7 @@ def test_who_does_not_show_up_is_named_before_anything_collective(members: list[
     formed(members, 2)
 
 
-def test_rank_0_does_not_finish_before_all_have_everything(members: list[OverGloo]) -> None:
+def test_rank_0_does_not_finish_before_all_have_everything(members):
     formed(members, 1)
     small = [torch.zeros(8, dtype=torch.uint8) for _ in members]
 
@@ -114,7 +103,7 @@ def test_rank_0_does_not_finish_before_all_have_everything(members: list[OverGlo
             members[rank].finish()
 
     started = time.monotonic()
-    raised = together(*(lambda rank=rank: take(rank) for rank in range(3)))
+    raised = together(*(partial(take, rank) for rank in range(3)))
     assert time.monotonic() - started < 5.0
     assert isinstance(raised[0], TransportError) and raised[0].symptom == "silent"
     assert "the closing collective did not end in 0.5 s" in str(raised[0])
@@ -123,10 +112,9 @@ def test_rank_0_does_not_finish_before_all_have_everything(members: list[OverGlo
     formed(members, 2)
 
 
-def test_publishing_over_launched_buckets() -> None:
+def test_publishing_over_launched_buckets():
     with learner(transport_factory=OverGloo) as publisher:
-        rollouts = [Rollout(publisher, name, factory=OverGloo) for name in ("one", "two")]
-        joined(publisher, "one", "two")
+        rollouts = servers(publisher, "one", "two", factory=OverGloo)
         for version in (1, 2, 3):
             assert sorted(publish(publisher, version).served) == ["one", "two"]
         assert all(digests(rollout.engine.live) == digests(weights(3)) for rollout in rollouts)
@@ -149,7 +137,7 @@ class Recorded:
         self.environment = {name: os.environ[name] for name in WATCHDOG}
 
 
-def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch):
     monkeypatch.setattr(distributed_c10d, "ProcessGroupNCCL", Recorded, raising=False)
     # the first as torchrun sets it, the second by the user
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "1"})

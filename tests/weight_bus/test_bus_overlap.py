@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.support.bus_receiver import CONFIG, Rollout, Weights, digests, faulty, joined, learner, until, weights
+from tests.support.bus_receiver import CONFIG, Weights, digests, faulty, learner, servers, until, weights
 from weight_bus import NonFiniteWeights
 
 NAMES = list(weights(0))
@@ -20,8 +20,7 @@ class Pair:
     def __init__(self) -> None:
         self.left = threading.Event()
         self.publisher = learner(transport_factory=faulty(0, lambda _: self.left.set()))
-        self.servers = [Rollout(self.publisher, name) for name in ("one", "two")]
-        joined(self.publisher, "one", "two")
+        self.servers = servers(self.publisher, "one", "two")
 
     def publish(self, version: int, late: Late | None = None) -> list[str]:
         """Who is served; `late` is called before the last tensor, when the first bucket has left."""
@@ -39,27 +38,22 @@ class Pair:
         report = self.publisher.publish(version, tensors(), digests(named))
         return sorted(report.served)
 
-    def close(self) -> None:
-        self.publisher.close()
-        for server in self.servers:
-            server.halt()
-
 
 @pytest.fixture
-def pair() -> Iterator[Pair]:
+def pair():
     made = Pair()
     yield made
-    made.close()
+    made.publisher.close()
 
 
-def test_the_first_bucket_leaves_before_the_last_tensor_is_there(pair: Pair) -> None:
+def test_the_first_bucket_leaves_before_the_last_tensor_is_there(pair):
     assert pair.publish(1) == pair.publish(2, late=lambda _: None) == ["one", "two"]
     assert pair.publisher.epoch == 1
     assert all(digests(server.engine.live) == digests(weights(2)) for server in pair.servers)
 
 
 @pytest.mark.parametrize("again", [2, 3])
-def test_what_turns_out_not_to_be_finite_is_applied_by_nobody_though_it_was_sent(pair: Pair, again: int) -> None:
+def test_what_turns_out_not_to_be_finite_is_applied_by_nobody_though_it_was_sent(pair, again):
     def spoil(named: Weights) -> None:
         named[NAMES[-1]][7] = float("nan")
 
@@ -75,7 +69,7 @@ def test_what_turns_out_not_to_be_finite_is_applied_by_nobody_though_it_was_sent
     assert all(server.engine.activated == [1, again] and not server.engine.quarantined for server in pair.servers)
 
 
-def test_a_gather_that_stalls_costs_a_group_and_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gather_that_stalls_costs_a_group_and_is_named(pair, caplog):
     assert pair.publish(1) == ["one", "two"]
     assert pair.publish(2, late=lambda _: time.sleep(2 * CONFIG.collective_timeout_s)) == ["one", "two"]
     assert "of v2 was not packed in 0.8 s: the learner is still gathering [slow]" in caplog.text

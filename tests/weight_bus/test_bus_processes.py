@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 
 from tests.support import bus_receiver
-from tests.support.bus_receiver import CONFIG, Rollout, digests, printed, receiver_process, until, weights
-from weight_bus import Publisher
+from tests.support.bus_receiver import CONFIG, digests, printed, receiver_process, servers, until, weights
 
 ROWS = 8000
 """Buckets of 4 MB: too large for the kernel's socket buffers, so that a sender really waits for the peer."""
@@ -18,10 +17,8 @@ BOUND_S = CONFIG.collective_timeout_s + 4 * CONFIG.heartbeat_s + 3.0
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_a_peer_lost_mid_broadcast_costs_bounded_time(
-    publisher: Publisher, action: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    survivor = Rollout(publisher, "rollout-0")
+def test_a_peer_lost_mid_broadcast_costs_bounded_time(publisher, action, caplog):
+    (survivor,) = servers(publisher, "rollout-0")
     with receiver_process(publisher, "rollout-1", f"{action}@2") as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         until(lambda: lost.lines == [line(1)], "the process holds what was sent")
@@ -47,11 +44,10 @@ def test_a_peer_lost_mid_broadcast_costs_bounded_time(
             publisher.close()
             until(lambda: lost.lines[-1] == "closed", "it hears goodbye")
             assert lost.process.wait(20.0) == 0
-    survivor.halt()
 
 
-def test_a_peer_killed_between_updates_is_named_before_the_next(publisher: Publisher) -> None:
-    survivor = Rollout(publisher, "rollout-0")
+def test_a_peer_killed_between_updates_is_named_before_the_next(publisher):
+    servers(publisher, "rollout-0")
     with receiver_process(publisher, "rollout-1") as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         lost.process.kill()
@@ -63,4 +59,3 @@ def test_a_peer_killed_between_updates_is_named_before_the_next(publisher: Publi
         assert publisher.stats()["rounds"] == rounds + 1, "no broadcast waited for the dead one until its timeout"
         with receiver_process(publisher, "rollout-1") as restarted:
             until(lambda: restarted.lines == [line(2)], "a restarted server of that name is filled")
-    survivor.halt()

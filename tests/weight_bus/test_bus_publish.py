@@ -3,27 +3,19 @@
 import logging
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from configs.infrastructure import WeightBus
-from tests.support.bus_receiver import Engine, Rollout, digests, faulty, joined, learner, publish, until, weights
+from tests.support.bus_receiver import Engine, Rollout, digests, faulty, learner, once, publish, servers, until, weights
 from weight_bus import BusClosed, Event, NonFiniteWeights, Publisher, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.staging import Staging
 
 
-def test_publishing_to_nobody_succeeds_at_once(publisher: Publisher) -> None:
-    started = time.monotonic()
-    report = publish(publisher, 0)
-    assert time.monotonic() - started < 1.0
-    assert (report.version, report.served, report.failed) == (0, [], {})
-    assert publisher.version == 0 and publisher.epoch == 0
-
-
-def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher: Publisher) -> None:
-    rollouts = [Rollout(publisher, name) for name in ("one", "two")]
-    joined(publisher, "one", "two")
+def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher):
+    rollouts = servers(publisher, "one", "two")
     for version in range(1, 5):
         report = publish(publisher, version, evaluate=version == 3)
         assert (sorted(report.served), report.failed) == (["one", "two"], {})
@@ -37,8 +29,11 @@ def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher: Publi
         assert isinstance(rollout.ended, BusClosed) and "done" in str(rollout.ended)
 
 
-def test_a_late_join_is_served_without_the_learners_thread(publisher: Publisher) -> None:
-    publish(publisher, 0)
+def test_a_late_join_is_served_without_the_learners_thread(publisher):
+    started = time.monotonic()
+    report = publish(publisher, 0)
+    assert (report.version, report.served, report.failed, publisher.epoch) == (0, [], {}, 0)
+    assert time.monotonic() - started < 1.0, "nobody is waited for"
     early = Rollout(publisher, "early")
     until(lambda: early.engine.activated == [0], "the first join is filled")
     late = Rollout(publisher, "late")
@@ -50,20 +45,16 @@ def test_a_late_join_is_served_without_the_learners_thread(publisher: Publisher)
     assert publisher.epoch == 3
     early.halt()
     until(lambda: publisher.members() == {"late": ("live", 1)}, "who says goodbye is gone at once", 1.0)
-    late.halt()
 
 
-def test_a_byte_flipped_on_the_wire_is_named_and_sent_again(
-    publisher: Publisher, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_byte_flipped_on_the_wire_is_named_and_sent_again(publisher, caplog):
     flips = iter([1, 1])
 
     def flip(bucket: torch.Tensor) -> None:
         if next(flips, 0):
             bucket[1000] ^= 1
 
-    hit, spared = Rollout(publisher, "hit", factory=faulty(1, flip)), Rollout(publisher, "spared")
-    joined(publisher, "hit", "spared")
+    (hit,), (spared,) = servers(publisher, "hit", factory=faulty(1, flip)), servers(publisher, "spared")
     report = publish(publisher, 1)
     assert sorted(report.served) == ["hit", "spared"] and report.failed == {}
     assert publisher.stats()["corrupt"] == 2 and publisher.stats()["heals"] == 1
@@ -72,32 +63,26 @@ def test_a_byte_flipped_on_the_wire_is_named_and_sent_again(
     assert digests(hit.engine.live) == digests(weights(1))
 
 
-def test_a_wire_that_always_corrupts_loses_its_subscriber(publisher: Publisher) -> None:
+def test_a_wire_that_always_corrupts_loses_its_subscriber(publisher):
     def flip(bucket: torch.Tensor) -> None:
         bucket[0] ^= 4
 
-    hit, spared = Rollout(publisher, "hit", factory=faulty(0, flip)), Rollout(publisher, "spared")
-    joined(publisher, "hit", "spared")
+    (hit,), (_,) = servers(publisher, "hit", factory=faulty(0, flip)), servers(publisher, "spared")
     report = publish(publisher, 1)
     assert report.served == ["spared"] and "layers.0.weight" in report.failed["hit"]
     hit.join(5.0)
     assert isinstance(hit.ended, RemovedFromBus) and "3 updates in a row" in str(hit.ended)
     assert hit.engine.loads == 0
     assert publish(publisher, 2).served == ["spared"]
-    spared.halt()
 
 
-def test_an_engine_that_holds_something_else_is_quarantined_and_healed(publisher: Publisher) -> None:
-    times = iter([1])
-
-    def spoil(version, live) -> None:
-        if next(times, 0):
-            live["layers.3.weight"][0, 0] += 1
+def test_an_engine_that_holds_something_else_is_quarantined_and_healed(publisher):
+    def spoil(live) -> None:
+        live["layers.3.weight"][0, 0] += 1
 
     events: list[Event] = []
     publisher.on_event.append(events.append)
-    rollout = Rollout(publisher, "spoilt", Engine(spoil))
-    joined(publisher, "spoilt")
+    (rollout,) = servers(publisher, "spoilt", engine=Engine(once(spoil)))
     assert publish(publisher, 1).served == ["spoilt"]
     ((version, reason),) = rollout.engine.quarantined
     assert version == 1 and "layers.3.weight" in reason
@@ -108,21 +93,15 @@ def test_an_engine_that_holds_something_else_is_quarantined_and_healed(publisher
     assert kinds.index("quarantined") < kinds.index("healed") < kinds.index("live")
 
 
-def test_a_load_that_raises_is_quarantined_and_healed(publisher: Publisher) -> None:
-    times = iter([1])
-
-    def spoil(version, live) -> None:
-        if next(times, 0):
-            raise RuntimeError("out of memory, in this test")
-
-    rollout = Rollout(publisher, "raising", Engine(spoil))
-    joined(publisher, "raising")
+def test_a_load_that_raises_is_quarantined_and_healed(publisher):
+    fault = Mock(side_effect=RuntimeError("out of memory, in this test"))
+    (rollout,) = servers(publisher, "raising", engine=Engine(once(fault)))
     assert publish(publisher, 1).served == ["raising"]
     assert "out of memory, in this test" in rollout.engine.quarantined[0][1]
     assert rollout.engine.activated == [1]
 
 
-def test_non_finite_weights_are_refused_and_the_last_version_stays(publisher: Publisher) -> None:
+def test_non_finite_weights_are_refused_and_the_last_version_stays(publisher):
     publish(publisher, 0)
     for bad in (float("nan"), float("inf"), float("-inf")):
         named = weights(1)
@@ -136,17 +115,12 @@ def test_non_finite_weights_are_refused_and_the_last_version_stays(publisher: Pu
     assert publish(publisher, 1).served == ["late"]
 
 
-def test_wait_is_bounded_and_a_slow_engine_comes_back_without_a_refill(config: WeightBus) -> None:
+def test_wait_is_bounded_and_a_slow_engine_comes_back_without_a_refill(config):
     config = config.model_copy(update={"deadline_s": 1.5})
     release = threading.Event()
-
-    def spoil(version, live) -> None:
-        assert version != 1 or release.wait(20.0)
-
     with learner(config) as publisher:
-        slow = Rollout(publisher, "slow", Engine(spoil), config=config)
-        quick = Rollout(publisher, "quick", config=config)
-        joined(publisher, "slow", "quick")
+        (slow,) = servers(publisher, "slow", engine=Engine(once(lambda _: release.wait(20.0))), config=config)
+        (quick,) = servers(publisher, "quick", config=config)
         started = time.monotonic()
         report = publish(publisher, 1)
         assert 1.0 < time.monotonic() - started < 3.0
@@ -161,14 +135,9 @@ def test_wait_is_bounded_and_a_slow_engine_comes_back_without_a_refill(config: W
         assert quick.engine.activated == slow.engine.activated == [1, 2]
 
 
-def test_a_newer_version_supersedes_what_was_not_sent(publisher: Publisher) -> None:
+def test_a_newer_version_supersedes_what_was_not_sent(publisher):
     release = threading.Event()
-
-    def spoil(version, live) -> None:
-        assert version != 1 or release.wait(20.0)
-
-    rollout = Rollout(publisher, "one", Engine(spoil))
-    joined(publisher, "one")
+    (rollout,) = servers(publisher, "one", engine=Engine(once(lambda _: release.wait(20.0))))
     for version in (1, 2, 3, 4):
         publisher.start_publish(version, weights(version).items(), digests(weights(version)))
         if version == 1:
@@ -180,14 +149,10 @@ def test_a_newer_version_supersedes_what_was_not_sent(publisher: Publisher) -> N
     assert digests(rollout.engine.live) == digests(weights(4))
 
 
-def test_a_failure_of_the_bus_thread_is_raised_with_its_cause() -> None:
-    def explode(bucket: torch.Tensor) -> None:
-        raise KeyError("not a transport error")
-
-    factory = faulty(0, explode, before=True)
-    with learner(transport_factory=factory) as publisher:
-        rollout = Rollout(publisher, "one")
-        joined(publisher, "one")
+def test_a_failure_of_the_bus_thread_is_raised_with_its_cause():
+    explode = Mock(side_effect=KeyError("not a transport error"))
+    with learner(transport_factory=faulty(0, explode, before=True)) as publisher:
+        (rollout,) = servers(publisher, "one")
         with pytest.raises(WeightBusError, match="not a transport error") as raised:
             publish(publisher, 1)
         assert isinstance(raised.value.__cause__, KeyError)
@@ -197,12 +162,10 @@ def test_a_failure_of_the_bus_thread_is_raised_with_its_cause() -> None:
         assert isinstance(rollout.ended, BusClosed)
 
 
-def test_a_broken_data_plane_of_one_live_peer_does_not_stop_the_others(publisher: Publisher, config: WeightBus) -> None:
-    def cut(bucket: torch.Tensor) -> None:
-        raise TransportError("cut in this test", "closed")
-
-    broken, good = Rollout(publisher, "broken", factory=faulty(0, cut, before=True)), Rollout(publisher, "good")
-    joined(publisher, "broken", "good")
+def test_a_broken_data_plane_of_one_live_peer_does_not_stop_the_others(publisher, config):
+    cut = Mock(side_effect=TransportError("cut in this test", "closed"))
+    (broken,) = servers(publisher, "broken", factory=faulty(0, cut, before=True))
+    (good,) = servers(publisher, "good")
     started = time.monotonic()
     report = publish(publisher, 1)
     until(lambda: good.engine.activated == [1], "the survivor is served")
@@ -212,9 +175,8 @@ def test_a_broken_data_plane_of_one_live_peer_does_not_stop_the_others(publisher
     assert isinstance(broken.ended, RemovedFromBus)
 
 
-def test_the_newest_of_two_subscribers_with_one_name_wins(publisher: Publisher) -> None:
-    old = Rollout(publisher, "same")
-    joined(publisher, "same")
+def test_the_newest_of_two_subscribers_with_one_name_wins(publisher):
+    (old,) = servers(publisher, "same")
     new = Rollout(publisher, "same")
     old.join(5.0)
     assert isinstance(old.ended, RemovedFromBus) and "[duplicate]" in str(old.ended)
@@ -222,7 +184,7 @@ def test_the_newest_of_two_subscribers_with_one_name_wins(publisher: Publisher) 
     assert new.engine.activated == [1] and old.engine.activated == []
 
 
-def test_another_run_is_refused_with_both_names(publisher: Publisher) -> None:
+def test_another_run_is_refused_with_both_names(publisher):
     stranger = Rollout(publisher, "one", run_id="other-run")
     stranger.join(5.0)
     assert isinstance(stranger.ended, RemovedFromBus) and "run 'bus-test', not 'other-run'" in str(stranger.ended)
@@ -236,14 +198,11 @@ def kill(publisher: Publisher) -> WeightBus:
     return publisher._config.model_copy(update={"port": int(publisher.address.rpartition(":")[2])})
 
 
-def test_silence_of_the_publisher_is_logged_once_and_outlived(
-    caplog: pytest.LogCaptureFixture, config: WeightBus
-) -> None:
+def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog, config):
     caplog.set_level(logging.INFO)
     config = config.model_copy(update={"heartbeat_s": 0.2})
     first = learner(config)
-    rollout = Rollout(first, "one", config=config)
-    joined(first, "one")
+    (rollout,) = servers(first, "one", config=config)
     publish(first, 7)
     config = kill(first)
     until(lambda: "[silent]" in caplog.text, "the silence is logged")
@@ -256,7 +215,7 @@ def test_silence_of_the_publisher_is_logged_once_and_outlived(
     assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
 
 
-def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> None:
+def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own():
     first = learner()
     policies: list[tuple[int, int]] = []
 
@@ -264,8 +223,7 @@ def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> Non
         def activate(self, version: int, evaluate: bool) -> None:
             policies.append((rollout.subscriber.incarnation, version))
 
-    rollout = Rollout(first, "one", Named())
-    joined(first, "one")
+    (rollout,) = servers(first, "one", engine=Named())
     publish(first, 5)
     with learner(kill(first), incarnation=2) as second:
         publish(second, 5)
@@ -277,13 +235,12 @@ def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own() -> Non
     assert policies == [(1, 5), (2, 5), (2, 6)]
 
 
-def test_a_later_subscriber_receives_into_the_buckets_of_the_one_before() -> None:
+def test_a_later_subscriber_receives_into_the_buckets_of_the_one_before():
     staging = Staging()
     buckets: list[list[int]] = []
     for incarnation in (1, 2):
         with learner(incarnation=incarnation) as publisher:
-            rollout = Rollout(publisher, "one", staging=staging)
-            joined(publisher, "one")
+            (rollout,) = servers(publisher, "one", staging=staging)
             assert publish(publisher, incarnation).served == ["one"]
             assert digests(rollout.engine.live) == digests(weights(incarnation))
             buckets.append([bucket.data_ptr() for bucket in staging.buckets])
@@ -291,7 +248,7 @@ def test_a_later_subscriber_receives_into_the_buckets_of_the_one_before() -> Non
     assert buckets[0] == buckets[1] != [], "an engine has them mapped, so a second set would lie beside them"
 
 
-def test_a_backend_that_is_not_here_is_refused_by_name() -> None:
+def test_a_backend_that_is_not_here_is_refused_by_name():
     config = WeightBus(backend="nccl")
     with pytest.raises(WeightBusError, match=r"nccl.*take weight_bus\.backend: gloo"):
         learner(config)
@@ -299,7 +256,7 @@ def test_a_backend_that_is_not_here_is_refused_by_name() -> None:
         Rollout("tcp://127.0.0.1:1", "one", config=config)
 
 
-def test_misuse_is_refused(publisher: Publisher) -> None:
+def test_misuse_is_refused(publisher):
     with pytest.raises(WeightBusError, match="before start_publish"):
         publisher.wait()
     publish(publisher, 3)

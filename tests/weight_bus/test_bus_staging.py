@@ -20,27 +20,14 @@ def begin_of(version: int) -> Begin:
     named = weights(version)
     layout, _ = Packer(BUCKET_BYTES).pack(named.items(), 0)
     manifest = layout.with_digests(digests(named))
-    names, dtypes, shapes, values = describe_manifest(manifest)
-    return Begin(
-        session="s",
-        epoch=1,
-        version=version,
-        incarnation=1,
-        evaluate=False,
-        rank=1,
-        size=2,
-        endpoint="127.0.0.1:1",
-        bucket_bytes=BUCKET_BYTES,
-        names=names,
-        dtypes=dtypes,
-        shapes=shapes,
-        digests=values,
-        digest=manifest.digest,
-    )
+    described = zip(("names", "dtypes", "shapes", "digests"), describe_manifest(manifest), strict=True)
+    place = {"session": "s", "epoch": 1, "incarnation": 1, "rank": 1, "size": 2, "endpoint": "127.0.0.1:1"}
+    about = {"version": version, "evaluate": False, "bucket_bytes": BUCKET_BYTES, "digest": manifest.digest}
+    return Begin(**place, **about, **dict(described))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype: torch.dtype) -> None:
+def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype):
     named = weights(1, dtype=dtype)
     named["transposed"] = torch.randn(20, 30).to(dtype).t()
     named["scalar"] = torch.tensor(0.5, dtype=dtype)
@@ -54,7 +41,7 @@ def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_are_cast_and_put_together_in_their_bucket(dtype: torch.dtype) -> None:
+def test_pieces_are_cast_and_put_together_in_their_bucket(dtype):
     whole = {name: tensor.float() for name, tensor in weights(1).items()} | {"empty": torch.zeros(0, 3)}
     pieces = {}
     for name, tensor in whole.items():
@@ -62,9 +49,7 @@ def test_pieces_are_cast_and_put_together_in_their_bucket(dtype: torch.dtype) ->
         pieces[name] = Pieces(tuple(tensor.shape), dtype, parts)
         assert torch.equal(pieces[name].whole(), tensor.to(dtype))
     packer = Packer(BUCKET_BYTES)
-    expected = [
-        bucket.clone() for bucket in Packer(BUCKET_BYTES).pack([(n, t.to(dtype)) for n, t in whole.items()], 0)[1]
-    ]
+    expected = Packer(BUCKET_BYTES).pack([(n, t.to(dtype)) for n, t in whole.items()], 0)[1]
     for into in (0, 1, 0):
         _, buckets = packer.pack(pieces.items(), into)
         assert all(torch.equal(found, right) for found, right in zip(buckets, expected, strict=True))
@@ -73,7 +58,7 @@ def test_pieces_are_cast_and_put_together_in_their_bucket(dtype: torch.dtype) ->
         packer.pack(broken.items(), 1)
 
 
-def test_bytes_between_tensors_are_zero_in_every_set() -> None:
+def test_bytes_between_tensors_are_zero_in_every_set():
     named = {"a": torch.full((3,), 1.5), "b": torch.full((5,), 2.5)}
     packer = Packer(BUCKET_BYTES)
     for into in (0, 1, 0, 1):
@@ -81,7 +66,7 @@ def test_bytes_between_tensors_are_zero_in_every_set() -> None:
         assert bucket.count_nonzero() == 2 * 8 and bucket.numel() == 128
 
 
-def test_nothing_is_allocated_after_two_updates() -> None:
+def test_nothing_is_allocated_after_two_updates():
     packer, staging = Packer(BUCKET_BYTES), Staging()
     seen: list[list[int]] = []
     staged: list[list[int]] = []
@@ -101,7 +86,7 @@ def test_nothing_is_allocated_after_two_updates() -> None:
 @pytest.mark.parametrize(
     ("bad", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (float("-inf"), torch.float16)]
 )
-def test_non_finite_values_are_refused_by_name(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_values_are_refused_by_name(bad, dtype):
     packer = Packer(BUCKET_BYTES)
     named = weights(1, dtype=dtype)
     packer.pack(named.items(), 0)
@@ -110,7 +95,7 @@ def test_non_finite_values_are_refused_by_name(bad: float, dtype: torch.dtype) -
         packer.pack(named.items(), 1)
 
 
-def test_the_largest_finite_values_are_not_taken_for_infinite() -> None:
+def test_the_largest_finite_values_are_not_taken_for_infinite():
     named = {"w": torch.full((100_000,), torch.finfo(torch.float32).max)}
     Packer(BUCKET_BYTES).pack(named.items(), 0)
     packer, narrow = Packer(BUCKET_BYTES), {"w": torch.full((1000,), 60_000.0, dtype=torch.float16)}
@@ -118,7 +103,7 @@ def test_the_largest_finite_values_are_not_taken_for_infinite() -> None:
         packer.pack(narrow.items(), into)
 
 
-def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes() -> None:
+def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes():
     named = {"wide": torch.ones(5), "narrow": torch.ones(5, dtype=torch.bfloat16)}
     packer = Packer(BUCKET_BYTES)
     packer.pack(named.items(), 0)
@@ -128,20 +113,20 @@ def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes() -> None:
             packer.pack(spoilt.items(), 1)
 
 
-def test_a_layout_never_changes_within_a_run() -> None:
+def test_a_layout_never_changes_within_a_run():
     packer = Packer(BUCKET_BYTES)
     named = weights(1)
     packer.pack(named.items(), 0)
-    with pytest.raises(ValueError, match=r"ends before tensor 'norm\.weight'"):
-        packer.pack(list(named.items())[:-1], 1)
-    with pytest.raises(ValueError, match="changed its layout"):
-        packer.pack([*named.items(), ("more", torch.zeros(1))], 1)
-    with pytest.raises(ValueError, match="changed its layout"):
-        packer.pack(weights(1, dtype=torch.float16).items(), 1)
-    with pytest.raises(ValueError, match=r"torch\.int64"):
-        Packer(BUCKET_BYTES).pack([("step", torch.zeros(1, dtype=torch.int64))], 0)
-    with pytest.raises(ValueError, match="'w' appears twice"):
-        Packer(BUCKET_BYTES).pack([("w", torch.zeros(1)), ("w", torch.zeros(1))], 0)
+    one, step = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+    for used, wrong, said in (
+        (packer, list(named.items())[:-1], r"ends before tensor 'norm\.weight'"),
+        (packer, [*named.items(), ("more", one)], "changed its layout"),
+        (packer, weights(1, dtype=torch.float16).items(), "changed its layout"),
+        (Packer(BUCKET_BYTES), [("step", step)], r"torch\.int64"),
+        (Packer(BUCKET_BYTES), [("w", one), ("w", one)], "'w' appears twice"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            used.pack(wrong, 1)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +143,12 @@ def test_a_layout_never_changes_within_a_run() -> None:
         ({"shapes": [[1 << 62]] * 6}, "is above"),
     ],
 )
-def test_a_begin_that_does_not_fit_together_is_refused(change: dict[str, object], reason: str) -> None:
+def test_a_begin_that_does_not_fit_together_is_refused(change, reason):
     with pytest.raises(WireError, match=reason):
         manifest_of(dataclasses.replace(begin_of(1), **change))
 
 
-def test_a_manifest_that_no_memory_holds_is_refused_by_size() -> None:
+def test_a_manifest_that_no_memory_holds_is_refused_by_size():
     staging = Staging()
     with pytest.raises(WireError, match="a manifest of 1152921504606846976 bytes does not fit into the memory here"):
         staging.prepare(Manifest((), (2**60,)))

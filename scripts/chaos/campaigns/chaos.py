@@ -14,21 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster
-from scripts.chaos.faults import (
-    BY_NAME,
-    FAULTS,
-    INSTANT,
-    POINTS,
-    Planned,
-    PlannedRun,
-    as_markdown,
-    make_plan,
-)
+from scripts.chaos.cluster import Cluster, Variant, make_data, naming_s
+from scripts.chaos.faults import BY_NAME, INSTANT, Planned, PlannedRun, as_markdown, make_plan
 from scripts.chaos.injection import Aim, Injector
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import Variant, make_data, naming_s
 
 OPTIONS = {
     "faults": (20, "faults in all"),
@@ -48,8 +38,8 @@ KEYS = (
     *("violations", "buffered", "repeated_steps"),
 )
 Part = dict[str, Any]
-"""What came of one run, or the sums over all; JSON. `coverage` counts by `fault at point`, where the fault has really
-met the run; `recovery_s` is the time from each fault's end until the run had gone on."""
+"""What came of one run, or the sums over all. `coverage` counts by `fault at point`, where the fault has met the run;
+`recovery_s` are the times from a fault's end until the run had gone on."""
 
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
@@ -60,16 +50,11 @@ def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> No
     for number, (variant, faults) in list(enumerate(planned, start=1))[len(state.done) :]:
         work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
         say(f"run {number}: {variant.name}, {len(faults)} faults, in {work}")
-        state.add(Trial(variant, faults, work, make_data(args.data), rng).run())
+        state.add(Trial(work, faults, rng).run(variant, make_data(args.data)))
 
 
 def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[Part, list[str]]:
     found = total(state.done)
-    width = max(len(fault.name) for fault in FAULTS)
-    print(f"{'':{width}}  " + "  ".join(POINTS))
-    for fault in FAULTS:
-        cells = (f"{found['coverage'][f'{fault.name} at {point}'] or '-':>{len(point)}}" for point in POINTS)
-        print(f"{fault.name:{width}}  " + "  ".join(cells))
     groups = [*found["lost"], *found["trained_twice"], *found["violations"]]
     return as_json(found), [*found["hung"], *found["ended_early"], *found["unnamed"], *groups[:20]]
 
@@ -93,50 +78,45 @@ def as_json(part: Part) -> Part:
     return {**shown, "pairs_hit": len(part["coverage"]), "max_recovery_s": longest}
 
 
-class Trial:
-    """One run and its faults."""
+class Trial(Cluster):
+    def __init__(self, work: Path, faults: list[Planned], rng: random.Random) -> None:
+        super().__init__(work, pace=self._seconds_per_reward)
+        self.faults, self.rng, self.result = faults, rng, new_part()
 
-    def __init__(self, variant: Variant, faults: list[Planned], work: Path, data: Path, rng: random.Random) -> None:
-        self.variant, self.faults, self.work, self.data, self.rng = variant, faults, work, data, rng
-        self.result = new_part()
-        self.cluster = Cluster(work, pace=self._pace)
-
-    def run(self) -> Part:
+    def run(self, variant: Variant, data: Path) -> Part:
         try:
-            with self.cluster as cluster:
-                steps = STEPS_PER_FAULT * len(self.faults) + SPARE_STEPS
-                cluster.start_small(self.variant, self.data, steps)
+            with self:
+                self.start_small(variant, data, STEPS_PER_FAULT * len(self.faults) + SPARE_STEPS)
                 before: frozenset[str] = frozenset()
                 for fault in self.faults:
-                    cluster.wait_for_peers(fault.server)
-                    cluster.rest(self.rng.uniform(*GAP_S))
+                    self.wait_for_peers(fault.server)
+                    self.rest(self.rng.uniform(*GAP_S))
                     self._fault(fault, before)
                     before = BY_NAME[fault.fault].classes
-                code = cluster.finish()
+                code = self.finish()
                 if code != 0:
-                    raise Ended(f"exit code {code}: {cluster.last_words()}")
+                    raise Ended(f"exit code {code}: {self.last_words()}")
         except (Hung, Ended) as error:
             kind = "hung" if isinstance(error, Hung) else "ended_early"
             self.result[kind].append(f"{self.work}: {error}")
             say(f"{kind.upper()}: {error}")
-        if (self.cluster.folder / "config.yaml").exists():
-            report = self.cluster.check()
+        if (self.folder / "config.yaml").exists():
+            report = self.check()
             self.result |= vars(report)
             say(f"check: {report.as_json()}")
         return self.result
 
-    def _pace(self) -> float:
+    def _seconds_per_reward(self) -> float:
         """Steps must last as long as faults do: slow when the run is ahead of them."""
         if self.result["faults"] >= len(self.faults):
             return 0.0
-        ahead = self.cluster.history.high // STEPS_PER_FAULT - self.result["faults"]
+        ahead = self.history.high // STEPS_PER_FAULT - self.result["faults"]
         return PACES_S[max(0, min(ahead, len(PACES_S) - 1))]
 
     def _fault(self, planned: Planned, before: frozenset[str]) -> None:
         """Aim, inject, look for the line that names it, and wait until the run has gone on."""
-        fault, cluster, result = BY_NAME[planned.fault], self.cluster, self.result
-        injector, mark = Injector(cluster, planned.server, self.rng), cluster.logs.mark()
-        aim = Aim(cluster, planned.point, planned.server, self.rng)
+        fault, result, mark = BY_NAME[planned.fault], self.result, self.logs.mark()
+        injector, aim = Injector(self, planned.server, self.rng), Aim(self, planned.point, planned.server, self.rng)
         try:
             aim.reach()
             point = aim.was_hit()
@@ -149,10 +129,10 @@ class Trial:
         result["coverage"][f"{fault.name} at {point}"] += 1
         over = time.monotonic()
         said = self._named([pattern.replace("{server}", planned.server) for pattern in fault.says], mark)
-        cluster.go_on()
+        self.go_on()
         took = time.monotonic() - over
         result["recovery_s"].append(took)
-        wrong = next((line for line in cluster.logs.since(mark) if line.classes - fault.classes - before), None)
+        wrong = next((line for line in self.logs.since(mark) if line.classes - fault.classes - before), None)
         words = f"{fault.name} at {point!r} ({planned.server}, {injector.detail}): on after {took:.1f} s; {said}"
         say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
@@ -160,9 +140,10 @@ class Trial:
 
     def _named(self, patterns: list[str], mark: dict[Path, int]) -> str:
         """The line of some log that names a fault; empty where none has to."""
-        cluster = self.cluster
+        if not patterns:
+            return ""
         try:
-            what, limit = f"a line of {patterns}", naming_s(cluster.config)
-            return cluster.wait(lambda: cluster.logs.first(patterns, mark), what, limit).text[:160] if patterns else ""
+            what = f"a line of {patterns}"
+            return self.wait(lambda: self.logs.first(patterns, mark), what, naming_s(self.config)).text[:160]
         except Hung:
             return "UNNAMED"

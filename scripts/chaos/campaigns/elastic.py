@@ -1,12 +1,11 @@
 """`python -m scripts.chaos elastic --seed 1`: one training run on a CPU with 1, then 4, then 2 rollout servers.
 
-The quick start, started by the documented commands. Three rollout servers join while it trains: one as it comes, one in
-the middle of a weight update, one while the next update is far. Later one leaves by SIGTERM and one by SIGKILL, both
-while they hold leases. Afterwards a judge reads what they left behind.
+The quick start, by the documented commands. Three rollout servers join while it trains: one as it comes, one in the
+middle of a weight update, one while the next update is far. Later one leaves by SIGTERM and one by SIGKILL, both while
+they hold leases. Afterwards a judge reads what they left behind.
 """
 
 import argparse
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,22 +13,18 @@ from signal import SIGKILL, SIGTERM, Signals
 from typing import Any
 
 from scripts.chaos.campaigns.elastic_judge import FAR, FIRST, MID_UPDATE, Facts, Judge
-from scripts.chaos.cluster import LAUNCHER, Cluster
+from scripts.chaos.cluster import LAUNCHER, Cluster, make_data, run_settings
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import make_data, run_settings
 from scripts.chaos.watch import Gate
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "short": (False, "1, then 2, then 1 rollout server, without evaluations"),
     "data": (None, "of make_sort6 (default: data/sort6-seed<seed>)"),
-    "judge": (None, "only judge an earlier run's folder"),
 }
 MID_UPDATE_HOLD_S = 2.0  # longest that a broadcast is held for a join; below weight_bus.collective_timeout_s
-START_S, STEP_S, END_S = 90.0, 60.0, 180.0
-"""For the start of a process on a busy machine; for anything that the next few steps bring; for the end of the run."""
+START_S, STEP_S, END_S = 90.0, 60.0, 180.0  # for a process, for what the next few steps bring, for the end of the run
 JOINING_S, LEAVING_S, TOO_SOON_S = 1.5, 1.2, 10.0
-"""How long one server is busy with the rewards of a step: while others start; while servers that hold leases leave; and
-when the steps are used up faster than the plan allows."""
+"""How long one server is busy with a step's rewards: while others start, while servers leave, and past LATEST."""
 STANDSTILL_S = 1.0  # reward of one answer while a server joins far from the next update, or leaves
 CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
 QUIET_S = 2.0  # without a new version before a server joins far from one, and after it is served
@@ -72,17 +67,14 @@ SHORT = Plan(
 
 
 def plan(args: argparse.Namespace) -> Plan:
-    """The full run, or the short one; of an earlier run what it was."""
-    if args.judge is not None:
-        head = json.loads((args.judge / "state.json").read_text(encoding="utf-8"))["arguments"]
-        args.work, args.seed, args.short = args.judge, head["seed"], head["short"]
     return SHORT if args.short else FULL
 
 
 def run(planned: Plan, state: State, args: argparse.Namespace) -> None:
     if not state.done:
         data = make_data(args.data or Path(f"data/sort6-seed{args.seed}"), seed=args.seed)
-        state.add(asdict(ElasticRun(planned, state.fresh("cluster")).play(data, args.seed)))
+        with ElasticRun(planned, state.fresh("cluster")) as played:
+            state.add(asdict(played.play(data, args.seed)))
 
 
 def verdict(state: State, hung: str, _args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
@@ -91,48 +83,44 @@ def verdict(state: State, hung: str, _args: argparse.Namespace) -> tuple[dict[st
     return Judge(state.work / "cluster", Facts(**state.done[0])).verdict()
 
 
-class ElasticRun:
+class ElasticRun(Cluster):
     """The run of a plan."""
 
     def __init__(self, planned: Plan, work: Path) -> None:
-        self.plan, self.work = planned, work
-        self.facts = Facts(steps=planned.steps, target=planned.target)
-        self.cluster = Cluster(work, pace=self._pace)
-        self.history, self.wait, self.probes = self.cluster.history, self.cluster.wait, self.cluster.watch.probes
+        super().__init__(work, pace=self._seconds_per_reward)
+        self.plan, self.facts = planned, Facts(steps=planned.steps, target=planned.target)
+        self.probes = self.watch.probes
         self._step_s = 0.0  # how long one server shall be busy with the rewards of a step; 0 is as quick as it gets
 
     def play(self, data: Path, seed: int) -> Facts:
-        """The whole run. Raises Hung or Ended."""
         began, planned, facts = time.monotonic(), self.plan, self.facts
-        with self.cluster as cluster:
-            # the checker tells the life of every group from the first record on
-            more = (f"learner.total_steps={planned.steps}", "replay.journal_keep=all")
-            command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
-            cluster.launch([*run_settings(self.work, data), *planned.settings, *more], *command, PORT="0")
-            self._serve(FIRST, "bash", "scripts/start_rollout_nodes.sh")
-            self._reach_step(planned.alone, START_S)
-            facts.ranks.append(cluster.pids("learner"))
-            self._set_step_s(JOINING_S)
-            for name, how in planned.joins.items():
-                if how in (MID_UPDATE, FAR):
-                    Gate(self.work / "probes" / name).aim("before Join", 2 * START_S)
-                self._serve(name)
-            for name, how in planned.joins.items():
-                self._join(name, how)
-            self._set_step_s(0.0)
-            names, trained = list(facts.started), self.history.trained
-            self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
-            self._reach_step(self.history.version + planned.between)
-            self._say(f"{len(names)} rollout servers, groups trained so far: {dict(trained)}")
-            for name, sig in planned.leaves.items():
-                self._leave(name, sig)
-            facts.ranks.append(cluster.pids("learner"))
-            self._finish()
+        # the checker tells the life of every group from the first record on
+        more = (f"learner.total_steps={planned.steps}", "replay.journal_keep=all")
+        command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
+        self.launch([*run_settings(self.work, data), *planned.settings, *more], *command, PORT="0")
+        self._add(FIRST, "bash", "scripts/start_rollout_nodes.sh")
+        self._reach_step(planned.alone, START_S)
+        facts.ranks.append(self.pids("learner"))
+        self._set_step_s(JOINING_S)
+        for name, how in planned.joins.items():
+            if how in (MID_UPDATE, FAR):
+                Gate(self.work / "probes" / name).aim("before Join", 2 * START_S)
+            self._add(name)
+        for name, how in planned.joins.items():
+            self._join(name, how)
+        self._set_step_s(0.0)
+        names, trained = list(facts.started), self.history.trained
+        self.wait(lambda: all(trained[name] for name in names), f"a trained group of each of {names}", 2 * STEP_S)
+        self._reach_step(self.history.version + planned.between)
+        for name, sig in planned.leaves.items():
+            self._leave(name, sig)
+        facts.ranks.append(self.pids("learner"))
+        self._finish()
         facts.seconds = round(time.monotonic() - began, 1)
         return facts
 
-    def _serve(self, name: str, *command: str) -> None:
-        self.cluster.serve(name, self.cluster.address, *command)
+    def _add(self, name: str, *command: str) -> None:
+        self.serve(name, self.address, *command)
         self.facts.started[name] = time.monotonic()
         self._say(f"{name} started: {' '.join(command) or 'python -m rollout_server.main'}")
 
@@ -164,7 +152,7 @@ class ElasticRun:
 
     def _leave(self, name: str, sig: Signals) -> None:
         """End a server while it holds leases, and go on without it."""
-        started, facts, history = self.cluster.started[name], self.facts, self.history
+        started, facts, history = self.started[name], self.facts, self.history
         self._catch_at_work(name)
         started.may_end = True
         started.process.send_signal(sig)
@@ -172,8 +160,7 @@ class ElasticRun:
         facts.leaves[name], facts.leases_left[name] = sig.name, history.held_by(name)
         self.wait(lambda: started.process.poll() is not None, f"the end of {name!r} after {sig.name}", STEP_S)
         self.wait(lambda: not history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
-        moved = f"its {facts.leases_left[name]} leases moved in {time.monotonic() - left_at:.2f} s"
-        self._say(f"{name} left by {sig.name} (exit code {started.process.returncode}); {moved}")
+        self._say(f"{name} left by {sig.name}; its leases moved in {time.monotonic() - left_at:.2f} s")
         self._set_step_s(0.0)
         self._reach_step(history.version + self.plan.between)
 
@@ -185,26 +172,21 @@ class ElasticRun:
             what = f"a lease of {name!r} that it works on"
             self.wait(lambda: self.history.held_by(name) > 0, what, until - time.monotonic())
             self._set_step_s(STANDSTILL_S * self.plan.samples_per_step)
-            self.cluster.rest(CAUGHT_S)
+            self.rest(CAUGHT_S)
             caught = self.history.held_by(name) > 0
 
     def _finish(self) -> None:
-        self._say(f"training goes on to step {self.plan.steps} with what is left")
-        for name, started in self.cluster.started.items():  # the launcher first
+        for name, started in self.started.items():  # the launcher first
             process, limit = started.process, END_S if name == LAUNCHER else STEP_S
             self.wait(lambda: process.poll() is not None, f"the end of {name!r}", limit)  # noqa: B023
             self.facts.exits["learner" if name == LAUNCHER else name] = process.returncode
-        self.cluster.watch.poll()
-        self._say(f"the run ended with exit code {self.facts.exits['learner']}")
-
-    # ---- waiting and pace --------------------------------------------------------------------------------
+        self.watch.poll()
 
     def _reach_step(self, goal: int, deadline_s: float = 0.0) -> None:
         limit = deadline_s or STEP_S + TOO_SOON_S * (goal - self.history.version)
         self.wait(lambda: self.history.version >= goal, f"step {goal}", limit)
 
     def _stand_still(self) -> None:
-        """Wait until no step has come for a while."""
         seen = {self.history.version: time.monotonic()}
 
         def is_quiet() -> bool:
@@ -214,9 +196,9 @@ class ElasticRun:
 
     def _set_step_s(self, seconds: float) -> None:
         self._step_s = seconds
-        self.cluster.set_pace()
+        self.set_pace()
 
-    def _pace(self) -> float:
+    def _seconds_per_reward(self) -> float:
         """The reward of each answer takes its share of a step."""
         late = self.history.version > LATEST * self.plan.steps and len(self.facts.ranks) < 2
         return (TOO_SOON_S if late else self._step_s) / self.plan.samples_per_step

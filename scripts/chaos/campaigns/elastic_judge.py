@@ -1,7 +1,7 @@
 """Whether a run with changing rollout servers was in order, told by its journal, ledger, metrics, logs and probes.
 
-Groups are judged by the checker. Here: which server served what when, and on which proof. A version counts as proven on
-a server when the digest of what its engine held is the one that the learner has put into the journal for it.
+The checker judges groups. Here: which server served what when, and on which proof. A version is proven on a server when
+the digest of what its engine held is the one that the learner has put into the journal for it.
 """
 
 import re
@@ -54,7 +54,6 @@ class Judge:
         self.leases_before_proof = 0
 
     def verdict(self) -> tuple[dict[str, Any], list[str]]:
-        """The line of JSON, and everything that is not in order."""
         facts, history, report = self.facts, self.history, self.report
         wrong = [*report.as_json()["wrong"], *self._learner(), *self._numbers_of_servers()]
         for name in self.probes:
@@ -96,8 +95,6 @@ class Judge:
         }
         return result, wrong
 
-    # ---- rules -----------------------------------------------------------------------------------------
-
     def _proofs(self, name: str) -> Iterator[str]:
         """What a server was given before a proof, by the order of what its probe recorded."""
         proven: set[int] = set()
@@ -128,7 +125,6 @@ class Judge:
             yield "its probe saw no lease"
 
     def _server(self, name: str) -> Iterator[str]:
-        """Its work, and how it ended."""
         code, sig = self.facts.exits.get(name), self.facts.leaves.get(name)
         if not self.history.trained[name]:
             yield "none of its groups was trained"
@@ -169,9 +165,9 @@ class Judge:
 
     def _largest_share(self) -> float | None:
         """Of a step's groups, how many came from one server: the median over steps with all servers on the bus."""
-        most = len(self.facts.started)
-        full = [int(row["training/global_step"]) for row in self.steps if row.get("weight_sync/members") == most]
-        shares = [max(s.values()) / s.total() for step in full if (s := self.history.shares.get(step))]
+        full = [row for row in self.steps if row.get("weight_sync/members") == len(self.facts.started)]
+        found = [self.history.shares.get(int(row["training/global_step"])) for row in full]
+        shares = [max(share.values()) / share.total() for share in found if share]
         return round(median(shares), 3) if shares else None
 
     def _numbers_of_servers(self) -> Iterator[str]:
@@ -207,7 +203,6 @@ class Judge:
         }
 
     def _is_in_an_update(self, moment: float) -> bool:
-        """Whether a version was on its way to the first server."""
         updates = [(e["at"], e["event"]) for e in self.probes[FIRST].events if e["event"] in ("begin", "proven")]
         return any(
             (kind, then) == ("begin", "proven") and begun < moment < ended

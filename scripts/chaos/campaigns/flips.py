@@ -24,9 +24,8 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from scripts.chaos.bus_cluster import BusCluster, Receiver
+from scripts.chaos.bus_cluster import BusCluster, Policy, Receiver
 from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
-from scripts.chaos.campaigns.policy import Policy
 from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.report import State, ends_within
 from weight_bus.manifest import plan as make_manifest
@@ -54,13 +53,7 @@ def run(campaign: "Flips", state: State, args: argparse.Namespace) -> None:
     if state.done:
         return
     with ends_within(STARTING_S + PER_VERSION_S * args.updates), campaign:
-        result = campaign.run(args.updates, args.every)
-    counts = campaign.counts
-    print(f"{'place':8} {'planted':>8} {'found':>6} {'healed':>7} {'harmless':>9}")
-    for place in counts["planted"]:
-        row = (counts[what][place] for what in ("planted", "found", "healed", "harmless"))
-        print("{:8} {:>8} {:>6} {:>7} {:>9}".format(place, *row))
-    state.add([result, campaign.wrong + campaign.bus.oracle.wrong])
+        state.add([campaign.run(args.updates, args.every), campaign.wrong + campaign.oracle.wrong])
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,42 +88,37 @@ class SpoiledTransport(Wrapped):
             self._spoil("wire", index, bucket)
 
 
-class Flips:
+class Flips(BusCluster):
     """A publisher, its subscribers, and flips planted in what goes between them; a context manager."""
 
     def __init__(self, seed: int, *, receivers: int = 2, delta: bool = False, at_rest_every: float = AT_REST_EVERY):
-        self._rng = random.Random(seed)
         # generous, because a busy machine is no fault here
         generous = {"deadline_s": 60, "collective_timeout_s": 20, "heartbeat_s": 5}
-        config = WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous)
-        self._delta, self._at_rest_every = delta, at_rest_every
+        leaves = wrapping(SpoiledTransport, partial(self._meet, ALL), copies=True)
+        super().__init__(WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous), transport_factory=leaves)
+        self._rng, self._delta, self._at_rest_every = random.Random(seed), delta, at_rest_every
         self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
         described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
         self._places = {e.name: (e.bucket, e.offset) for e in make_manifest(described, BUCKET_BYTES).entries}
-        leaves = wrapping(SpoiledTransport, partial(self._meet, ALL), copies=True)
-        self.bus = BusCluster(config, transport_factory=leaves)
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
         self.wrong: list[str] = []
         self._digests_equal = True
         self._names = [f"receiver-{number}" for number in range(receivers)]
-        self._lock = threading.Lock()
+        self._meeting = threading.Lock()
         self._due: Flip | None = None  # until the place where it belongs takes it, once
         self._late: Flip | None = None
         """A flip of the last version that shows in the next one, mostly among its live weights."""
         self._resting: list[Receiver] = []
 
     def __enter__(self) -> "Flips":
-        self.bus.__enter__()
+        super().__enter__()
         for name in self._names:
             meet = partial(self._meet, name)
-            self.bus.add(name, transport_factory=wrapping(SpoiledTransport, meet, copies=False), spoil=meet)
-        self.bus.wait_for_all()
+            self.add(name, transport_factory=wrapping(SpoiledTransport, meet, copies=False), spoil=meet)
+        self.wait_for_all()
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bus.__exit__()
 
     def run(self, updates: int, every: int) -> dict[str, Any]:
         """`updates` versions, with one flip at a random moment of each `every` of them; what came of it, JSON."""
@@ -149,7 +137,7 @@ class Flips:
             "planted": dict(self.counts["planted"]),
             "found": self.counts["found"].total(),
             "healed": self.counts["healed"].total(),
-            "served_corrupt": len(self.bus.oracle.wrong),
+            "served_corrupt": len(self.oracle.wrong),
             "digests_equal": self._digests_equal,
             "harmless": self.counts["harmless"].total(),
             "at_rest": {what: self.counts["at_rest"][what] for what in ("planted", "found", "served", "overwritten")},
@@ -164,15 +152,14 @@ class Flips:
         return Flip(place, victim, name, self._rng.randrange(self._policy.last[name].nbytes), self._rng.randrange(8))
 
     def update(self, planted: Flip | None) -> None:
-        """Publish the next version, wait until all serve it, and look at what was planted."""
-        version, oracle, at_rest = self.bus.next_version, self.bus.oracle, self.counts["at_rest"]
+        version, oracle, at_rest = self.next_version, self.oracle, self.counts["at_rest"]
         for receiver in self._resting:
             at_rest["served"] += not oracle.holds(version - 1, receiver.live)
             at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])
-        self.bus.lines.clear()
+        self.lines.clear()
         self._due = planted
-        self.bus.start_publish(self._policy.next()[1])
-        report = self.bus.publisher.wait()
+        self.start_publish(self._policy.next()[1])
+        report = self.publisher.wait()
         if report.failed:
             self.wrong.append(f"v{version} did not reach all: {report.failed}")
         due = [self._late, planted]
@@ -180,15 +167,15 @@ class Flips:
         for found in filter(None, due):
             self._judge(version, found)
         for receiver in self._resting:
-            at_rest["overwritten"] += self.bus.serves(version, receiver.name)
+            at_rest["overwritten"] += self.serves(version, receiver.name)
         self._resting.clear()
-        behind = [name for name in self._names if not self.bus.serves(version, name)]
+        behind = [name for name in self._names if not self.serves(version, name)]
         self.wrong += [f"{name!r} does not hold v{version}" for name in behind]
         self._digests_equal &= not behind
 
     def _meet(self, victim: str, place: str, part: str | int, tensor: torch.Tensor) -> None:
         """A tensor, or a bucket on the wire, passes a place of a victim: change it, if the flip is due there."""
-        with self._lock:
+        with self._meeting:
             due = self._due
             if due is None:
                 return
@@ -203,7 +190,7 @@ class Flips:
     def _judge(self, version: int, planted: Flip) -> None:
         victims = self._names if planted.victim == ALL else [planted.victim]
         found = self._names_corrupt(version, victims)
-        healed = all(self.bus.serves(version, name) for name in victims)
+        healed = all(self.serves(version, name) for name in victims)
         counts, place = self.counts, planted.place
         counts["planted"][place] += 1
         if self._delta and healed and not found and self._due is None:
@@ -215,14 +202,13 @@ class Flips:
             self.wrong.append(f"v{version}: {planted} found {found}, healed {healed}")
 
     def _names_corrupt(self, version: int, subscribers: Iterable[str]) -> bool:
-        """Whether lines of something corrupt name this version and each of these subscribers."""
-        corrupt = [line for line in self.bus.lines if "corrupt" in line or "change" in line]
+        corrupt = [line for line in self.lines if "corrupt" in line or "change" in line]
         lines = [line for line in corrupt if f"v{version}" in line]
         return all(any(f"'{name}'" in line for line in lines) for name in subscribers)
 
     def _spoil_at_rest(self) -> None:
         """A bit of the weights that an engine serves; nothing goes on at the bus meanwhile."""
-        planted, receiver = self.draw(last=True), self.bus.receivers[self._rng.choice(self._names)]
+        planted, receiver = self.draw(last=True), self.receivers[self._rng.choice(self._names)]
         planted.apply(receiver.live[planted.tensor])
         self._resting.append(receiver)
         self.counts["at_rest"]["planted"] += 1

@@ -1,10 +1,8 @@
 """`python -m scripts.chaos resume --kills 50 --seed 1`: kill -9 again and again, and compare every digest.
 
-One run of the quick start's model, in which the learner, replay, or both are killed at random moments, some of them
-inside a checkpoint write. The launcher starts them again in place. Afterwards
-
-- every step that was made again must have the digest, and the groups in the order, that it had the first time;
-- a playback of the journal from step 0, without any engine, must reproduce the digest of every step.
+In a run of the quick start's model the learner, replay, or both are killed at random moments, some inside a checkpoint
+write, and started again in place. A step that was made again must have the digest, and the groups in the order, that it
+had the first time; a playback of the journal from step 0, without any engine, must reproduce every digest.
 """
 
 import argparse
@@ -19,10 +17,9 @@ from signal import SIGKILL, SIGTERM
 from typing import Any
 
 from scripts.chaos import processes
-from scripts.chaos.cluster import LAUNCHER, Cluster
+from scripts.chaos.cluster import LAUNCHER, ROOT, SHOWN, Cluster
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
-from scripts.chaos.settings import ROOT, SHOWN
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "kills": (50, "how many"),
@@ -48,9 +45,8 @@ def run(kills: list[random.Random], state: State, args: argparse.Namespace) -> N
                 cluster.watch.poll()
                 cluster.launch([], sys.executable, "-m", "learner.main", "--resume", str(cluster.folder), local=True)
             else:
-                cluster.launch(
-                    [*SETTINGS.split(), *SHOWN, f"run.dir={state.work}", f"run.seed={args.seed}", *args.set], local=True
-                )
+                own = (f"run.dir={state.work}", f"run.seed={args.seed}", *args.set)
+                cluster.launch([*SETTINGS.split(), *SHOWN, *own], local=True)
             inject_kills(cluster, kills, state)
         except (Hung, Ended) as error:
             raise type(error)(f"{error}; {cluster.output(LAUNCHER)} ends: {cluster.last_words()}") from error

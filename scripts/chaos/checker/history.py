@@ -11,15 +11,6 @@ Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What the run promised."""
-
-    async_lag: int = 0
-    on_stale: str = "wait"
-    groups_per_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """One optimizer step: what was trained, by which incarnation, and the weights that it made."""
 
@@ -32,8 +23,8 @@ class Commit:
 class History:
     """State after all records that were applied; `wrong` and `lost` say what breaks a rule."""
 
-    def __init__(self, rules: Rules = Rules()) -> None:
-        self.rules = rules
+    def __init__(self, async_lag: int = 0, on_stale: str = "wait", groups_per_step: int = 0) -> None:
+        self.async_lag, self.on_stale, self.groups_per_step = async_lag, on_stale, groups_per_step
         self.wrong: list[str] = []
         self.lost: list[str] = []
         # ---- steps
@@ -61,7 +52,6 @@ class History:
         self._number, self._file, self._file_number = 0, "", 0
 
     def held_by(self, server: str) -> int:
-        """Leases that a rollout server holds now."""
         return sum(holder == server for holder in self.leases.values())
 
     def apply(self, record: Record) -> None:
@@ -128,13 +118,13 @@ class History:
 
     def _on_stale(self, record: Record, fields: Fields) -> None:
         group = identity(fields["group"])
-        self._must(self.rules.on_stale == "drop", record, f"on_stale is {self.rules.on_stale}")
+        self._must(self.on_stale == "drop", record, f"on_stale is {self.on_stale}")
         self._must(group in self.held, record, f"group {list(group)} is not in the buffer")
         self.held.pop(group, None)
         self.reopened.add(group)
 
     def _on_take(self, record: Record, fields: Fields) -> None:
-        step, groups, wanted = fields["step"], tuple(map(identity, fields["groups"])), self.rules.groups_per_step
+        step, groups, wanted = fields["step"], tuple(map(identity, fields["groups"])), self.groups_per_step
         self._must(step == self.version + 1, record, f"takes step {step} after version {self.version}")
         before = self.again[step].groups if step in self.again else self.taken.get(step, groups)
         self._must(groups == before, record, f"step {step} is taken again with other groups, or in another order")
@@ -148,8 +138,8 @@ class History:
     def _judge_age(self, record: Record, step: int, group: GroupId) -> None:
         """Lag of a token: the version that is trained (step - 1) minus the version that has sampled it."""
         oldest, newest = self._stamps.get(group, (step - 1, step - 1))
-        lag, bound = step - 1 - oldest, self.rules.async_lag
-        young = lag <= bound or self.rules.on_stale == "mask"
+        lag, bound = step - 1 - oldest, self.async_lag
+        young = lag <= bound or self.on_stale == "mask"
         self._must(young, record, f"lag {lag} of group {list(group)} is above {bound}")
         self._must(newest < step, record, f"group {list(group)} has tokens of version {newest} in step {step}")
 

@@ -45,7 +45,6 @@ class Record:
 
 
 def segments(folder: Path) -> list[Path]:
-    """The files of a journal in their order."""
     return sorted(folder.glob("*.seg"))
 
 
@@ -77,7 +76,6 @@ def sound(frames: Sequence[bytes]) -> bool:
 
 
 def records_of(data: bytes, file: str) -> tuple[list[Record], int]:
-    """The records from the beginning, and where they end."""
     records, offset = [], 0
     while (found := record_at(data, offset, file)) is not None:
         record, offset = found
@@ -88,8 +86,7 @@ def records_of(data: bytes, file: str) -> tuple[list[Record], int]:
 def read(folder: Path) -> tuple[list[Record], int]:
     """All records of a journal, and how many bytes of a torn record end its last file.
 
-    Raises:
-        Damage: there is no journal, or bytes that are no record stand anywhere but at the very end.
+    Raises Damage where there is no journal, or bytes that are no record stand anywhere but at the very end.
     """
     files = segments(folder)
     if not files:

@@ -57,9 +57,9 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
         "placement": {"device": "cpu", "split": f"1:{rng.choice([1, 2])}"},
     }
     tree["rollout"]["wait_for_servers_s"] = 1e6
-    rates: dict[str, float] = {name: rng.choice([0.0, 0.01, 0.04]) for name in FAULTS}
+    rates = {name: rng.choice([0.0, 0.01, 0.04]) for name in FAULTS}
     rates |= {"noise": rng.choice([0.0, 0.0, 0.02]), "salted": rng.choice([0.0, 0.5])}
-    return Config.model_validate(tree), Faults(**rates), rng.randint(4, 12), rng.choice([1, 2, 3])
+    return Config.model_validate(tree), rates, rng.randint(4, 12), rng.choice([1, 2, 3])
 
 
 def simulate(seed: int) -> tuple[Counter[str], str | None]:
@@ -76,23 +76,17 @@ def simulate(seed: int) -> tuple[Counter[str], str | None]:
 
 
 def simulate_many(seeds: Sequence[int]) -> tuple[Counter[str], list[str]]:
-    counts: Counter[str] = Counter()
-    problems = []
+    counts, problems = Counter[str](), list[str]()
     heard = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         for seed in seeds:
             found, problem = simulate(seed)
             counts += found
-            if problem is not None:
-                problems.append(problem)
+            problems += [problem] if problem is not None else []
     finally:
         logging.disable(heard)
     return counts, problems
-
-
-def report(seeds: int, violations: int, counts: Counter[str]) -> dict[str, Any]:
-    return {"seeds": seeds, "violations": violations} | {name: counts[name] for name in COUNTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,19 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = range(args.first, args.first + args.seeds)
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     counts: Counter[str] = Counter()
-    done, problems = 0, []
+    done, problems = 0, list[str]()
     with ProcessPoolExecutor(args.processes) as pool:
         for chunk, (found, wrong) in zip(chunks, pool.map(simulate_many, chunks), strict=True):
-            done, counts = done + len(chunk), counts + found
-            problems += wrong
-            for problem in wrong:
-                sys.stdout.write(problem + "\n")
+            done, counts, problems = done + len(chunk), counts + found, problems + wrong
+            sys.stdout.writelines(problem + "\n" for problem in wrong)
             if done % (20 * CHUNK) == 0:
                 sys.stderr.write(f"{done} of {len(seeds)} seeds, {len(problems)} violations\n")
             if len(problems) >= args.stop_at:
                 pool.shutdown(cancel_futures=True)
                 break
-    sys.stdout.write(json.dumps(report(done, len(problems), counts)) + "\n")
+    result = {"seeds": done, "violations": len(problems)} | {name: counts[name] for name in COUNTS}
+    sys.stdout.write(json.dumps(result) + "\n")
     return 1 if problems else 0
 
 

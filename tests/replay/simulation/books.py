@@ -133,12 +133,11 @@ class Books:
             expect(int(result.rewards[0]) == policy, f"an evaluation of version {result.version} is of another policy")
 
     def _tokens(self, part: m.Batch) -> None:
-        start = 0
-        answers = []
+        start, answers = 0, [np.empty(0, np.int32)]
         for prompt, answer in zip(part.prompt_lengths.tolist(), part.lengths.tolist(), strict=True):
             answers.append(part.token_ids[start + prompt : start + prompt + answer])
             start += prompt + answer
-        tokens = np.concatenate(answers) if answers else np.empty(0, np.int32)
+        tokens = np.concatenate(answers)
         lag = part.step - 1 - part.versions[part.loss_mask != 0]
         oldest = int(lag.max(initial=0))
         expect(oldest <= self.async_lag, f"step {part.step} trains a token of lag {oldest}")

@@ -4,6 +4,7 @@ import random
 import zlib
 from dataclasses import dataclass, field
 
+from configs import Config
 from replay import messages as m
 from tests.replay.simulation.books import Books, checksum, expect
 from tests.replay.simulation.network import Network
@@ -14,8 +15,8 @@ from tests.replay.simulation.servers import Policy
 class Checkpoints:
     """On the disk: digest of each complete checkpoint, by version."""
 
+    keep: int
     complete: dict[int, str] = field(default_factory=dict)
-    keep: int = 2
 
     def save(self, version: int, digest: str) -> list[int]:
         """Complete one; the versions that are kept."""
@@ -43,20 +44,15 @@ class SimulatedLearner:
         books: Books,
         checkpoints: Checkpoints,
         rng: random.Random,
+        config: Config,
         *,
         version: int,
-        salted_at: int | None = None,
-        evaluate_every: int = 0,
-        checkpoint_every: int = 0,
+        salted_at: int | None,
     ) -> None:
-        """Start at a kept checkpoint, or at version 0.
-
-        Args:
-            salted_at: the step at which its weights become others than a deterministic learner's; its start, if that
-                is the version.
-        """
+        """Start at a kept checkpoint, or at version 0; at step `salted_at` its weights become others than before."""
         self.name, self.network, self.books, self.checkpoints, self.rng = name, network, books, checkpoints, rng
-        self.salted_at, self.evaluate_every, self.checkpoint_every = salted_at, evaluate_every, checkpoint_every
+        self.salted_at, self.evaluate_every = salted_at, config.evaluation.every_steps
+        self.checkpoint_every = config.checkpoint.every_steps
         self.version, self.dead = version, False
         self.digest = checkpoints.complete.get(version, "start")
         if salted_at == version:
@@ -146,18 +142,13 @@ class SimulatedLearner:
             self.todo = ["publish"]
 
     def _hello(self, number: int) -> None:
+        version, digest = self.started_with
+        bus_address = f"bus-{self.name}" if number == 0 else None
+        place = {"rank": number, "world_size": len(self.ranks), "incarnation": self.incarnation}
         hello = m.Hello(
-            role="learner",
-            name=f"learner-{number}",
-            pid=1,
-            host="h",
-            rank=number,
-            world_size=len(self.ranks),
-            digest=self.started_with[1],
-            version=self.started_with[0],
-            bus_address=f"bus-{self.name}" if number == 0 else None,
-            incarnation=self.incarnation,
-        )
+            role="learner", name=f"learner-{number}", pid=1, host="h",
+            digest=digest, version=version, bus_address=bus_address, **place,
+        )  # fmt: skip
         self._send(number, hello)
 
     def _publish(self) -> None:
@@ -170,9 +161,8 @@ class SimulatedLearner:
 
     def _train(self) -> None:
         if not all(rank.proceed for rank in self.ranks):
-            for number, rank in enumerate(self.ranks):
-                if not rank.proceed:
-                    self._take(number)
+            for number in [number for number, rank in enumerate(self.ranks) if not rank.proceed]:
+                self._take(number)
             return
         parts = [rank.batch for rank in self.ranks if rank.batch is not None]
         self.books.batch(parts)

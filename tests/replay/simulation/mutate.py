@@ -22,12 +22,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 MUTANTS = Path(__file__).with_name("mutants.txt")
-COPIED = ("configs", "replay", "weight_bus", "scripts", "tests/replay", "pyproject.toml")
+COPIED = ("configs", "learner", "replay", "weight_bus", "scripts", "tests/replay")
 TESTS = ("test_service.py", "test_leases.py", "test_recovery.py", "test_line.py", "test_journal.py")
 SEEDS = 300
 FIRST_SEEDS = 60
 """Of them before the tests: what they miss, a test mostly finds faster than more seeds."""
 LIMIT_S = 600.0
+FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"
+"""The name of a failed test, or the last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +54,8 @@ def read_mutants(text: str) -> list[Mutant]:
 
 def copy(target: Path) -> None:
     for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, target / name)
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", target)
 
 
 def change(root: Path, mutant: Mutant) -> str:
@@ -67,36 +66,25 @@ def change(root: Path, mutant: Mutant) -> str:
     """
     path = root / mutant.path
     source = path.read_text(encoding="utf-8")
-    if source.count(mutant.old) != 1:
-        raise SystemExit(
-            f"{mutant.path}: mutant {mutant.name!r} replaces a text that is there {source.count(mutant.old)} times;"
-            " bring tests/replay/simulation/mutants.txt up to date"
-        )
+    if (count := source.count(mutant.old)) != 1:
+        raise SystemExit(f"{MUTANTS}: what mutant {mutant.name!r} replaces is {count} times in {mutant.path}")
     path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
     return source
 
 
 def caught_by(root: Path, seeds: int, processes: int) -> str | None:
     """What notices the change that was made under `root`; None when nothing does."""
+    simulation = ["tests.replay.simulation", "--processes", str(processes), "--stop-at", "1"]
     first = min(seeds, FIRST_SEEDS)
-    return simulated(root, 0, first, processes) or tested(root) or simulated(root, first, seeds, processes)
-
-
-def simulated(root: Path, first: int, last: int, processes: int) -> str | None:
-    seeds = ["--first", str(first), "--seeds", str(last - first)]
-    code, output = run(root, ["-m", "tests.replay.simulation", *seeds, "--processes", str(processes), "--stop-at", "1"])
-    if code == 0:
-        return None
-    found = re.findall(r"^(?:\S+\.)?(\w*(?:Violation|Error)\b.*)$", output, re.MULTILINE)
-    return f"simulation: {found[-1][:150] if found else output[-150:]}"
-
-
-def tested(root: Path) -> str | None:
-    tests = [str(root / "tests" / "replay" / name) for name in TESTS]
-    code, output = run(root, ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests])
-    if code != 0:
-        found = re.findall(r"^(?:FAILED|ERROR) \S*::(\S+)", output, re.MULTILINE)
-        return f"test: {found[0] if found else output[-150:]}"
+    for arguments in (
+        [*simulation, "--seeds", str(first)],
+        ["pytest", "-x", "-q", "-p", "no:cacheprovider", *(str(root / "tests" / "replay" / name) for name in TESTS)],
+        [*simulation, "--first", str(first), "--seeds", str(seeds - first)],
+    ):
+        code, output = run(root, ["-m", *arguments])
+        if code != 0:
+            found = re.findall(FINDING, output, re.MULTILINE)
+            return f"{arguments[0]}: {found[-1][:150] if found else output[-150:]}"
     return None
 
 

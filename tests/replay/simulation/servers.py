@@ -12,6 +12,8 @@ from tests.replay.simulation.network import Network
 from tests.replay.simulation.samples import make_group, make_result
 
 Key = tuple[int, int, int]
+FLAT = 0.2
+"""Share of groups without a difference in reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,10 @@ class Policy:
 
 @dataclass(slots=True)
 class Running:
-    """A lease that is worked on: versions and policies of its tokens so far, which are those of all its answers."""
+    """A lease that is worked on."""
 
-    lease: m.Lease
-    versions: list[int] = field(default_factory=list)
-    policies: list[int] = field(default_factory=list)
+    tokens: list[tuple[int, int]] = field(default_factory=list)
+    """(version, policy) of each token so far, the same for all its answers."""
     sampled: set[tuple[int, int]] = field(default_factory=set)
     """(incarnation, version) of its policies."""
     told: int = 0
@@ -52,7 +53,6 @@ class SimulatedServer:
         self.unacked: dict[Key, m.Group] = {}
         self.evaluations: list[m.EvaluationLease] = []
         self.evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
-        self.flat = 0.2
         network.connect(identity)
         self.join()
 
@@ -112,34 +112,28 @@ class SimulatedServer:
     def _begun(self, lease: m.Lease) -> Running:
         """Go on from what another server has told of this prompt, where that is whole."""
         if len(set(lease.prefix_lengths.tolist())) != 1:
-            return Running(lease)
+            return Running()
         length = int(lease.prefix_lengths[0])
         self.books.counts["prefixes"] += 1
         versions, policies = lease.prefix_versions[:length].tolist(), lease.prefix_token_ids[:length].tolist()
         incarnation = self.policy.incarnation if self.policy is not None else 0
-        return Running(lease, versions, policies, {(incarnation, version) for version in versions}, length)
+        sampled = {(incarnation, version) for version in versions}
+        return Running(list(zip(versions, policies, strict=True)), sampled, length)
 
     def _renewal(self) -> m.Renew:
-        leases = [[*key, len(running.versions)] for key, running in self.running.items()]
+        leases = [[*key, len(running.tokens)] for key, running in self.running.items()]
         if not self.partial_rollouts:
             return m.Renew(leases=leases)
         progress: list[list[int]] = []
-        versions: list[int] = []
-        policies: list[int] = []
+        tokens: list[tuple[int, int]] = []
         for position, running in enumerate(self.running.values()):
-            new = len(running.versions) - running.told
-            for answer in range(self.n if new else 0):
-                progress.append([position, answer, running.told, new, 0])
-                versions += running.versions[running.told :]
-                policies += running.policies[running.told :]
-            running.told += new
-        return m.Renew(
-            leases=leases,
-            progress=progress,
-            token_ids=np.array(policies, dtype=np.int32),
-            logprobs=np.full(len(policies), -1.0, dtype=np.float32),
-            versions=np.array(versions, dtype=np.int32),
-        )
+            new = running.tokens[running.told :]
+            progress += [[position, answer, running.told, len(new), 0] for answer in range(self.n if new else 0)]
+            tokens += new * self.n
+            running.told += len(new)
+        versions, policies = np.array(tokens, dtype=np.int32).reshape(-1, 2).T.copy()
+        logprobs = np.full(len(tokens), -1.0, dtype=np.float32)
+        return m.Renew(leases=leases, progress=progress, token_ids=policies, logprobs=logprobs, versions=versions)
 
     def fail_a_lease(self, reason: str) -> None:
         if self.running:
@@ -163,29 +157,27 @@ class SimulatedServer:
         if self.policy is None:
             return
         for running in self.running.values():
-            if len(running.versions) < 6:
-                running.versions.append(self.policy.version)
-                running.policies.append(self.books.policy(self.policy.digest))
+            if len(running.tokens) < 6:
+                running.tokens.append((self.policy.version, self.books.policy(self.policy.digest)))
                 running.sampled.add((self.policy.incarnation, self.policy.version))
 
     def _finish(self, key: Key) -> None:
-        running = self.running[key]
-        if not running.versions:
+        if not self.running[key].tokens:
             return
-        del self.running[key]
+        running = self.running.pop(key)
+        flat, length = self.rng.random() < FLAT, len(running.tokens)
         # after a divergence a version may be lower than the one before; such a group is refused, and not sent
-        ordered = sorted(range(len(running.versions)), key=lambda i: running.versions[i])
-        flat = self.rng.random() < self.flat
-        length = len(ordered)
+        ordered = sorted(running.tokens, key=lambda token: token[0])
+        versions, policies = np.array(ordered * self.n, dtype=np.int32).T.copy()
         self.unacked[key] = make_group(
             [length] * self.n,
             pass_=key[0],
             index=key[1],
             attempt=key[2],
             prompt_ids=np.array([1], dtype=np.int32),
-            token_ids=np.array([running.policies[i] for i in ordered] * self.n, dtype=np.int32),
+            token_ids=policies,
             logprobs=np.full(self.n * length, -self.rng.random(), dtype=np.float32),
-            versions=np.array([running.versions[i] for i in ordered] * self.n, dtype=np.int32),
+            versions=versions,
             rewards=np.array([0.0 if flat else 1.0] + [0.0] * (self.n - 1), dtype=np.float32),
             policies=[list(policy) for policy in sorted(running.sampled)],
         )

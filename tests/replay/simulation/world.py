@@ -1,9 +1,9 @@
 """Drives a whole simulated run: peers act and die, messages travel, replay crashes and returns, the disk fills up."""
 
+import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from replay.journal.apply import boot_fields
 from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource
 from replay.service import Service
-from tests.replay.simulation.books import Books, Violation, expect
+from tests.replay.simulation.books import Books, Violation, as_group, expect
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.learners import Checkpoints, SimulatedLearner
 from tests.replay.simulation.network import Network
@@ -29,39 +29,30 @@ BACK_WITHIN = 2000
 """Moves without faults within which ten more steps must be made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """Probability of each kind of fault at every move."""
+Faults = Mapping[str, float]
+"""Probability of each kind of fault at every move, 0 for those that are missing.
 
-    replay_crash: float = 0.0
-    learner_kill: float = 0.0
-    server_kill: float = 0.0
-    disk_full: float = 0.0
-    stall: float = 0.0
-    """Nothing happens for longer than a lease lasts."""
-    lease_failure: float = 0.0
-    noise: float = 0.0
-    """Messages that are lost, doubled or swapped, each."""
-    salted: float = 0.0
-    """Learners that are not deterministic."""
+`stall`: nothing happens for longer than a lease lasts; `noise`: messages that are lost, doubled or swapped, each;
+`salted`: learners that are not deterministic.
+"""
 
 
 class World:
     def __init__(self, config: Config, seed: int, faults: Faults, *, num_rows: int = 9, num_servers: int = 2) -> None:
-        self.config, self.seed, self.faults = config, seed, faults
+        self.config, self.seed, self.faults = config, seed, Counter(faults)
         self.rng = random.Random(seed)
         self.now = 0.0
         self.rows = rows(num_rows)
-        self.network = Network(self.rng, faults.noise)
+        self.network = Network(self.rng, self.faults["noise"])
         self.books = Books(
             config.replay.async_lag, config.replay.on_stale, config.num_learner_ranks, config.trajectories_per_step
         )
-        self.counts: Counter[str] = self.books.counts
+        self.counts = self.books.counts
         self.checkpoints = Checkpoints(keep=config.checkpoint.keep)
         self.settled = 0
         self.admitted: set[tuple[int, int]] = set()
         self.trace: deque[str] = deque(maxlen=60)
-        self.names = iter(range(10**9))
+        self.names = itertools.count()
         self.service = self._serve(SimulatedJournal())
         self.servers: dict[str, SimulatedServer] = {}
         for _ in range(num_servers):
@@ -73,32 +64,30 @@ class World:
         """Faults for `moves` moves, then ten more steps without any, then the closing of the books."""
         for _ in range(moves):
             self.move()
-        self.faults, self.network.noise, self.full_until = Faults(), 0.0, 0.0
+        self.faults, self.network.noise, self.full_until = Counter(), 0.0, 0.0
         goal = max(self.books.line, default=0) + 10
         for _ in range(BACK_WITHIN):
             self.move(brisk=True)
             if self.books.version >= goal:
                 break
         else:
-            raise Violation(
-                f"no ten more steps after the faults: version {self.books.version} of {goal}; {self.stuck()}"
-            )
+            raise Violation(f"no ten more steps after the faults: {self.books.version} of {goal}; {self.stuck()}")
         self.close()
 
     def move(self, *, brisk: bool = False) -> None:
         rng, faults = self.rng, self.faults
-        self.now += rng.random() * (0.3 if rng.random() >= faults.stall else 3 * self.config.replay.lease_s)
+        self.now += rng.random() * (0.3 if rng.random() >= faults["stall"] else 3 * self.config.replay.lease_s)
         self._disk()
-        if rng.random() < faults.server_kill:
+        if rng.random() < faults["server_kill"]:
             self.kill_a_server()
-        if self.learner.dead or rng.random() < faults.learner_kill:
+        if self.learner.dead or rng.random() < faults["learner_kill"]:
             self.learner = self.new_learner()
-        if rng.random() < faults.replay_crash:
+        if rng.random() < faults["replay_crash"]:
             self.crash()
         for server in list(self.servers.values()):
             if brisk or rng.random() < 0.4:
                 server.act(self.learner.published, brisk=brisk)
-        if self.servers and rng.random() < faults.lease_failure:
+        if self.servers and rng.random() < faults["lease_failure"]:
             reason = rng.choice(["engine_error", "reward_error", "aborted", "prompt_too_long"])
             rng.choice(list(self.servers.values())).fail_a_lease(reason)
         if brisk or rng.random() < 0.7:
@@ -167,13 +156,11 @@ class World:
         identity = self.rng.choice(list(self.servers))
         del self.servers[identity]
         self.network.close(identity)
-
         self.add_server()
 
     def add_server(self) -> None:
         identity = f"rollout-{next(self.names)}"
-        server = SimulatedServer(identity, self.network, self.books, self.rng, self.config)
-        self.servers[identity] = server
+        self.servers[identity] = SimulatedServer(identity, self.network, self.books, self.rng, self.config)
 
     def new_learner(self) -> SimulatedLearner:
         """The first learner, or one in the place of another that is killed."""
@@ -184,23 +171,16 @@ class World:
         version = self.rng.choice(kept) if kept else 0
         for newer in [v for v in kept if v > version]:
             del self.checkpoints.complete[newer]
-        salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults.salted else None
+        salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults["salted"] else None
         learner = SimulatedLearner(
-            f"{next(self.names)}",
-            self.network,
-            self.books,
-            self.checkpoints,
-            self.rng,
-            version=version,
-            salted_at=salted_at,
-            evaluate_every=self.config.evaluation.every_steps,
-            checkpoint_every=self.config.checkpoint.every_steps,
-        )
+            f"{next(self.names)}", self.network, self.books, self.checkpoints, self.rng, self.config,
+            version=version, salted_at=salted_at,
+        )  # fmt: skip
         self.say(f"learner {learner.name} starts at version {version}, salted at {salted_at}")
         return learner
 
     def _disk(self) -> None:
-        if self.rng.random() < self.faults.disk_full:
+        if self.rng.random() < self.faults["disk_full"]:
             self.full_until = self.now + self.rng.random() * 5
             self.counts["disk_full"] += 1
         _journal(self.service).full = self.now < self.full_until
@@ -243,8 +223,8 @@ class World:
 
     def _compare(self, old: Service, new: Service, origin: str) -> None:
         """A restored service is the one that died, but for what only a process has."""
-        found, wanted = comparable(new), comparable(old)
-        for key, value in wanted.items():
+        found = comparable(new)
+        for key, value in comparable(old).items():
             expect(found[key] == value, f"restored from {origin}: {key} is {found[key]!r} and was {value!r}")
 
     def close(self) -> None:
@@ -263,9 +243,9 @@ class World:
         last: dict[tuple[int, int], str] = {}
         for record in _journal(self.service).history:
             if record.kind in ("group", "stale") or record.fields.get("reason") == "diverged":
-                last[_group(record.fields["group"])] = record.kind
+                last[as_group(record.fields["group"])] = record.kind
             for group in record.fields.get("superseded", ()):
-                last[_group(group)] = record.kind
+                last[as_group(group)] = record.kind
         for group, attempt in self.books.accepted:
             lost = group in waiting and last.get(group) == "group"
             expect(not lost, f"{group} (attempt {attempt}) was acknowledged, and is sampled anew without a reason")
@@ -279,10 +259,6 @@ class World:
 
     def say(self, text: str) -> None:
         self.trace.append(f"{self.now:.1f} {text}")
-
-
-def _group(plain: list[int]) -> tuple[int, int]:
-    return plain[0], plain[1]
 
 
 def _journal(service: Service) -> SimulatedJournal:

@@ -28,6 +28,7 @@ SECONDS_PER_FRAME = 0.005
 """A process that takes longer than this, and START_S, hangs."""
 START_S = 120.0
 TAIL = 2000
+PER_TARGET = ("frames", "messages", "accepted")
 
 
 def attack(target: str, frames: int, seed: int) -> dict[str, Any]:
@@ -40,38 +41,34 @@ def attack(target: str, frames: int, seed: int) -> dict[str, Any]:
         return {"crash": f"it hung: not done within {limit_s:.0f} s", "frames": 0}
     if done.returncode != 0:
         return {"crash": f"exit code {done.returncode}: {done.stderr[-TAIL:]}", "frames": 0}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.security.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tests.security.fuzz", description=__doc__, formatter_class=raw)
     parser.add_argument("--frames", type=int, default=1_000_000, help="for each kind of socket (default: 1000000)")
     parser.add_argument("--seed", type=int, default=1, help="of the messages (default: 1)")
     parser.add_argument("--targets", default=",".join(TARGETS), help="kinds of socket, by commas (default: all)")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_FRAMES} frames each")
     args = parser.parse_args(arguments)
     targets = [name.strip() for name in args.targets.split(",")]
-    unknown = sorted(set(targets) - set(TARGETS))
-    if unknown:
+    if unknown := sorted(set(targets) - set(TARGETS)):
         parser.error(f"--targets {unknown[0]!r}: there are {', '.join(TARGETS)}")
     results = {}
     for target in targets:
         started = time.monotonic()
         results[target] = attack(target, QUICK_FRAMES if args.quick else args.frames, args.seed)
         print(f"{target}, {time.monotonic() - started:.0f} s: {json.dumps(results[target], indent=1)}", flush=True)
+    found = list(results.values())
     summary = {
-        "frames": {name: result["frames"] for name, result in results.items()},
-        "messages": {name: result.get("messages", 0) for name, result in results.items()},
-        "accepted": {name: result.get("accepted", 0) for name, result in results.items()},
-        "resealed": min(result.get("resealed", 0.0) for result in results.values()),
-        "crashes": sum("crash" in result for result in results.values()),
-        "unhandled": sum(len(result.get("unhandled", [])) for result in results.values()),
-        "rss_growth_bytes": max(result.get("rss_growth_bytes", 0) for result in results.values()),
+        **{key: {name: result.get(key, 0) for name, result in results.items()} for key in PER_TARGET},
+        "resealed": min(result.get("resealed", 0.0) for result in found),
+        "crashes": sum("crash" in result for result in found),
+        "unhandled": sum(len(result.get("unhandled", [])) for result in found),
+        "rss_growth_bytes": max(result.get("rss_growth_bytes", 0) for result in found),
         "cap_bytes": CAP_BYTES,
-        "cpu_s": round(sum(result.get("cpu_s", 0.0) for result in results.values()), 1),
+        "cpu_s": round(sum(result.get("cpu_s", 0.0) for result in found), 1),
         "seed": args.seed,
     }
     print(json.dumps(summary), flush=True)

@@ -48,14 +48,12 @@ class Target:
         """Fields by name that a message must have to be looked at."""
         return {}
 
-    def send(self, frames: list[bytes]) -> None:
-        """Put a message on the wire."""
+    def send(self, frames: list[bytes]) -> None: ...
 
     async def drain(self, count: int) -> None:
         """Have the reader read that many messages. Raises what it raises and does not document, or Vanished."""
 
-    def close(self) -> None:
-        """Close everything."""
+    def close(self) -> None: ...
 
 
 class RouterTarget(Target):

@@ -1,8 +1,9 @@
-"""Pinned evaluations of the torch engine during updates, and updates that break off half way."""
+"""Updates of the torch engine while it works: versions per token, KV, drains, pins, updates that break off."""
 
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,136 @@ from torch_oracle import (
     LONG,
     PROMPT,
     STEP,
-    Gate,
-    Models,
+    Gates,
     error,
     hf_tensors,
+    load_model,
     logprobs_of,
+    logprobs_over_kept_kv,
+    make_model,
     serving,
     stopped_midway,
+    update,
 )
 
-from rollout_server.engines import EngineError
+from rollout_server.engines import EngineError, Sampling
+from rollout_server.engines.torch.engine import TorchEngine
+from weight_bus.digest import slice_digest
+
+
+async def until_generated(engine: TorchEngine, tokens: int) -> None:
+    """Return once the engine has generated so many tokens; the test's own deadline bounds it."""
+    while (await engine.health()).generated_tokens < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+async def test_keep_kv_goes_on_over_the_old_kv(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
+    async with stopped_midway(folder, gate_at, "keep_kv") as (engine, answers, pausing):
+        await pausing
+        assert engine.running_tokens() == {"a": 3 * (STEP + 1)}
+        await engine.load(hf_tensors(new).items(), 1)
+        assert engine.version == 1
+        await engine.resume()
+        for answer in await answers:
+            assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
+            before, after = slice(0, STEP + 1), slice(STEP + 1, 40)
+            assert error(answer, logprobs_of(old, PROMPT, answer)[before], before) <= 1e-5
+            kept = logprobs_over_kept_kv(old, new, PROMPT, answer, STEP + 1)
+            assert error(answer, kept, after) <= 1e-5
+            assert error(answer, logprobs_of(new, PROMPT, answer)[after], after) > 1e-3
+
+
+@pytest.mark.parametrize("prefill_tokens", [20, 1000], ids=["in small pieces", "at once"])
+async def test_recompute_kv_goes_on_as_if_the_new_weights_had_read_everything(
+    prefill_tokens: int, folder: Path, old: Any, new: Any, monkeypatch: pytest.MonkeyPatch, gate_at: Gates
+) -> None:
+    monkeypatch.setattr("rollout_server.engines.torch.lane.MAX_PREFILL_TOKENS", prefill_tokens)
+    async with stopped_midway(folder, gate_at, "recompute_kv", n=5) as (engine, answers, pausing):
+        await pausing
+        await engine.load(iter(hf_tensors(new).items()), 1)
+        await engine.resume()
+        for answer in await answers:
+            assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
+            before, after = slice(0, STEP + 1), slice(STEP + 1, 40)
+            assert error(answer, logprobs_of(old, PROMPT, answer)[before], before) <= 1e-5
+            assert error(answer, logprobs_of(new, PROMPT, answer)[after], after) <= 1e-5
+
+
+async def test_drain_finishes_what_runs_and_starts_nothing(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
+    async with stopped_midway(folder, gate_at, "drain") as (engine, answers, pausing):
+        late = asyncio.ensure_future(engine.generate([5], LONG, 2, request_id="late"))
+        with pytest.raises(EngineError, match="while live requests run"):
+            await engine.load(hf_tensors(new).items(), 1)
+        await pausing
+        health = await engine.health()
+        assert (health.running, health.waiting) == (0, 2)
+        for answer in await answers:
+            assert (answer.versions.tolist(), answer.finish_reason) == ([0] * 40, "length")
+            assert error(answer, logprobs_of(old, PROMPT, answer)) <= 1e-5
+        await engine.load(hf_tensors(new).items(), 1)
+        await engine.resume()
+        for answer in await late:
+            assert answer.versions.tolist() == [1] * 40
+            assert error(answer, logprobs_of(new, [5], answer)) <= 1e-5
+
+
+@pytest.mark.parametrize("overtaking", ["pause", "resume", "close"])
+async def test_a_drain_that_is_overtaken_says_so(overtaking: str, folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(STEP)
+    async with serving(folder) as engine:
+        answers = await gate.posted(engine.generate(PROMPT, LONG, 1, request_id="a"))
+        await gate.reached()
+        draining = await gate.posted(engine.pause("drain"))
+        calls = {"pause": lambda: engine.pause("keep_kv"), "resume": engine.resume, "close": engine.close}
+        second = await gate.posted(calls[overtaking]())
+        gate.release()
+        with pytest.raises(EngineError, match=rf"drain'\) was (overtaken|ended) by {overtaking}"):
+            await draining
+        await second
+        await engine.close()
+        assert (await answers)[0].finish_reason in ("abort", "length")
+
+
+async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(STEP)
+    async with serving(folder) as engine:
+        answers = await gate.posted(engine.generate(PROMPT, LONG, 1, request_id="a"))
+        await gate.reached()
+        pausing = await gate.posted(engine.pause("keep_kv"))
+        pausing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pausing
+        gate.release()
+        assert len((await answers)[0].token_ids) == 40
+
+
+async def test_several_updates_within_one_answer(folder: Path) -> None:
+    versions = [make_model(seed=seed) for seed in range(1, 5)]
+    async with serving(folder, max_context=128, max_running=8) as engine:
+        calls = [
+            asyncio.ensure_future(engine.generate([i], Sampling(max_new_tokens=100, seed=i), 2, request_id=str(i)))
+            for i in range(1, 13)
+        ]
+        for number, model in enumerate(versions, start=1):
+            await until_generated(engine, (await engine.health()).generated_tokens + 60)
+            await engine.pause("recompute_kv")
+            await engine.load(hf_tensors(model).items(), number)
+            assert await engine.digest() == {n: slice_digest(t) for n, t in hf_tensors(model).items()}
+            await engine.resume()
+        assert len(set(np.concatenate([a.versions for call in calls for a in await call]).tolist())) > 1
+        everything = [load_model(folder), *versions]
+        for prompt, answers in zip(range(1, 13), await asyncio.gather(*calls), strict=True):
+            for answer in answers:
+                assert (np.diff(answer.versions) >= 0).all()
+                expected = torch.stack([logprobs_of(model, [prompt], answer) for model in everything])
+                by_version = expected[torch.from_numpy(answer.versions).long(), torch.arange(100)]
+                assert error(answer, by_version) <= 1e-5
 
 
 async def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_updated(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    folder: Path, old: Any, new: Any, gate_at: Gates
 ) -> None:
-    folder, old, new = models
-    async with stopped_midway(folder, monkeypatch, "keep_kv") as (engine, answers, pausing):
+    async with stopped_midway(folder, gate_at, "keep_kv") as (engine, answers, pausing):
         await pausing
         await engine.pin(0)
         paused = await engine.generate([5, 6], LONG, 2, request_id="while paused", pinned=0)
@@ -44,11 +158,10 @@ async def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_upda
         assert (await answers)[0].versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
 
 
-async def test_drain_waits_for_live_requests_only(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, old, new = models
+async def test_drain_waits_for_live_requests_only(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
     async with serving(folder) as engine:
         await engine.pin(0)
-        gate = Gate(monkeypatch, 3, lambda weights: weights is not engine.live.weights)
+        gate = gate_at(3, lambda weights: weights is not engine.live.weights)
         pinned = await gate.posted(engine.generate([5], LONG, 1, request_id="pinned", pinned=0))
         await gate.reached()
         draining = await gate.posted(engine.pause("drain"))
@@ -59,17 +172,14 @@ async def test_drain_waits_for_live_requests_only(models: Models, monkeypatch: p
         assert error(answer, logprobs_of(old, [5], answer)) <= 1e-5
 
 
-async def test_live_and_pinned_requests_advance_at_the_same_pace(
-    models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, _, _ = models
+async def test_live_and_pinned_requests_advance_at_the_same_pace(folder: Path, gate_at: Gates) -> None:
     async with serving(folder) as engine:
         await engine.pin(0)
-        start = Gate(monkeypatch, 1)
+        start = gate_at(1)
         pinned = await start.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
         await start.reached()
         live = await start.posted(engine.generate([1], LONG, 1, request_id="live"))
-        gate = Gate(monkeypatch, 20, lambda weights: weights is not engine.live.weights)
+        gate = gate_at(20, lambda weights: weights is not engine.live.weights)
         start.release()
         await gate.reached()
         counts = engine.running_tokens()
@@ -79,17 +189,14 @@ async def test_live_and_pinned_requests_advance_at_the_same_pace(
         assert abs(counts["live"] - counts["pinned"]) <= 2
 
 
-async def test_several_pins_and_unpin(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, old, new = models
+async def test_several_pins_and_unpin(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
     async with serving(folder) as engine:
         with pytest.raises(EngineError, match="pin of version 1 refused: the live version is 0"):
             await engine.pin(1)
         await engine.pin(0)
         with pytest.raises(EngineError, match="pause first"):
             await engine.load(hf_tensors(new).items(), 1)
-        await engine.pause("drain")
-        await engine.load(hf_tensors(new).items(), 1)
-        await engine.resume()
+        await update(engine, new, 1, "drain")
         await engine.pin(1)
         await engine.pin(0)
         health = await engine.health()
@@ -99,7 +206,7 @@ async def test_several_pins_and_unpin(models: Models, monkeypatch: pytest.Monkey
             (answer,) = await engine.generate([8], LONG, 1, request_id="e", pinned=version)
             assert answer.versions.tolist() == [version] * 40
             assert error(answer, logprobs_of(model, [8], answer)) <= 1e-5
-        gate = Gate(monkeypatch, 3)
+        gate = gate_at(3)
         running = await gate.posted(engine.generate([8], LONG, 1, request_id="f", pinned=0))
         await gate.reached()
         unpinning = await gate.posted(engine.unpin(0))
@@ -132,14 +239,15 @@ def broken_updates(new: Any) -> dict[str, tuple[Iterator[tuple[str, torch.Tensor
 
 
 @pytest.mark.parametrize("case", ["missing", "shape", "bus"])
-async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(case: str, models: Models) -> None:
-    folder, old, new = models
-    update, kind, message = broken_updates(new)[case]
+async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(
+    case: str, folder: Path, old: Any, new: Any
+) -> None:
+    tensors, kind, message = broken_updates(new)[case]
     async with serving(folder) as engine:
         await engine.pin(0)
         await engine.pause("keep_kv")
         with pytest.raises(kind, match=message):
-            await engine.load(update, 1)
+            await engine.load(tensors, 1)
         assert engine.version == 0
         assert (await engine.health()).detail["half_updated"] == 1.0
         refusal = "refused: the load of version 1 over version 0 did not complete"
@@ -158,9 +266,8 @@ async def test_a_half_updated_engine_does_not_serve_until_it_is_refilled(case: s
 
 
 async def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_a_load_waits_for_the_bus(
-    models: Models,
+    folder: Path, old: Any, new: Any
 ) -> None:
-    folder, old, new = models
     bus, stuck = threading.Event(), threading.Event()
 
     def slow() -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,16 +304,13 @@ async def test_pinned_requests_go_on_and_nothing_else_touches_the_weights_while_
         assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
 
 
-async def test_weights_that_were_not_finite_leave_nothing_behind(models: Models) -> None:
-    folder, _, new = models
+async def test_weights_that_were_not_finite_leave_nothing_behind(folder: Path, new: Any) -> None:
     async with serving(folder) as engine:
         await engine.pause("keep_kv")
         await engine.load(((n, torch.full_like(t, float("nan"))) for n, t in hf_tensors(new).items()), 1)
         await engine.resume()
         poisoned = await engine.generate(PROMPT, LONG, 4, request_id="a")
         assert np.isnan(poisoned[0].logprobs).all()
-        await engine.pause("keep_kv")
-        await engine.load(hf_tensors(new).items(), 2)
-        await engine.resume()
+        await update(engine, new, 2)
         for answer in await engine.generate(PROMPT, LONG, 4, request_id="b"):
             assert error(answer, logprobs_of(new, PROMPT, answer)) <= 1e-5

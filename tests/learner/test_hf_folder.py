@@ -1,16 +1,18 @@
-"""Reading a Hugging Face folder: the same model as transformers loads, and refusals that name the folder."""
+"""Hugging Face folders: read and written as transformers does it, and refusals that name the folder."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from one_rank import logprobs
+from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file, save_file
-from tiny_models import make_config, save_model
+from tiny_models import built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+from learner import export
+from learner.export import plan_files, write_hf_folder
 from learner.model import Policy, build_policy
 from learner.pretrained import PolicyError
 
@@ -29,9 +31,7 @@ def build(folder: Path, mesh: DeviceMesh) -> Policy:
         ("llama", False, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}),
     ],
 )
-def test_logprobs_and_names_are_those_of_transformers(
-    tmp_path: Path, mesh: DeviceMesh, family: str, tied: bool, changes: dict[str, object]
-) -> None:
+def test_logprobs_and_names_are_those_of_transformers(tmp_path, mesh, family, tied, changes):
     save_model(tmp_path, family, tied=tied, **changes)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
     policy = build(tmp_path, mesh)
@@ -46,7 +46,7 @@ def test_logprobs_and_names_are_those_of_transformers(
     assert ("lm_head.weight" in dict(policy.named_parameters())) is not tied
 
 
-def test_several_files_with_an_index(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_several_files_with_an_index(tmp_path, mesh):
     expected = load_file(save_model(tmp_path) / "model.safetensors")
     names = sorted(expected)
     parts = {"model-00001-of-00002.safetensors": names[:5], "model-00002-of-00002.safetensors": names[5:]}
@@ -68,7 +68,7 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_refusals_name_the_folder_and_the_reason(tmp_path: Path, mesh: DeviceMesh) -> None:
+def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     folder = save_model(tmp_path / "model")
     weights = folder / "model.safetensors"
     whole = load_file(weights)
@@ -98,3 +98,65 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path: Path, mesh: DeviceMes
     refused("has no config.json")
     folder.rename(tmp_path / "elsewhere")
     refused("no folder")
+
+
+SMALL = 50_000
+
+
+def trained_policy(folder: Path, mesh: DeviceMesh) -> Policy:
+    """Weights that differ from those in the folder."""
+    config = make_config(folder, replay={"async_lag": 2})
+    policy, optimizer = built(config, mesh)
+    train_on(batch_of(random_step(1), 1), policy, optimizer, config)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "dtype", "limit"),
+    [
+        ("qwen3", True, "float32", SMALL),
+        ("qwen3", True, "bfloat16", export.FILE_BYTES),
+        ("llama", False, "bfloat16", SMALL),
+        ("qwen2", True, "float32", export.FILE_BYTES),
+    ],
+)
+def test_transformers_loads_equal_tensors(tmp_path, mesh, monkeypatch, family, tied, dtype, limit):
+    monkeypatch.setattr(export, "FILE_BYTES", limit)
+    source, target = save_model(tmp_path / "source", family, tied=tied), tmp_path / "target"
+    policy = trained_policy(source, mesh)
+    write_hf_folder(policy, source, target, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
+    expected, found = dict(policy.named_full_tensors(dtype)), dict(loaded.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(found[n].dtype == expected[n].dtype and torch.equal(found[n], expected[n]) for n in expected)
+    assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) is tied
+    sizes = {p.name: p.stat().st_size for p in target.glob("*.safetensors")}
+    if limit == SMALL:
+        assert len(sizes) > 2 and max(sizes.values()) < limit + 10_000  # with the header
+    else:
+        assert list(sizes) == ["model.safetensors"]
+    assert build(target, mesh).shard_digests(dtype) == policy.shard_digests(dtype)
+
+
+def test_what_belongs_to_the_model_is_taken_over(tmp_path, mesh):
+    source, target = save_model(tmp_path / "source"), tmp_path / "target"
+    taken = {"tokenizer.json": '{"a": 1}', "chat_template.jinja": "{{ x }}"}
+    for name, text in (taken | {"notes.txt": "not part of a model"}).items():
+        (source / name).write_text(text)
+    taken["generation_config.json"] = (source / "generation_config.json").read_text()
+    change_config(source, torch_dtype="float16")
+    write_hf_folder(build(source, mesh), source, target, "bfloat16")
+    assert {name: (target / name).read_text() for name in taken} == taken and not (target / "notes.txt").exists()
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
+
+
+def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch):
+    layout = [("a", "float32", (10,)), ("b", "float32", (5,)), ("c", "float32", (100,)), ("d", "bfloat16", (2,))]
+    assert plan_files(layout) == {"model.safetensors": ["a", "b", "c", "d"]}
+    monkeypatch.setattr(export, "FILE_BYTES", 60)
+    assert plan_files(layout) == {
+        "model-00001-of-00003.safetensors": ["a", "b"],
+        "model-00002-of-00003.safetensors": ["c"],
+        "model-00003-of-00003.safetensors": ["d"],
+    }

@@ -1,0 +1,181 @@
+"""Preflight of prompts and of reward.function, by the rules of the rollout servers."""
+
+import ast
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from configs import Config, ConfigError, load
+from learner.launch import prompt_check, reward_source
+from learner.launch.preflight import check_input
+from learner.launch.prompt_check import check_prompts
+from learner.launch.reward_source import problem_with_reward, problem_with_signature
+from rollout_server.rewards import RewardError, loading
+from rollout_server.tasks import Task
+
+SYMBOLS = ["<unk>", "<eos>", *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
+CHAT = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant={% endif %}"
+)
+SAID = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tokenizer of one token a character, and without a chat template."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(.|\n)"), "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(SYMBOLS)}))
+    return folder
+
+
+def config_of(model: Path, *settings: str) -> Config:
+    return load("quickstart", [f"model.path={model}", *settings])
+
+
+def file_of(tmp_path: Path, *prompts: Any) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def refused(config: Config, path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_prompts(config, path)
+    return str(caught.value)
+
+
+def test_prompts_that_cannot_be_rendered_are_refused(model, tmp_path):
+    path = file_of(tmp_path, SAID, SAID)
+    said = refused(config_of(model), path)
+    assert f"{path}: none of the first 2 rows" in said and "no chat template; set model.chat_template" in said
+    template = json.dumps("{{ raise_exception('system messages only') }}")
+    assert "row 1: system messages only" in refused(config_of(model, f"model.chat_template={template}"), path)
+    settings = f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64"
+    assert check_prompts(config_of(model, *settings), path) == 2
+
+
+def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp_path):
+    path = file_of(tmp_path, "1" * 40, "2" * 30)
+    said = refused(config_of(model), path)
+    assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
+    assert "30 to 40 tokens; raise it to 40" in said
+    assert check_prompts(config_of(model, "data.max_prompt_tokens=30"), path) == 2
+
+
+def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
+    assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1=")) == 3
+
+
+@pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
+def test_lengths_are_those_of_the_rollout_servers(model, prompt):
+    config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
+    row = {"prompt": prompt, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
+    assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("enable_padding", {"length": 64}), ("enable_truncation", {"max_length": 8})]
+)
+def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_path, setting, value):
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    getattr(tokenizer, setting)(**value)
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert check_prompts(config_of(model), file_of(tmp_path, "1+1=")) == 1
+    assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
+
+
+def test_a_broken_tokenizer_is_refused_by_file(model, tmp_path):
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    said = refused(config_of(model), file_of(tmp_path, "1+1="))
+    assert "model.path" in said and f"{model}/tokenizer.json cannot be loaded" in said
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    files = dict.fromkeys(("data.train", "data.eval"), file_of(tmp_path, "1+1="))
+    files[key] = str(tmp_path / "chat.jsonl")
+    Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
+    with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
+        check_input(config_of(model, *map("=".join, files.items())))
+
+
+def test_a_large_file_is_not_read_whole(model, monkeypatch):
+    rows = iter([{"prompt": "1+1="}] * 10 * prompt_check.CHECKED_ROWS)
+    monkeypatch.setattr(prompt_check, "read_rows", lambda path: rows)
+    assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
+    assert len(list(rows)) >= 9 * prompt_check.CHECKED_ROWS - 1
+
+
+NAMES = ["sample", "prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "x"]
+
+
+def is_accepted(source: str) -> bool:
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    try:
+        loading.adapt(namespace["f"], "f")  # type: ignore[arg-type]
+    except RewardError:
+        return False
+    return True
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> str:
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
+    split = draw(st.integers(0, len(names)))
+    defaults = draw(st.integers(0, split))
+    positional = [f"{name}=None" if index >= defaults else name for index, name in enumerate(names[:split])]
+    only = [f"{name}=None" if draw(st.booleans()) else name for name in names[split:]]
+    parts = [*positional, *(["*", *only] if only else []), *(["**more"] if draw(st.booleans()) else [])]
+    return f"{'async ' if draw(st.booleans()) else ''}def f({', '.join(parts)}):\n    return 1.0\n"
+
+
+@given(functions())
+@settings(max_examples=300, deadline=None)
+def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
+    assert (problem_with_signature(ast.parse(source), "f") is None) == is_accepted(source)
+
+
+def test_the_names_of_the_conventions_are_those_of_the_rollout_server():
+    assert reward_source.VERL_NAMES == loading.VERL_NAMES and reward_source.SIGNATURES == loading.SIGNATURES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import functools\n\n@functools.cache\ndef reward(a, b):\n    return 1.0\n",
+        "def reward(a, b):\n    return 1.0\n\nreward = reward\n",
+        "from elsewhere import reward\n",
+        "if True:\n    def reward(a, b):\n        return 1.0\n",
+    ],
+)
+def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    assert problem_with_reward(f"{tmp_path}/mine.py:reward") is None
+
+
+def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkeypatch):
+    folder = tmp_path / "graders_of_this_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "maths.py").write_text("def reward(answer, truth):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in (f"{folder}/maths.py:reward", "graders_of_this_test.maths:reward"):
+        said = problem_with_reward(spec)
+        assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
+    assert problem_with_reward("graders_of_this_test.others:reward") is None

@@ -1,0 +1,110 @@
+"""Files of a run: the ledger, evaluations beside what was asked, rollouts with every digit of their logprobs."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from recorded import batch_of, random_step
+from tiny_models import make_config
+
+from learner.ledger import FILE, Ledger, read
+from learner.report import evaluation, rollouts
+from replay.messages import EvaluationResult
+from replay.prompts import DataError
+
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "data_source": "sums"},
+    {"prompt": [{"role": "user", "content": "7?"}], "answer": "odd", "data_source": "parity"},
+    {"prompt": "2+2=", "answer": "4", "data_source": "sums"},
+    {"prompt": "never asked", "answer": "", "data_source": "sums"},
+]
+RESULT = EvaluationResult(
+    version=3,
+    greedy=True,
+    seconds=1.5,
+    texts=["2", "even", "5"],
+    finish_reasons=["stop", "stop", "length"],
+    rewards=np.array([1.0, 0.25, 0.0], np.float32),
+    lengths=np.array([1, 2, 3], np.int32),
+)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Rows of data.eval in a folder of another name, three of which are asked for."""
+    file = tmp_path / "elsewhere" / "eval.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = make_config(
+        tmp_path, data={"eval": str(file)}, evaluation={"every_steps": 1, "num_prompts": 3}, run={"dir": str(tmp_path)}
+    )
+    return evaluation.evaluation_rows(config)
+
+
+def test_every_data_source_has_its_own_metrics(rows):
+    scores = {"val-core/sums/greedy": 0.5, "val-core/parity/greedy": 0.25}
+    scores |= {f"val-aux/{source}/greedy/response_length": 2.0 for source in ("sums", "parity")}
+    scores |= {f"val-aux/{source}/greedy/seconds": 1.5 for source in ("sums", "parity")}
+    assert evaluation.values(RESULT, rows) == scores
+
+
+def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
+    path = evaluation.write_rows(str(tmp_path), RESULT, rows)
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert path.name == "version_3_greedy.jsonl"
+    assert [row["prompt"] for row in written] == [row["prompt"] for row in ROWS[:3]]
+    found = [(row["ground_truth"], row["text"], row["reward"]) for row in written]
+    assert found == [("2", "2", 1.0), ("odd", "even", 0.25), ("4", "5", 0.0)]
+    with pytest.raises(DataError, match=r"version 3: 3 answers, data\.eval has 2 rows now"):
+        evaluation.write_rows(str(tmp_path), RESULT, rows[:2])
+
+
+class Letters:
+    """A tokenizer with one letter a token."""
+
+    def decode(self, token_ids, **_settings):
+        return "".join(chr(65 + token) for token in token_ids)
+
+
+def test_a_saved_trajectory_has_text_score_and_exact_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 2})
+    writer = rollouts.RolloutWriter(config)
+    for step in (1, 2):
+        trajectories = random_step(step)
+        batch = batch_of(trajectories, step, rank=1, world_size=2)
+        writer.write_if_due(batch, np.arange(len(trajectories), dtype=np.float32))
+    assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["step_2"]
+    lines = (tmp_path / "run" / "rollouts" / "step_2" / "rank_1.jsonl").read_text().splitlines()
+    own = trajectories[1::2]
+    assert len(lines) == len(own)
+    for row, trajectory in zip(map(json.loads, lines), own, strict=True):
+        assert row["prompt_ids"] == trajectory.prompt_ids and row["response_ids"] == trajectory.response_ids
+        assert row["logprobs"] == trajectory.logprobs and row["versions"] == trajectory.versions
+        assert row["prompt"] == Letters().decode(trajectory.prompt_ids)
+        assert row["text"] == Letters().decode(trajectory.response_ids)
+        assert row["score"] == row["reward"] == trajectory.reward
+
+
+OF_STEP: dict[str, Any] = {"incarnation": 1, "digest": "d", "expected": ""}
+
+
+def test_a_group_that_is_trained_again_is_counted(tmp_path):
+    ledger = Ledger(tmp_path, resume_version=None)
+    assert ledger.append(1, [[0, 1], [0, 2]], **OF_STEP) == 0
+    assert ledger.append(2, [[0, 3], [1, 1]], **OF_STEP) == 0
+    assert ledger.append(3, [[0, 2], [0, 4]], **OF_STEP) == 1
+    assert [line["step"] for line in read(tmp_path)] == [1, 2, 3] and "expected" not in read(tmp_path)[0]
+
+
+def test_steps_after_the_checkpoint_may_be_made_again_and_no_others(tmp_path):
+    ledger = Ledger(tmp_path, resume_version=None)
+    for step in (1, 2, 3):
+        ledger.append(step, [[0, step]], **OF_STEP)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 4, "gro')  # killed while writing
+    resumed = Ledger(tmp_path, resume_version=2)
+    assert resumed.append(3, [[0, 3]], incarnation=2, digest="d", expected="d") == 0
+    assert resumed.append(4, [[0, 1]], **OF_STEP) == 1
+    assert [(line["step"], line.get("expected")) for line in read(tmp_path)][2:] == [(3, None), (3, "d"), (4, None)]

@@ -1,0 +1,390 @@
+"""Updates of a real SGLang by a real publisher over gloo: staged in its scheduler, or straight into its weights."""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
+
+from configs.infrastructure import WeightBus
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.update.orders import REQUEST
+from rollout_server.follower import WeightFollower
+from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
+from weight_bus.errors import NotAvailable
+from weight_bus.transports import Formation
+from weight_bus.transports.direct import DirectGloo
+from weight_bus.transports.gloo import Collective
+
+RUNS = itertools.count()
+TIMEOUT_S = 4.0
+AT_ONCE_S = 3.0
+"""Less than that, and more than anything takes that does not wait for a broadcast."""
+COMMON = (f"weight_bus.bucket_bytes={BUCKET_BYTES}", "weight_bus.heartbeat_s=0.25")
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.02)
+
+
+class Faulty:
+    """Of a publisher's transport: `fault` happens to the second bucket, once."""
+
+    fault: Callable[[torch.Tensor], None] | None = None
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        if index == 1 and self.fault is not None:
+            fault, self.fault = self.fault, None
+            bucket = bucket.clone()
+            fault(bucket)
+        super().broadcast(bucket, index)  # type: ignore[misc]
+
+
+class Direct(Faulty, DirectGloo):
+    """Sends into schedulers."""
+
+    keys = ("weight_bus.apply=direct", "weight_bus.collective_timeout_s=8", "weight_bus.max_heals=1")
+
+
+class Staging(Faulty, Collective):
+    """Counts the bytes of each version; once `broken`, it forms no group."""
+
+    keys = ("weight_bus.stage_in=engine", f"weight_bus.collective_timeout_s={TIMEOUT_S}", "weight_bus.max_heals=2")
+    broken = False
+
+    def __init__(self, config: WeightBus, host: str) -> None:
+        super().__init__(config, host)
+        self.sent: list[int] = []
+
+    def form(self, formation: Formation) -> None:
+        if self.broken:
+            raise TransportError("the publisher is lost", "closed")
+        super().form(formation)
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        if index == 0:
+            self.sent.append(0)
+        self.sent[-1] += bucket.numel()
+        super().broadcast(bucket, index)
+
+
+class Learner(Publisher):
+    """A publisher, and its transport `end`; of a run of its own, or the next incarnation of another's."""
+
+    def __init__(self, served: Served, end: type[Any], *overrides: str, after: "Learner | None" = None) -> None:
+        self.overrides = (*COMMON, *end.keys, *overrides)
+        self.config = served.config(*self.overrides).weight_bus
+        self.run_id = after.run_id if after else f"run-{next(RUNS)}"  # SGLang keeps the names of its groups
+        made: list[Any] = []
+
+        def factory(config: WeightBus, host: str) -> Any:
+            made.append(end(config, host))
+            return made[0]
+
+        run: dict[str, Any] = {"host": "127.0.0.1", "run_id": self.run_id, "incarnation": 2 if after else 1}
+        super().__init__(self.config, transport_factory=factory, **run)
+        self.end = made[0]
+
+    async def send(self, version: int, model: Any) -> PublishReport:
+        """Publish a model."""
+        return await asyncio.to_thread(self.publish, version, update_of(model).items(), digests(model))
+
+    async def serve(self, served: Served, model: Any) -> PublishReport:
+        """Publish a model as the next version, which the engine then holds and decodes with."""
+        version = served.version + 1
+        report = await self.send(version, model)
+        assert (report.served, report.failed) == (["one"], {}), report
+        if isinstance(self.end, Staging):
+            check_staged(served)  # before another request takes the place of this one
+        await check_live(served, version, model)
+        return report
+
+
+async def check_live(served: Served, version: int, model: Any) -> None:
+    assert await served.engine.digest() == digests(model)
+    (answer,) = await served.sample([5, 6, 7])
+    assert set(answer.versions) == {version}
+    check_logprobs(model, [5, 6, 7], answer)
+    served.model, served.version = model, version
+
+
+def check_staged(served: Served) -> None:
+    """What the schedulers were asked to load last lay in the receiver."""
+    asked = msgpack.unpackb((served.engine._staging.path / REQUEST).read_bytes())
+    assert asked["load"] and {memory["kind"] for memory in asked["memory"]} == {"staged"}
+
+
+class Follower(WeightFollower):
+    """Keeps what it said."""
+
+    def __init__(self, served: Served, *overrides: str) -> None:
+        self.live: list[int] = []
+        self.dark: list[str] = []
+        super().__init__(
+            served.config(*overrides), served.engine, "one", on_live=self._went_live, on_quarantine=self._went_dark
+        )
+
+    async def join(self, learner: Learner) -> None:
+        """Follow this one from now on."""
+        self.follow(learner.address, learner.run_id)
+        await until(lambda: learner.members() or self.failure, "it joins")
+        assert self.failure is None, self.failure
+
+    async def _went_live(self, version: int, incarnation: int) -> None:
+        self.live.append(version)
+
+    async def _went_dark(self, reason: str) -> None:
+        self.dark.append(reason)
+
+
+@asynccontextmanager
+async def following(served: Served, end: type[Any], *overrides: str) -> AsyncIterator[tuple[Learner, Follower]]:
+    """A learner, and the engine's follower of it."""
+    with Learner(served, end, *overrides) as learner:
+        follower = Follower(served, *learner.overrides)
+        try:
+            await follower.join(learner)
+            yield learner, follower
+        finally:
+            await asyncio.to_thread(follower.stop)
+
+
+def flip(bucket: torch.Tensor) -> None:
+    bucket[5] ^= 1
+
+
+@pytest.mark.parametrize("end", [Direct, Staging])
+async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(served: Served, end: type[Any]) -> None:
+    first = served.version + 1
+    async with following(served, end) as (learner, follower):
+        for version in range(first, first + 3):
+            kept = served.start_sample([3, 1, 2], max_new_tokens=90)
+            await served.under_way(kept)
+            report = await learner.serve(served, random_model(100 + version))
+            assert report.epoch == 1, "the group is kept"
+            assert set((await kept)[0].versions) <= {version - 1, version}
+        assert follower.live == [first, first + 1, first + 2] and follower.dark == []
+
+
+@pytest.mark.parametrize("end", [Direct, Staging])
+async def test_bytes_that_changed_on_the_way_are_found_and_sent_again(served: Served, end: type[Any]) -> None:
+    """Live ones go dark; staged ones never touch the engine."""
+    version, model = served.version + 1, random_model(3)
+    async with following(served, end) as (learner, follower):
+        learner.end.fault = flip
+        await learner.send(version, model)
+        await until(lambda: follower.live, "it is healed")
+        assert follower.live == [version] and learner.stats()["heals"] == 1
+        assert len(follower.dark) == learner.stats()["quarantines"] == (end is Direct)
+        assert all("1 tensors of the engine differ" in reason for reason in follower.dark)
+        await check_live(served, version, model)
+
+
+# ---- straight into the weights ----------------------------------------------------------------------------
+
+
+class Reluctant:
+    """An engine that cannot be paused."""
+
+    ranks = 1
+
+    def pause(self, version: int) -> None:
+        raise TransportError(f"no pause for v{version}", "slow")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: pytest.fail(f"{name} was called")
+
+
+async def test_a_round_that_another_member_calls_off_sends_nothing_and_is_done_again(served: Served) -> None:
+    async with following(served, Direct) as (learner, follower):
+        await learner.serve(served, random_model(2))
+        kept = served.start_sample([3, 1, 2], max_new_tokens=90)
+        await served.under_way(kept)
+        run: dict[str, Any] = {"config": learner.config, "host": "127.0.0.1", "run_id": learner.run_id}
+        other = Subscriber(learner.address, name="other", direct=Reluctant(), **run)
+        receiving = asyncio.create_task(asyncio.to_thread(_receive, other))
+        await until(lambda: len(learner.members()) == 2, "it joins")
+        version, model = served.version + 1, random_model(7)
+        report = await learner.send(version, model)
+        assert report.served == ["one"] and "no pause" in report.failed["other"], report
+        assert report.epoch > 2 and set((await kept)[0].versions) <= {version - 1, version}
+        await check_live(served, version, model)
+        await asyncio.wait_for(receiving, 20)
+        assert follower.live[-1] == version and follower.dark == []
+
+
+def _receive(subscriber: Subscriber) -> None:
+    with subscriber, pytest.raises(RemovedFromBus, match="no pause"):
+        subscriber.receive(lambda *_: {}, activate=lambda *_: None, quarantine=lambda *_: None)
+
+
+async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(served: Served) -> None:
+    version, model = served.version + 1, random_model(9)
+    async with following(served, Direct, "rollout.on_new_weights=drain") as (learner, follower):
+        running = served.start_sample([3, 1, 2], max_new_tokens=90)
+        await served.under_way(running)
+        report = await learner.send(version, model)
+        assert (report.served, report.failed) == ([], {}) and "drains" in report.held["one"], report
+        await until(lambda: not served.engine._open.is_set(), "new requests wait")
+        waiting = [served.start_sample([5, 6, 7]) for _ in range(3)]
+        await until(lambda: follower.live == [version], "it is updated when it has drained")
+        assert learner.epoch == 2 and learner.stats()["lost_peers"] == 0
+        assert set((await running)[0].versions) == {version - 1}
+        for task in waiting:
+            (answer,) = await task
+            assert set(answer.versions) == {version}
+            check_logprobs(model, [5, 6, 7], answer)
+    served.model, served.version = model, version
+
+
+async def test_a_publisher_lost_in_a_transfer_ends_the_engine_by_name(served: Served) -> None:
+    def cut(_: torch.Tensor) -> None:
+        raise TransportError("the publisher was cut off", "closed")
+
+    version = served.version + 1
+    async with following(served, Direct) as (learner, follower):
+        learner.end.fault = cut
+        report = await learner.send(version, random_model(4))
+        assert report.served == [] and "bucket 2 did not arrive in the engine" in report.failed["one"], report
+        assert "its engine is spoiled and restarts" in report.failed["one"] and learner.members() == {}
+        await until(lambda: follower.failure, "the follower fails")
+        assert isinstance(follower.failure, EngineSpoiled)
+        assert "it must be restarted: SGLang refuses 'update_weights_from_distributed'" in str(follower.failure)
+        assert (follower.live, follower.dark) == ([], [])
+    with pytest.raises(EngineError, match=r"half updated .bucket 2 of an update was received and not the last"):
+        await served.engine.resume()
+    await served.update(5, "keep_kv", version=version)  # a whole update, which a restart would begin with
+    await check_live(served, version, served.model)
+
+
+# ---- staged in the scheduler ------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def stuck(learner: Learner, version: int, model: Any) -> AsyncIterator[None]:
+    """The publisher stands still before the second bucket of a version, until the end of this."""
+    reached, go = threading.Event(), threading.Event()
+
+    def wait(_: torch.Tensor) -> None:
+        reached.set()
+        go.wait(30)
+        raise TransportError("it is lost", "closed")
+
+    learner.end.fault = wait
+    sending = asyncio.create_task(learner.send(version, model))
+    try:
+        await until(reached.is_set, "the second bucket")
+        yield
+    finally:
+        learner.end.broken = True
+        go.set()
+        await sending
+
+
+@contextmanager
+def heard(level: int) -> Iterator[list[str]]:
+    """What the weight bus logs meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("weight_bus")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+async def test_changes_are_applied_in_the_scheduler_also_for_the_next_learner_of_the_run(served: Served) -> None:
+    model, delta = random_model(5), "weight_bus.delta=true"
+
+    async def serve_two(learner: Learner) -> list[int]:
+        for _ in range(2):
+            with torch.no_grad():
+                model.model.norm.weight[served.version % 8] += 0.5
+            await learner.serve(served, model)
+        return list(learner.end.sent)
+
+    async with following(served, Staging, delta) as (learner, follower):
+        whole, change = await serve_two(learner)
+        assert change < whole / 2, "only what has changed has come"
+        with Learner(served, Staging, delta, after=learner) as restarted:
+            await follower.join(restarted)
+            assert await serve_two(restarted) == [whole, change]
+        assert follower.dark == []
+
+
+async def test_a_publisher_lost_in_a_broadcast_costs_its_version_and_the_next_one_serves(served: Served) -> None:
+    version, model, before = served.version + 1, random_model(7), served.version
+    with heard(logging.WARNING) as said:
+        async with following(served, Staging) as (learner, follower):
+            async with stuck(learner, version, model):
+                started = time.monotonic()
+                (answer,) = await served.sample([5, 6, 7], max_new_tokens=60)
+                assert set(answer.versions) == {before}, "it goes on decoding"
+                assert time.monotonic() - started < AT_ONCE_S
+                named = f"v{version} did not arrive: broadcast of bucket 2 failed: "
+                await until(lambda: any(named in line for line in said), "the receiver gives up")
+            with Learner(served, Staging, after=learner) as restarted:
+                await follower.join(restarted)
+                await restarted.serve(served, model)
+                assert follower.live[-1] == version and follower.dark == []
+
+
+async def test_a_server_that_stops_in_a_broadcast_waits_for_nobody_and_the_next_receiver_works(served: Served) -> None:
+    model = random_model(8)
+    async with following(served, Staging) as (learner, follower), stuck(learner, served.version + 1, model):
+        started = time.monotonic()
+        await asyncio.to_thread(follower.stop)
+        assert time.monotonic() - started < AT_ONCE_S
+    async with following(served, Staging) as (learner, _):
+        await learner.serve(served, model)
+
+
+async def test_a_receiver_that_cannot_receive_ends_the_follower_by_name(served: Served) -> None:
+    with Learner(served, Staging) as learner:
+        follower = Follower(served, *learner.overrides, "weight_bus.backend=nccl")
+        follower.follow(learner.address, learner.run_id)
+        await until(lambda: follower.failure, "it ends")
+        assert isinstance(follower.failure, NotAvailable), "which the launcher does not start again"
+        assert "nothing can be staged in the engine" in str(follower.failure)
+        assert "weight_bus.backend 'nccl' cannot be used: there is no CUDA device" in str(follower.failure)
+        await asyncio.to_thread(follower.stop)
+    assert await served.engine.digest() == digests(served.model), "the engine goes on"
+
+
+async def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(served: Served) -> None:
+    """The last of SGLang's tests: another one would start it anew."""
+    version, model, engine = served.version + 1, random_model(9), served.engine
+    pid = min(engine.sglang.pids())  # SGLang starts its scheduler first
+    assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    task = served.start_sample([1, 2, 3], 2, max_new_tokens=90)
+    with heard(logging.WARNING) as said:
+        async with following(served, Staging) as (learner, follower), stuck(learner, version, model):
+            await served.under_way(task)
+            os.kill(pid, signal.SIGKILL)
+            named = f"v{version} did not arrive: v{version} was not staged: the receiver in the engine hung up [closed]"
+            await until(lambda: any(named in line for line in said), "it is named", AT_ONCE_S)
+            dead = rf"SGLang is dead: .*pid {pid}\) ended with -9.* \[closed\]"
+            with pytest.raises(EngineError, match=dead):
+                while True:
+                    await engine.health()
+                    await asyncio.sleep(0.05)
+            for call in (engine.pause("keep_kv"), served.sample([1, 2, 3]), task):
+                with pytest.raises(EngineError, match=dead):
+                    await asyncio.wait_for(call, 30)
+            assert (follower.live, follower.dark, follower.failure) == ([], [], None)
