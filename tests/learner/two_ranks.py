@@ -194,7 +194,7 @@ def main() -> None:
         seen["loading"] = loading(folder, mesh)
         seen["synthetic"] = synthetic(rank)
         sharding.GATHER_BYTES = 20_000  # several spans
-        for name, mode in (("qwen3", "sdpa"), ("llama", "varlen")):
+        for name in ("qwen3", "llama"):
             config = configured(folder, name)
             policy, optimizer = built(config, mesh)
             seen[name] = {"start": layout_of(policy), "poisoned": poisoned(policy, optimizer, config)}
