@@ -69,8 +69,8 @@ def start_failure(said: str, last_error: str) -> str:
 if multiprocessing.current_process().name != "MainProcess":
     # In a scheduler, which imports this module for `run_scheduler` before anything of SGLang looks for a GPU: load
     # CUDA kernels at the start. Loading one at its first launch waits for all that runs on the device: a prefill waited
-    # 14 s beside a hung broadcast, and the first update took 6 to 7 s instead of 0.04 s (H200, SGLang 0.5.15, which
-    # asks for lazy loading in the parent process; measured with the variable set when schedulers were born).
+    # 14 s beside a hung broadcast (H200, SGLang 0.5.15, which asks for lazy loading in the parent process); with this
+    # no request took 5 s (tests/gpu/test_sglang_bus_cuda.py).
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
