@@ -66,14 +66,16 @@ def start_failure(said: str, last_error: str) -> str:
     return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
 
 
-def run_scheduler(*arguments: Any, **options: Any) -> Any:
-    """Run a scheduler that loads its CUDA kernels when it starts, not at their first launch.
-
-    Loading a kernel waits for all that runs on the device. While a broadcast hung in the same process, the next
-    prefill waited for it until the collective timeout, and the first update of a process took 6 to 7 s instead of
-    0.04 s (one H200, SGLang 0.5.15, which sets the variable to lazy loading in its parent process).
-    """
+if multiprocessing.current_process().name != "MainProcess":
+    # In a scheduler, which imports this module for `run_scheduler` before anything of SGLang looks for a GPU: load
+    # CUDA kernels at the start. Loading one at its first launch waits for all that runs on the device: a prefill waited
+    # 14 s beside a hung broadcast (H200, SGLang 0.5.15, which asks for lazy loading in the parent process); with this
+    # no request took 5 s (tests/gpu/test_sglang_bus_cuda.py).
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+
+
+def run_scheduler(*arguments: Any, **options: Any) -> Any:
+    """SGLang's scheduler, started by a module that has set its environment."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     return run_scheduler_process(*arguments, **options)
