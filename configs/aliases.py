@@ -31,9 +31,15 @@ algorithm.clip_high               | clip_ratio_high | --eps-clip-high | - | - | 
 learner.max_grad_norm             | grad_clip | - | - | - | -
 learner.lr                        | optim.lr | - | - | - | learning_rate
 algorithm.advantage               | algorithm.adv_estimator | - | - | - | -
-algorithm.normalize_by_std        | algorithm.norm_adv_by_std_in_grpo | - | - | - | -
 algorithm.dynamic_sampling        | algorithm.filter_groups.enable | - | - | - | -
-algorithm.loss                    | algorithm.rollout_correction | --use-tis | - | use_decoupled_loss | -
+algorithm.loss                    | policy_loss.loss_mode | - | trainer.loss.type | - | loss_type
+algorithm.clip_dual               | clip_ratio_c | --eps-clip-c | - | c_clip | delta
+algorithm.aggregation             | loss_agg_mode | - | - | - | -
+algorithm.correction              | algorithm.rollout_correction | --use-tis | - | behav_imp_weight_cap | -
+algorithm.proximal                | - | - | - | use_decoupled_loss | -
+algorithm.entropy_coef            | entropy_coeff | --entropy-coef | - | - | -
+algorithm.kl                      | kl_loss_type | --kl-loss-type | - | - | -
+algorithm.kl_coef                 | kl_loss_coef | --kl-loss-coef | - | kl_ctl | beta
 reward.function                   | custom_reward_function.path | --custom-rm-path | - | - | -
 replay.async_lag                  | max_off_policy_threshold | - | max_off_policy_steps | max_head_offpolicyness \
                                   | max_staleness
@@ -52,7 +58,7 @@ run.dir                           | - | - | - | - | output_dir
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 
 ONE_UPDATE = "a step is one update and one broadcast here, on rollout.groups_per_step groups; there is nothing to set"
-NO_KL = "there is no KL term here"
+KL = "algorithm.kl, algorithm.kl_in and algorithm.kl_coef decide about the KL term"
 NOT_HERE = {
     "ppo_mini_batch_size": ONE_UPDATE,
     "ppo_epochs": ONE_UPDATE,
@@ -64,10 +70,10 @@ NOT_HERE = {
     "per_device_train_batch_size": "learner.max_tokens_per_microbatch decides how many microbatches a step has",
     "total_epochs": "give the length of a run as learner.total_steps",
     "num_train_epochs": "give the length of a run as learner.total_steps",
-    "use_kl_loss": NO_KL,
-    "kl_loss_coef": NO_KL,
-    "kl_coef": NO_KL,
-    "beta": NO_KL,
+    "norm_adv_by_std_in_grpo": "algorithm.advantage decides: 'grpo' divides by the deviation, 'dr_grpo' does not",
+    "use_kl_loss": KL,
+    "use_kl_in_reward": KL,
+    "kl_ctrl": KL,
 }
 """What other frameworks set and this one has no key for, with the reason."""
 

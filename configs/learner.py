@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.base import Section
 
@@ -44,6 +44,12 @@ class LearnerSettings(Section):
     def row_multiple(self) -> int:
         """Rows have a multiple of so many tokens: compiled code is made anew for every length that it meets."""
         return 2048 if self.compile else 1
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: object) -> object:
+        """Files of older runs say true or false."""
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""

@@ -23,7 +23,9 @@ rollout.max_new_tokens | data.max_response_length             | --rollout-max-re
 learner.max_tokens_per_microbatch | actor_rollout_ref.actor.ppo_max_token_len_per_gpu | --max-tokens-per-gpu | | actor.mb_spec.max_tokens_per_mb |
 algorithm.clip_low  | actor_rollout_ref.actor.clip_ratio_low  | --eps-clip           | | actor.eps_clip | epsilon
 algorithm.clip_high | actor_rollout_ref.actor.clip_ratio_high | --eps-clip-high      | | | epsilon_high
-algorithm.loss      | algorithm.rollout_correction            | --use-tis            | | actor.use_decoupled_loss |
+algorithm.correction | algorithm.rollout_correction           | --use-tis            | | |
+algorithm.proximal  |                                         |                      | | actor.use_decoupled_loss |
+algorithm.kl_coef   | actor_rollout_ref.actor.kl_loss_coef    | --kl-loss-coef       | | actor.kl_ctl | beta
 replay.async_lag    | max_off_policy_threshold | | orchestrator.max_off_policy_steps | rollout.max_head_offpolicyness | max_staleness
 placement.tensor_parallel | actor_rollout_ref.rollout.tensor_model_parallel_size | --rollout-num-gpus-per-engine | | |
 checkpoint.every_steps | trainer.save_freq                    | --save-interval      | ckpt.interval | saver.freq_steps | save_steps
@@ -56,7 +58,7 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
     path = tmp_path / "verl.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 4, entropy_coeff: 0}}\n"
+        "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 4, use_torch_compile_x: 0}}\n"
     )
     with pytest.raises(ConfigError) as refused:
         load(path)
@@ -70,9 +72,9 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
 
 
 def test_options_without_a_key_say_why(capsys):
-    said = said_to("--global-batch-size", "256", "actor_rollout_ref.actor.kl_loss_coef=0", capsys=capsys)
+    said = said_to("--global-batch-size", "256", "actor_rollout_ref.actor.use_kl_loss=0", capsys=capsys)
     assert "a step is one update and one broadcast here" in said and "write --set actor" not in said
-    assert "there is no KL term here" in said
+    assert "decide about the KL term" in said
 
 
 def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign():

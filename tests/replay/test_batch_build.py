@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from simulated_run import config
 
 from replay import messages as m
-from replay.desks.batches import assign, build, total_lengths
+from replay.desks.batches import assign, build, total_lengths, trained
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
 from tests.replay.simulation.samples import make_group
@@ -34,7 +34,8 @@ def group(index: int, rng: np.random.Generator, *, all_in_loss: bool) -> m.Group
 
 
 def built(groups: list[m.Group], ranks: int = 1) -> list[m.Batch]:
-    return build(STEP, groups, assign(total_lengths(groups), ranks, 40), num_ranks=ranks, stats={})
+    placed = assign(total_lengths(groups), trained(groups, flat=False), ranks, 40)
+    return build(STEP, groups, placed, num_ranks=ranks, stats={})
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -108,16 +109,28 @@ def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() 
 
 
 @given(
-    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=30),
+    sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), min_size=4, max_size=60),
     ranks=st.integers(1, 4),
     max_tokens=st.integers(100, 400),
 )
-def test_every_trajectory_has_one_place_and_no_microbatch_is_too_large(lengths, ranks, max_tokens):
-    lengths = np.array(lengths * ranks, dtype=np.int64)
-    made = assign(lengths, ranks, max_tokens)
-    assert np.bincount(made.rank, minlength=ranks).tolist() == [len(lengths) // ranks] * ranks
-    assert made.microbatch.max() < made.num_microbatches
-    for rank in range(ranks):
-        for microbatch in range(made.num_microbatches):
-            mine = lengths[(made.rank == rank) & (made.microbatch == microbatch)]
-            assert len(mine) * mine.max(initial=0) <= max_tokens
+def test_every_trajectory_has_one_place_and_no_microbatch_is_too_large(sizes, ranks, max_tokens):
+    lengths, is_trained = (np.array(column) for column in zip(*sizes, strict=True))
+    made = assign(lengths, is_trained, ranks, max_tokens)
+    assert made.rank.max() < ranks and made.microbatch.max() < made.num_microbatches
+    places = made.microbatch * ranks + made.rank
+    loads = np.bincount(places, weights=lengths * is_trained, minlength=ranks * made.num_microbatches)
+    assert loads.max() <= max_tokens
+    rest = np.bincount(made.rank[~is_trained], minlength=ranks)
+    assert rest.max() - rest.min() <= 1
+
+
+def test_ranks_have_equally_many_tokens_although_half_of_the_groups_are_flat() -> None:
+    """With today's order of other systems, by rows, the slowest of 8 ranks had 1.55 times the mean."""
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(6.5, 0.8, 512).astype(np.int64) + 1, 4096)
+    is_trained = np.repeat(rng.random(64) < 0.5, 8)
+    made = assign(lengths, is_trained, 8, 16_384)
+    places = made.microbatch * 8 + made.rank
+    loads = np.bincount(places, weights=lengths * is_trained, minlength=8 * made.num_microbatches).reshape(-1, 8)
+    assert (loads.max(1) / loads.mean(1)).max() <= 1.05
+    assert loads.mean() / 16_384 >= 0.8
