@@ -58,7 +58,7 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
     path = tmp_path / "verl.yaml"
     path.write_text(
         "model: {path: m}\ndata: {train: t.jsonl}\n"
-        "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 4, use_torch_compile_x: 0}}\n"
+        "actor_rollout_ref: {rollout: {n: 8}, actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 4, nothing: 0}}\n"
     )
     with pytest.raises(ConfigError) as refused:
         load(path)
