@@ -40,8 +40,8 @@ def observe(folder: Path, ranks: Ranks) -> dict[str, Any]:
     policy, optimizer = built(config, ranks.mesh, ranks.device)
     seen: dict[str, Any] = {
         "device": str(ranks.device),
-        "unpadded": policy.unpadded,
-        "sharded": sharded_gradients(configured(folder, recompute=True), ranks.mesh, ranks.device),
+        "attention": policy.model.transformer.config._attn_implementation,
+        "sharded": sharded_gradients(configured(folder, recompute="full"), ranks.mesh, ranks.device),
         "steps": steps(policy, optimizer, config, range(1, NUM_STEPS + 1)),
     }
     for dtype in ("float32", "bfloat16"):
