@@ -210,7 +210,7 @@ def command(arguments: list[str]) -> int:
     results = []
     for shape in options.shapes.split(","):
         folder = options.models / shape
-        output_of([sys.executable, "-m", "scripts.bench.model", "--shape", shape, "--out", str(folder)], 300.0)
+        output_of([sys.executable, "-m", "scripts.bench.model", shape, str(folder)], 300.0)
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
             task = Task(
                 shape, str(folder), heat, options.trajectories, options.mean, options.cap, options.prompt,
