@@ -34,16 +34,11 @@ class LearnerSettings(Section):
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations that the backward computes again: `selective` keeps products and attention, `full` keeps each layer's
-    input only, for about a quarter more time."""
+    input only, for about a quarter more time; `auto` is the fastest that fits into the GPU's memory."""
     compile: bool = False
-    """Compile each decoder layer: faster steps, a first step of half a minute. Rows are filled up to few lengths."""
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows have a multiple of so many tokens: compiled code is made anew for every length that it meets."""
-        return 2048 if self.compile else 1
+    """Compile each decoder layer, once for rows of any length: faster steps, a first step of half a minute."""
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -127,11 +127,12 @@ def _padded(
 
     def padded(tensor: torch.Tensor) -> torch.Tensor:
         """[1, heads, total, D] to [m, heads, longest, D]."""
-        return tensor[0].index_select(1, source).unflatten(1, (-1, max_length_q)).transpose(0, 1)
+        return tensor[0].index_select(1, source).reshape(-1, starts.shape[0], max_length_q, dim).transpose(0, 1)
 
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(padded(query), padded(key), padded(value), is_causal=True, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, back)[None], None
+    joined: Tensor = out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, back)
+    return joined[None], None
 
 
 AttentionInterface.register(VARLEN, _varlen)

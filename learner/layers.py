@@ -5,13 +5,13 @@ gathers stay outside of compiled code.
 """
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-Recompute = Literal["none", "selective", "full"]
+from learner.memory import Recompute
 
 RECOMPUTED = "_checkpoint_wrapped_module."
 """What recomputing adds to the names of parameters."""
@@ -31,7 +31,10 @@ between them, norms, rotations and gates, costs memory instead and is run again.
 
 
 def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool) -> None:
-    """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept."""
+    """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept.
+
+    Compiled code takes rows of any length: nothing is filled up, and nothing compiles again.
+    """
     options: dict[str, Any] = {"preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -39,7 +42,7 @@ def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool
         if recompute != "none":
             layer = layers[number] = checkpoint_wrapper(layer, **options)
         if compiled:
-            layer.compile()
+            layer.compile(dynamic=True)
 
 
 def _policy(_: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -135,7 +135,7 @@ class Learner:
         weights = token_weights(algorithm.aggregation, tokens, constant=self.config.rollout.max_new_tokens)
         sums = accumulate_gradients(
             self.policy,
-            lay_out(batch, advantages, weights, multiple_of=learner.row_multiple),
+            lay_out(batch, advantages, weights),
             self.objective,
             temperature=self.config.rollout.temperature,
             global_tokens=int(tokens.sum()),

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 512 * 1024**2
-"""Float32 logits that are held at once."""
+CHUNK_BYTES = 1024**3
+"""Float32 logits that are held at once; their gradient, in the dtype of the weights, comes on top."""
+TILE = 256
+"""Chunks of more tokens than this have a multiple of it, which products like."""
 
 
 class _Logprobs(torch.autograd.Function):
@@ -23,8 +25,8 @@ class _Logprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(targets, weight):
-            logits = _logits(hidden[part], weight, temperature)
-            logprobs[part], entropy[part], normalizer[part] = _statistics(logits, targets[part])
+            logits = _logits(hidden[part], weight)
+            logprobs[part], entropy[part], normalizer[part] = _statistics(logits, targets[part], temperature)
         ctx.save_for_backward(hidden, weight, targets, entropy, normalizer)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -37,26 +39,25 @@ class _Logprobs(torch.autograd.Function):
         # sums over chunks in float32: in 16 bit each addition would round
         weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         for part in _chunks(targets, weight):
-            logits = _logits(hidden[part], weight, ctx.temperature)
+            logits = _logits(hidden[part], weight)
             known = (targets[part], normalizer[part], entropy[part])
-            grad = _gradient(logits, *known, *(None if g is None else g[part] for g in grads))
-            grad = (grad / ctx.temperature if ctx.temperature != 1.0 else grad).to(hidden.dtype)
-            hidden_grad[part] = grad @ weight
+            of_logprobs, of_entropy = (None if g is None else g[part] for g in grads)
+            grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype)
+            torch.mm(grad, weight, out=hidden_grad[part])
             _add_product(weight_grad, grad.T, hidden[part])
         return hidden_grad, weight_grad.to(weight.dtype), None, None
 
 
 def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:
     tokens = max(1, CHUNK_BYTES // (4 * len(weight)))
+    tokens -= tokens % TILE if tokens > TILE else 0
     return [slice(start, start + tokens) for start in range(0, len(targets), tokens)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32 or not hidden.is_cuda:
-        logits = hidden.float() @ weight.float().T
-    else:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+        return hidden.float() @ weight.float().T
+    return torch.mm(hidden, weight.T, out_dtype=torch.float32)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -64,17 +65,17 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == torch.float32 or not left.is_cuda:
         total.addmm_(left.float(), right.float())
     else:
-        total += torch.mm(left, right, out_dtype=torch.float32)
+        torch.addmm(total, left, right, torch.float32, out=total)
 
 
-def _statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logprob of each target, entropy and log-sum-exp of each row, [n] float32."""
+def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprob of each target, entropy and log-sum-exp of each row of logits / temperature, [n] float32."""
     if logits.is_cuda:
         from learner import vocabulary
 
-        return vocabulary.statistics(logits, targets)
+        return vocabulary.statistics(logits, targets, temperature)
+    chosen, logits = targets[:, None], logits / temperature
     log_p = torch.log_softmax(logits, dim=-1)
-    chosen = targets[:, None]
     normalizer = logits.gather(1, chosen) - log_p.gather(1, chosen)
     return log_p.gather(1, chosen)[:, 0], -(log_p.exp() * log_p).sum(1), normalizer[:, 0]
 
@@ -86,16 +87,20 @@ def _gradient(
     entropy: Tensor,
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the logits, in their memory.
+    """Gradient of the logits in `dtype`.
 
+    With p of logits / temperature, and up to the factor 1 / temperature:
     d logprob / d logit_v = [v is the target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
     if logits.is_cuda:
         from learner import vocabulary
 
-        return vocabulary.gradient(logits, targets, normalizer, entropy, of_logprobs, of_entropy)
-    log_p = logits.sub_(normalizer[:, None])
+        known = (targets, normalizer, entropy)
+        return vocabulary.gradient(logits, *known, of_logprobs, of_entropy, temperature, dtype)
+    log_p = logits / temperature - normalizer[:, None]
     p = log_p.exp()
     grad = torch.zeros_like(log_p)
     if of_entropy is not None:
@@ -103,7 +108,7 @@ def _gradient(
     if of_logprobs is not None:
         grad -= of_logprobs[:, None] * p
         grad.scatter_add_(1, targets[:, None], of_logprobs[:, None])
-    return grad
+    return (grad / temperature).to(dtype)
 
 
 def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

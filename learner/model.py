@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,18 +20,11 @@ from configs import Config
 from learner import attention
 from learner.layers import RECOMPUTED, prepare
 from learner.logprobs import head_logprobs
+from learner.memory import Budget, Sizes, choose, usable
 from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.rows import Row
 from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
-
-KEEP_GATHERED_BYTES = 256 * 1024 * 1024
-"""Models below this size stay gathered between forward and backward: memory is no concern, round trips are."""
-
-WHOLE_GRADIENT_BYTES = 2 * 1024**3
-"""Up to this size every rank adds up whole float32 gradients, and they are summed over ranks once a step. Larger ones
-are summed over ranks after each microbatch, so that a rank keeps its shard only: more traffic, but those of 8B
-parameters would be 33 GB on every GPU."""
 
 
 class Head(torch.nn.Module):
@@ -69,8 +63,9 @@ class TokenModel(torch.nn.Module):
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(self, model: TokenModel, source: Path, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, model: TokenModel, source: Path, mesh: DeviceMesh, device: torch.device, budget: Budget) -> None:
         self.model = model
+        self.budget = budget
         self.source = source
         """The Hugging Face folder that the weights, the tokenizer and config.json came from."""
         self.device = device
@@ -81,7 +76,6 @@ class Policy:
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
-        self._shards_gradients = sum(p.numel() for p in model.parameters()) * 4 > WHOLE_GRADIENT_BYTES
 
     def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
@@ -107,10 +101,14 @@ class Policy:
             shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
-    def sync_gradients(self, *, last: bool) -> None:
-        """Let the next backward sum gradients over ranks if it is the step's last, or see WHOLE_GRADIENT_BYTES."""
+    def prepare_row(self, *, last: bool) -> None:
+        """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
+
+        Before that, gradients and gathered weights are kept whole where the budget has room for them.
+        """
         for unit in self._units:
-            unit.set_requires_gradient_sync(last or self._shards_gradients, recurse=False)
+            unit.set_requires_gradient_sync(last or not self.budget.whole_gradients, recurse=False)
+            unit.set_reshard_after_backward(last or not self.budget.keeps_gathered, recurse=False)
 
     def local_gradients(self) -> list[torch.Tensor]:
         """This rank's rows of each parameter's gradient, sharing memory.
@@ -154,8 +152,11 @@ class Policy:
         return combined(self.shard_digests("float32"))
 
 
-def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Policy:
+def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget | None = None) -> Policy:
     """Load model.path onto the device and shard it over the one-dimensional mesh. A collective.
+
+    Args:
+        budget: how memory is spent; by default the fastest way that fits into what every rank has free.
 
     Raises:
         PolicyError: the folder, its weights or its model family cannot be trained.
@@ -163,24 +164,41 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device) -> Poli
     folder = Path(config.model.path)
     model_config = read_config(folder)
     files = weight_files(folder)
+    budget = budget or _budget(config, model_config, mesh, device)
     model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
-    prepare(model.transformer.model.layers, config.learner.recompute, compiled=config.learner.compile)
-    _shard(model, mesh, DTYPES[config.learner.compute_dtype])
+    prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
+    _shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
-    policy = Policy(model, folder, mesh, device)
+    policy = Policy(model, folder, mesh, device, budget)
     fill(policy.shards(), files, folder)
     return policy
 
 
-def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def _budget(config: Config, model_config: Any, mesh: DeviceMesh, device: torch.device) -> Budget:
+    """The same on all ranks: by the least memory that any of them has free."""
+    available = None
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        least = torch.tensor(free, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
+        available = usable(int(least))
+    return choose(
+        Sizes.of(model_config.to_dict()),
+        config.learner,
+        num_ranks=mesh.size(),
+        compute_bytes=DTYPES[config.learner.compute_dtype].itemsize,
+        wire_bytes=DTYPES[config.rollout.dtype].itemsize if config.weight_bus.backend == "nccl" else 0,
+        available=available,
+    )
+
+
+def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    size = sum(p.numel() for p in model.parameters()) * compute_dtype.itemsize
-    keep = size <= KEEP_GATHERED_BYTES
     inner = model.transformer
     apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
     for unit in [*inner.model.layers, *apart]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not keep)
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not budget.keeps_gathered)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.

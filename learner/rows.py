@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from replay.messages import Batch
 
 PAD_ID = 0
-"""Any id of the vocabulary: what stands in the padding is never looked at."""
+"""Any id of the vocabulary."""
 MIN_TOKENS = 2
-STARTS = 64
+"""Of a row without a trajectory."""
 
 
 class BatchError(ValueError):
@@ -39,9 +39,9 @@ class Row:
     position_ids: torch.Tensor
     """[1, total] int64."""
     starts: torch.Tensor
-    """[m+1] int32, first position of each trajectory, then the total; more of the total where shapes are to be few."""
+    """[m+1] int32, first position of each trajectory, then the total."""
     longest: int
-    """At least the tokens of the longest trajectory."""
+    """Tokens of the longest trajectory."""
     kept: torch.Tensor
     """[n] int64, positions whose next token is in the loss."""
     targets: torch.Tensor
@@ -66,9 +66,7 @@ class Row:
         return replace(self, **moved)
 
 
-def lay_out(
-    batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.float32], *, multiple_of: int = 1
-) -> list[Row]:
+def lay_out(batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.float32]) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
     A row without a trajectory has two tokens and none in the loss, so that this rank takes part in every collective of
@@ -78,8 +76,6 @@ def lay_out(
         batch: this rank's part, which `check` has let pass.
         advantages: [N] float32, of the whole batch.
         weights: [N] float32, of each token of a trajectory; trajectories of weight 0 are left out.
-        multiple_of: rows are filled up to a multiple of so many tokens by a last trajectory without a token in the
-            loss, and `starts` to a multiple of STARTS by empty ones, so that compiled code meets few shapes.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
     lags = lags_of(batch)
@@ -91,12 +87,10 @@ def lay_out(
 
     def row(members: list[int]) -> Row:
         pieces = [tokens[i] for i in members]
-        total = sum(map(len, pieces))
-        filler = -total % multiple_of if members else max(MIN_TOKENS, multiple_of)
-        lengths = [len(piece) for piece in pieces] + ([filler] if filler else [])
+        if not pieces:
+            pieces = [np.full(MIN_TOKENS, PAD_ID, np.int32)]
+        lengths = [len(piece) for piece in pieces]
         starts = offsets(lengths)
-        if multiple_of > 1:
-            starts = np.concatenate([starts, np.full(-len(starts) % STARTS, starts[-1])])
         chosen = [answers[i] + np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
         # an answer's first token is predicted from the prompt's last
         kept = [
@@ -104,7 +98,7 @@ def lay_out(
             for i, first, at in zip(members, starts, chosen, strict=False)
         ]
         of_token = joined(chosen)
-        ids = np.concatenate([*pieces, np.full(filler, PAD_ID, np.int32)]).astype(np.int64)
+        ids = np.concatenate(pieces).astype(np.int64)
         positions = joined(kept)
         counts = np.array([len(at) for at in chosen], np.int64)
         whole = batch.trajectory[members]
@@ -112,7 +106,7 @@ def lay_out(
             input_ids=torch.from_numpy(ids)[None],
             position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
             starts=torch.from_numpy(starts.astype(np.int32)),
-            longest=-(-max(lengths) // multiple_of) * multiple_of,
+            longest=max(lengths),
             kept=torch.from_numpy(positions),
             targets=torch.from_numpy(ids[positions + 1]),
             behaviour_logprobs=torch.from_numpy(batch.logprobs[of_token].astype(np.float32)),

@@ -91,7 +91,7 @@ def accumulate_gradients(
         return StepSums(Counter(), 0)
     found: dict[str, torch.Tensor] = {}
     for number, host_row in enumerate(rows, start=1):
-        policy.sync_gradients(last=number == len(rows))
+        policy.prepare_row(last=number == len(rows))
         row = host_row.to(policy.device)
         loss, measured = objective(row, *policy.forward(row, temperature))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Triton kernels over rows of float32 logits: one pass for logprob, entropy and log-sum-exp, one for the gradient.
 
 The reference in plain torch stands in learner/logprobs.py. Each program owns a row, so results do not depend on how
-rows are cut into chunks, and nothing is added up across programs.
+rows are cut into chunks, and nothing is added up across programs. Logits are scaled by 1/temperature as they are read.
 """
 
 import torch
@@ -14,7 +14,7 @@ BLOCK = 4096
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
-    logits, targets, logprobs, entropies, normalizers, stride, vocabulary, BLOCK: tl.constexpr
+    logits, targets, logprobs, entropies, normalizers, stride, vocabulary, scale_by, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
@@ -25,7 +25,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     weighted = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocabulary, BLOCK):
         inside = begin + lane < vocabulary
-        x = tl.load(source + begin + lane, mask=inside, other=float("-inf"))
+        x = tl.load(source + begin + lane, mask=inside, other=float("-inf")) * scale_by
         above = tl.maximum(highest, x)
         base = tl.where(above == float("-inf"), 0.0, above)
         shrink = tl.where(highest == float("-inf"), 0.0, tl.exp(highest - base))
@@ -40,7 +40,7 @@ def _statistics(  # type: ignore[no-untyped-def]
     mass = tl.sum(scale * total, axis=0)
     mean = tl.sum(scale * (weighted + total * shift), axis=0) / mass
     spread = tl.log(mass)
-    target = tl.load(source + tl.load(targets + row))
+    target = tl.load(source + tl.load(targets + row)) * scale_by
     tl.store(logprobs + row, (target - top) - spread)
     tl.store(entropies + row, spread - mean)
     tl.store(normalizers + row, top + spread)
@@ -48,28 +48,28 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, targets, normalizers, entropies, of_logprobs, of_entropies, stride, vocabulary,
+    logits, grads, targets, normalizers, entropies, of_logprobs, of_entropies, stride, vocabulary, scale_by,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = logits + row * stride
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < vocabulary
-    log_p = tl.load(source + lane, mask=inside, other=float("-inf")) - tl.load(normalizers + row)
+    log_p = tl.load(source + lane, mask=inside, other=float("-inf")) * scale_by - tl.load(normalizers + row)
     p = tl.exp(log_p)
     upstream = tl.load(of_logprobs + row)
     grad = tl.where(lane == tl.load(targets + row), upstream - upstream * p, -upstream * p)
     if WITH_ENTROPY:
         inner = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
         grad -= tl.load(of_entropies + row) * inner
-    tl.store(source + lane, grad, mask=inside)
+    tl.store(grads + row * vocabulary + lane, (grad * scale_by).to(grads.dtype.element_ty), mask=inside)
 
 
-def statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logprob of each target, entropy and log-sum-exp of each row.
 
     Args:
-        logits: [n, V] float32 on a CUDA device, rows contiguous.
+        logits: [n, V] float32 on a CUDA device, rows contiguous, not yet divided by the temperature.
         targets: [n] int64.
 
     Returns:
@@ -78,7 +78,7 @@ def statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]
     found = torch.empty((3, len(logits)), dtype=torch.float32, device=logits.device)
     if len(logits):
         _statistics[(len(logits),)](
-            logits, targets, *found, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=8
+            logits, targets, *found, logits.stride(0), logits.shape[1], 1 / temperature, BLOCK=BLOCK, num_warps=8
         )  # fmt: skip
     return found[0], found[1], found[2]
 
@@ -90,15 +90,18 @@ def gradient(
     entropy: Tensor,
     of_logprobs: Tensor | None,
     of_entropy: Tensor | None,
+    temperature: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the logits, written over them; see learner.logprobs for the formula."""
+    """[n, V] gradient of the logits in `dtype`; see learner.logprobs for the formula."""
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     upstream = torch.zeros_like(normalizer) if of_logprobs is None else of_logprobs.contiguous()
-    with_entropy = of_entropy is not None
     of_entropies = of_entropy.contiguous() if of_entropy is not None else upstream
+    grads = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if len(logits):
         _gradient[grid](
-            logits, targets, normalizer.contiguous(), entropy.contiguous(), upstream, of_entropies,
-            logits.stride(0), logits.shape[1], WITH_ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=8,
+            logits, grads, targets, normalizer.contiguous(), entropy.contiguous(), upstream, of_entropies,
+            logits.stride(0), logits.shape[1], 1 / temperature,
+            WITH_ENTROPY=of_entropy is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return logits
+    return grads

@@ -91,7 +91,7 @@ def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:
     if not counted.any() or np.ptp(values[weights > 0]) == 0:
         return np.zeros_like(values)
     variance = (weights * centred**2).sum() / max(total - 1, 1)
-    return centred / (np.sqrt(variance) + EPSILON)
+    return np.asarray(centred / (np.sqrt(variance) + EPSILON), np.float64)
 
 
 Advantage = Callable[[AdvantageInputs], Float64]

@@ -28,10 +28,11 @@ SIGMA = 0.7
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
-    "compiled": {"compile": True},
+    "auto": {"compile": True},
+    "compiled, none": {"compile": True, "recompute": "none"},
     "compiled, selective": {"compile": True, "recompute": "selective"},
     "compiled, full": {"compile": True, "recompute": "full"},
-    "plain": {},
+    "plain": {"recompute": "none"},
     "plain, selective": {"recompute": "selective"},
     "plain, full": {"recompute": "full"},
 }
@@ -129,7 +130,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         for step in range(2 + task.steps):
             synchronise()
             marks = [time.perf_counter()]
-            rows = lay_out(batch, advantages, weights, multiple_of=config.learner.row_multiple)
+            rows = lay_out(batch, advantages, weights)
             marks.append(time.perf_counter())
             with profiled(task, enabled=step == 1 + task.steps):
                 sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
@@ -169,6 +170,9 @@ def run_heat(task: Task) -> dict[str, Any]:
             "fill": float(trained.sum()) / sum(row.input_ids.numel() for row in rows),
             "first_loss": losses[0],
             "attention": model._attn_implementation,
+            "recompute": policy.budget.recompute,
+            "keeps_gathered": policy.budget.keeps_gathered,
+            "budget_gib": policy.budget.total / 2**30,
         }
 
 

@@ -142,3 +142,14 @@ def test_compiled_layers_have_the_same_gradients(qwen3: Path, mesh: DeviceMesh, 
         outcomes.append(accumulated(built(config, mesh)[0], config)[1])
     expected, found = outcomes
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
+
+
+@pytest.mark.slow  # the compiler takes a minute on a CPU
+def test_rows_of_any_length_meet_the_same_compiled_code(qwen3: Path, mesh: DeviceMesh) -> None:
+    torch._dynamo.reset()
+    policy, _ = built(configured(qwen3, compile=True), mesh)
+    graphs = []
+    for lengths in ([9], [3, 14], [2], [8, 8, 16], [31, 5]):
+        logprobs(policy, [list(range(1, length + 1)) for length in lengths])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0], *[graphs[1]] * 4], "one trajectory, and any number of them"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from recorded import batch_of, random_step
 from reference import Recorded
 
-from learner.rows import STARTS, BatchError, Row, check, lay_out
+from learner.rows import BatchError, Row, check, lay_out
 from replay.messages import Batch
 
 ONE = [
@@ -54,14 +54,6 @@ def test_a_row_without_trajectories_has_two_tokens_and_none_in_the_loss() -> Non
     assert [row.input_ids.tolist() for row in rows] == [[[0, 0]], [[6, 4]], [[0, 0]]]
     assert [row.targets.tolist() for row in rows] == [[], [4], []]
     assert [row.lengths.tolist() for row in rows] == [[], [1], []]
-
-
-def test_shapes_are_filled_up_to_few() -> None:
-    (plain,), (filled,) = (laid_out(batch_of(ONE, STEP), [1, -1], multiple_of=multiple) for multiple in (1, 8))
-    assert filled.input_ids.tolist() == [[7, 8, 9, 5, 2, 6, 4, 0]]
-    assert filled.starts.tolist() == [0, 5, 7] + [8] * (STARTS - 3) and filled.longest == 8
-    for name in ("kept", "targets", "behaviour_logprobs", "advantages", "lengths", "groups"):
-        assert torch.equal(getattr(plain, name), getattr(filled, name))
 
 
 def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:

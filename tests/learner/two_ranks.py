@@ -18,9 +18,10 @@ from tiny_models import CPU, built, make_config, process_group, row_of
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner import model, sharding
+from learner import sharding
 from learner.checkpoint import Checkpointer, CheckpointError
 from learner.export import write_hf_folder
+from learner.memory import Budget
 from learner.model import Policy, build_policy
 from learner.objective import Objective
 from learner.optimizer import Optimizer
@@ -111,22 +112,20 @@ def layout_of(policy: Policy) -> dict[str, Any]:
 def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) -> dict[str, Any]:
     """Gradients of several microbatches, summed over ranks once a step and after each microbatch."""
     found, early = [], []
-    for whole_gradient_bytes in (1 << 31, 0):
-        model.WHOLE_GRADIENT_BYTES = whole_gradient_bytes
-        policy = build_policy(config, mesh, device)
+    for whole in (True, False):
+        policy = build_policy(config, mesh, device, Budget("full", keeps_gathered=whole, whole_gradients=whole))
         batch = batch_of(random_step(1), 1, rank=policy.rank, world_size=2, num_microbatches=NUM_MICROBATCHES)
         rows, tokens = rows_of(batch, config)
         first = rows[0].to(device)
-        policy.sync_gradients(last=False)
+        policy.prepare_row(last=False)
         policy.forward(first, 1.0)[0].sum().backward()
         early.append(next(policy.named_parameters())[1].grad is not None)
         if not early[-1]:  # leave no whole gradients behind
-            policy.sync_gradients(last=True)
+            policy.prepare_row(last=True)
             policy.forward(first, 1.0)[0].sum().backward()
         objective = Objective(config.algorithm)
         sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
         found.append((sums.metrics(), torch.cat([gradient.flatten() for gradient in policy.local_gradients()])))
-    model.WHOLE_GRADIENT_BYTES = 1 << 31
     (once, gradients), (often, others) = found
     return {
         "early": early,

@@ -1,0 +1,67 @@
+"""The budget of a learner rank's device: what is counted, what is chosen, what is said."""
+
+from typing import Any
+
+import pytest
+
+from configs.learner import LearnerSettings
+from learner.memory import GIB, Budget, Sizes, choose, largest_microbatch, usable
+from scripts.bench.model import SHAPES
+
+
+def chosen(shape: str, gib: float | None, **changes: Any) -> Budget:
+    learner = LearnerSettings.model_validate({"compile": True} | changes.pop("learner", {}))
+    given = {"num_ranks": 1, "compute_bytes": 2, "wire_bytes": 2} | changes
+    available = None if gib is None else int(gib * GIB)
+    return choose(Sizes.of(SHAPES[shape]), learner, available=available, **given)
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [("0.6B", 0.596e9), ("1.7B", 1.72e9), ("8B", 8.19e9)])
+def test_parameters_are_those_of_the_model(shape: str, parameters: float) -> None:
+    assert Sizes.of(SHAPES[shape]).parameters == pytest.approx(parameters, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recompute", "peak_gib"),
+    [("0.6B", "none", 32.4), ("0.6B", "selective", 23.6), ("1.7B", "none", 62.1), ("1.7B", "selective", 48.9)],
+)
+def test_the_budget_is_near_the_peaks_of_an_h200(shape: str, recompute: str, peak_gib: float) -> None:
+    """Measured with rows of 16,384 tokens, weights gathered for each; 0.6B with gradients sharded to one rank."""
+    given = {"learner": {"recompute": recompute}, "wire_bytes": 0}
+    found = chosen(shape, None, **given).total
+    sizes = Sizes.of(SHAPES[shape])
+    gathered_more = 2 * sizes.parameters - 4 * sizes.embedding_parameters
+    assert (found - gathered_more) / GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+def test_more_memory_buys_a_faster_way_and_what_does_not_fit_is_the_smallest() -> None:
+    ways = [chosen("1.7B", gib) for gib in (200, 62, 58, 42, 1)]
+    assert [way.recompute for way in ways] == ["none", "selective", "selective", "full", "full"]
+    assert ways[0].keeps_gathered and not ways[-1].keeps_gathered
+    assert all(way.total <= gib * GIB for way, gib in zip(ways[:-1], (200, 62, 58, 42), strict=True))
+    assert chosen("1.7B", None).recompute == "none"
+    assert chosen("1.7B", 200, learner={"recompute": "full"}).recompute == "full", "what was asked for is done"
+
+
+def test_ranks_share_weights_and_where_there_is_no_room_gradients() -> None:
+    one, eight = chosen("8B", 1000), chosen("8B", 60, num_ranks=8)
+    assert eight.items["AdamW state"] == pytest.approx(one.items["AdamW state"] / 8, rel=1e-6)
+    assert one.whole_gradients and not eight.whole_gradients
+
+
+@pytest.mark.parametrize("gib", [24, 48, 80, 141])
+def test_the_largest_microbatch_fits_and_the_next_one_does_not(gib: int) -> None:
+    available, sizes = usable(gib * GIB), Sizes.of(SHAPES["0.6B"])
+    learner = LearnerSettings(compile=True)
+    given: dict[str, Any] = {"num_ranks": 1, "compute_bytes": 2, "wire_bytes": 2, "available": available}
+    tokens = largest_microbatch(sizes, learner, **given)
+    for more, fits in ((0, True), (1024, False)):
+        changed = learner.model_copy(update={"max_tokens_per_microbatch": tokens + more})
+        assert (choose(sizes, changed, **given).total <= available) is fits
+    assert largest_microbatch(Sizes.of(SHAPES["8B"]), learner, **given | {"available": GIB}) == 0
+
+
+def test_what_is_chosen_is_told_line_by_line() -> None:
+    said = chosen("1.7B", 60).describe(60 * GIB).splitlines()
+    assert said[0].split() == ["float32", "weights", "6.4", "GiB"]
+    assert "of 60.0 GiB: recompute selective" in said[-1]
