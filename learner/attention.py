@@ -9,10 +9,10 @@ Two implementations under names of ours, registered with transformers, which pas
 Neither is given a mask: a token sees what stands left of it in its own trajectory, and padding stands on the right.
 """
 
-import functools
 import inspect
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +42,10 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     reason = reason_against_varlen(device, config.compute_dtype, head_dim)
     if reason and config.attention == "varlen":
         log.warning("learner.attention: 'varlen' cannot be had here, trajectories are padded instead: %s", reason)
-    return PADDED if reason else VARLEN
+    if reason:
+        return PADDED
+    AttentionInterface.register(VARLEN, make_varlen())
+    return VARLEN
 
 
 def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: int) -> str:
@@ -65,43 +68,42 @@ def arguments(starts: Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
 
 
-def _varlen(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention over a packed row: [1, heads, total, D] to [1, total, heads, D]."""
-    attend, keywords, knows_groups = _kernel()
-    if not math.isclose(scaling, query.shape[-1] ** -0.5):
-        raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
-    if not knows_groups and key.shape[1] != query.shape[1]:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out = attend(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **keywords)
-    return out[None], None
+def make_varlen() -> Callable[..., tuple[Tensor, None]]:
+    """Attention over a packed row by torch's kernel: [1, heads, total, D] to [1, total, heads, D].
 
-
-@functools.cache
-def _kernel() -> tuple[Any, dict[str, Any], bool]:
-    """The kernel, the keywords that make it causal, and whether it groups key heads.
-
-    Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads came later.
+    Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads came later. This is
+    looked at here, once, because the compiler of a layer cannot look.
     """
     from torch.nn.attention.varlen import varlen_attn  # loads operators that a CPU run has no use for
 
     known = inspect.signature(varlen_attn).parameters
     keywords: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if "enable_gqa" in known:
+    knows_groups = "enable_gqa" in known
+    if knows_groups:
         keywords["enable_gqa"] = True
-    return varlen_attn, keywords, "enable_gqa" in known
+
+    def attend(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        if abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
+            raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
+        if not knows_groups and key.shape[1] != query.shape[1]:
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **keywords)
+        return out[None], None
+
+    return attend
 
 
 def _padded(
@@ -135,5 +137,4 @@ def _padded(
     return joined[None], None
 
 
-AttentionInterface.register(VARLEN, _varlen)
 AttentionInterface.register(PADDED, _padded)

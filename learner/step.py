@@ -90,9 +90,9 @@ def accumulate_gradients(
     if global_tokens == 0:
         return StepSums(Counter(), 0)
     found: dict[str, torch.Tensor] = {}
-    for number, host_row in enumerate(rows, start=1):
+    # all at once, because a copy out of pageable memory waits for the device
+    for number, row in enumerate([row.to(policy.device) for row in rows], start=1):
         policy.prepare_row(last=number == len(rows))
-        row = host_row.to(policy.device)
         loss, measured = objective(row, *policy.forward(row, temperature))
         loss.backward()  # type: ignore[no-untyped-call]
         for name, value in measured.items():

@@ -102,13 +102,9 @@ def test_every_signature_of_the_kernel_is_called_right(
     expected = logprobs(build_policy(configured(qwen3), mesh, CPU), SEQUENCES)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(keywords))
     monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
-    attention._kernel.cache_clear()
-    try:
-        policy = build_policy(configured(qwen3), mesh, CPU)
-        assert policy.model.transformer.config._attn_implementation == attention.VARLEN
-        found = logprobs(policy, SEQUENCES)
-    finally:
-        attention._kernel.cache_clear()
+    policy = build_policy(configured(qwen3), mesh, CPU)
+    assert policy.model.transformer.config._attn_implementation == attention.VARLEN
+    found = logprobs(policy, SEQUENCES)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
