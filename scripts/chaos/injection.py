@@ -13,7 +13,7 @@ from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
 from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
 from scripts.chaos.polling import Hung
-from scripts.chaos.proxy import Direction, Intercept, ZmtpMessage
+from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage
 
 AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
 HOLD_S = 1.0
@@ -37,6 +37,7 @@ FLIPS: dict[str, tuple[Direction, tuple[str, ...]]] = {
     "welcome": ("down", ("Welcome",)),
     "down": ("down", KINDS["down"]),
 }
+STARTING = ("hello", "welcome")  # which come once in a process's life
 
 
 class Aim:
@@ -95,8 +96,7 @@ class Aim:
 
     def release(self) -> None:
         self._link.holding.pop(self._direction, None)
-        if self.point == "in flight":
-            self._link.frozen.discard(self._direction)
+        self._link.frozen.discard(self._direction)
         self._gate.release()
 
     def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
@@ -108,6 +108,7 @@ class Injector:
 
     def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
         self.cluster, self.server, self.rng = cluster, server, rng
+        self._link = cluster.links[server]
         self.detail = ""  # what was done in particular, for the protocol of the run
         silent_s = cluster.config.network.silent_after_s
         self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
@@ -174,71 +175,58 @@ class Injector:
         self.cluster.skew(self.detail, 0.0)
 
     def do_cut(self, _: str, seconds: float = CUT_S) -> None:
-        self.cluster.proxy.cut(self.cluster.links[self.server], closed_for_s=seconds)
+        self.cluster.proxy.cut(self._link, closed_for_s=seconds)
         self.cluster.rest(seconds)
 
     def do_blink(self, _: str) -> None:
         self.do_cut("", 0.0)
 
     def do_slow(self, _: str) -> None:
-        link = self.cluster.links[self.server]
-        link.delay_s = SLOW_BY_S
+        self._link.delay_s = SLOW_BY_S
         self.cluster.rest(SLOW_FOR_S)
-        link.delay_s = 0.0
+        self._link.delay_s = 0.0
 
     def do_freeze(self, direction: Literal["up", "down", ""]) -> None:
-        link = self.cluster.links[self.server]
-        link.frozen.update([direction] if direction else ["up", "down"])
+        self._link.frozen.update([direction] if direction else ["up", "down"])
         self.cluster.rest(self._long_s)
-        link.frozen.clear()
+        self._link.frozen.clear()
 
     def do_vanish(self, _: str) -> None:
-        link = self.cluster.links[self.server]
-        link.orphans = True
+        self._link.orphans = True
         self.do_kill("server")
         self.cluster.rest(self._long_s)
-        link.orphans = False
+        self._link.orphans = False
 
     def do_flip(self, what: str) -> None:
         direction, kinds = FLIPS[what]
-        at_start = what in ("hello", "welcome")
-        if at_start:
+        if what in STARTING:
             self.do_kill("server")
-        change = partial(self._flip, of_array=what == "up")
-        self._change(direction, change, kinds, deadline_s=START_S if at_start else MESSAGE_S)
+        self._change(direction, kinds, partial(self._flip, of_array=what == "up"))
 
     def do_tamper(self, _: str) -> None:
-        change = self.rng.choice([self._flip, _twice])
-        self._change(self.rng.choice(["up", "down"]), change, ("sealed",))
+        self._change(self.rng.choice(["up", "down"]), ("sealed",), self.rng.choice([self._flip, _twice]))
 
     def do_duplicate(self, direction: Direction) -> None:
-        self._change(direction, _twice, KINDS[direction])
+        self._change(direction, KINDS[direction], _twice)
 
     def do_reorder(self, direction: Direction) -> None:
-        self._change(direction, lambda message: [message.wire()], KINDS[direction], late=True)
+        self._change(direction, KINDS[direction], lambda message: [message.wire()], late=True)
 
-    def _change(
-        self,
-        direction: Direction,
-        change: Callable[[ZmtpMessage], list[bytes]],
-        kinds: tuple[str, ...],
-        *,
-        late: bool = False,
-        deadline_s: float = MESSAGE_S,
-    ) -> None:
+    def _change(self, direction: Direction, kinds: tuple[str, ...], change: Change, *, late: bool = False) -> None:
         """Change the next message of one of these kinds; where none comes, and many may, any message."""
         kind = self.rng.choice(kinds)
         intercept = Intercept(lambda message: message.kind == kind, change, hold_for_next=late)
-        intercepts = self.cluster.links[self.server].intercepts[direction]
+        intercepts = self._link.intercepts[direction]
         intercepts.append(intercept)
+        is_start = kind.lower() in STARTING
         try:
-            self.cluster.wait(intercept.done.is_set, f"a {kind} to change", deadline_s)
+            self.cluster.wait(intercept.done.is_set, f"a {kind} to change", START_S if is_start else MESSAGE_S)
         except Hung:
-            if deadline_s > MESSAGE_S:
+            if is_start:
                 intercepts.clear()
                 raise
             intercept.wanted = lambda _: True  # this kind does not come now; heartbeats always do
-            self.cluster.wait(intercept.done.is_set, "any message to change", deadline_s)
+            self.cluster.wait(intercept.done.is_set, "any message to change", MESSAGE_S)
         self.detail = intercept.kind
 
     def _flip(self, message: ZmtpMessage, *, of_array: bool = False) -> list[bytes]:

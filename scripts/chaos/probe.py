@@ -30,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, mis
 from configs.infrastructure import WeightBus
 from replay import messages as m
 from replay.channel import AsyncDealer, Envelope, Message, WireError
-from scripts.chaos.watch import Gate
+from scripts.chaos.watch import SPOIL, Gate
 from weight_bus import Subscriber, messages
 from weight_bus.control import Dealer
 from weight_bus.digest import combined
@@ -110,7 +110,7 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
 
         def receive(self, load: Load, **callbacks: Any) -> int:
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
-                held = load(version, halfway(list(named), lambda: gate.reach("applying")))
+                held = load(version, applied(list(named), gate))
                 recorder.note("proven", version=version, digest=combined(held))
                 gate.reach("proving")
                 return held
@@ -120,11 +120,10 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     return GatedSubscriber
 
 
-def halfway(named: Sequence[tuple[str, torch.Tensor]], reach: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors one by one; `reach` is called when half of them were taken."""
+def applied(named: Sequence[tuple[str, torch.Tensor]], gate: Gate) -> Iterator[tuple[str, torch.Tensor]]:
     for number, pair in enumerate(named):
         if number == len(named) // 2:
-            reach()
+            gate.reach("applying")
         yield pair
 
 
@@ -170,7 +169,7 @@ class GatedTransport(Wrapped):
         moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
         self._gate.reach(moments.get(index, ""))
         self.inner.broadcast(bucket, index)
-        if moments.get(index) == "middle bucket" and self._gate.take_spoil():
+        if moments.get(index) == "middle bucket" and self._gate.reach(SPOIL):
             bucket[0] ^= 1
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:

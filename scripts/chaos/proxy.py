@@ -86,12 +86,16 @@ async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
     return ZmtpMessage(tuple(frames))
 
 
+Change = Callable[[ZmtpMessage], list[bytes]]
+"""The bytes that go on instead of a message, a message each; none loses it."""
+
+
 @dataclass(slots=True)
 class Intercept:
     """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""
 
     wanted: Callable[[ZmtpMessage], bool]
-    change: Callable[[ZmtpMessage], list[bytes]]  # the bytes that go on instead, a message each; none loses it
+    change: Change
     hold_for_next: bool = False  # give it after the message that follows it
     done: threading.Event = field(default_factory=threading.Event)
     kind: str = ""  # of the message that was changed

@@ -16,20 +16,23 @@ CLASSES = ("closed", "silent", "slow", "corrupt", "full", "duplicate")
 """The symptom classes, which stand in brackets in a log line."""
 CLASS = re.compile(rf"\[({'|'.join(CLASSES)})\]")
 GATE_POLL_S = 0.002
+SPOIL = "spoil"
+"""Moment behind a receiver's middle bucket: when it is aimed at, a bit of the bucket flips."""
 
 
 class Gate:
     """Holds the process that it is in at a moment that the harness has aimed at.
 
     A folder of files: `aim` names a moment and the longest wait there; a process that reaches it writes `at`, and goes
-    on when `aim` is gone. `spoil` asks a receiver to flip a bit of what it receives next, in its middle bucket.
+    on when `aim` is gone.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._aim, self._at, self._spoil = folder / "aim", folder / "at", folder / "spoil"
+        self._aim, self._at = folder / "aim", folder / "at"
 
-    def reach(self, moment: str) -> None:
+    def reach(self, moment: str) -> bool:
+        """Wait here if the harness has aimed at this moment; whether it has."""
         with suppress(FileNotFoundError):
             limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
             if aimed == moment:
@@ -37,11 +40,8 @@ class Gate:
                 until = time.monotonic() + float(limit)
                 while self._aim.exists() and time.monotonic() < until:
                     time.sleep(GATE_POLL_S)
-
-    def take_spoil(self) -> bool:
-        asked = not self.spoiled
-        self._spoil.unlink(missing_ok=True)
-        return asked
+                return True
+        return False
 
     def aim(self, moment: str, limit_s: float) -> None:
         self._at.unlink(missing_ok=True)
@@ -50,16 +50,9 @@ class Gate:
     def release(self) -> None:
         self._aim.unlink(missing_ok=True)
 
-    def spoil(self) -> None:
-        self._spoil.touch()
-
     @property
     def arrived(self) -> bool:
         return self._at.exists()
-
-    @property
-    def spoiled(self) -> bool:
-        return not self._spoil.exists()
 
 
 class Probe:

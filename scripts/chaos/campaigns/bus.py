@@ -15,7 +15,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
 from scripts.chaos.injection import HOLD_S
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
-from scripts.chaos.watch import Gate
+from scripts.chaos.watch import SPOIL, Gate
 
 POINTS = {
     "before Join": "a receiver is about to send Join",
@@ -203,14 +203,11 @@ class TrainingRun(Cluster):
         try:
             # what is stuck is held by its gate for as long as the fault lasts
             self._approach(gate, point, lasts if fault == "stuck" else HOLD_S)
-            with ExitStack() as during:
-                during.enter_context(FAULTS[fault][1](self._pid))
+            with FAULTS[fault][1](self._pid):
                 self._began = time.monotonic()
                 if fault != "stuck":
                     gate.release()
-                while time.monotonic() < self._began + lasts:
-                    self.tick()
-                    self._note_time(outcome)
+                self.rest(lasts)
             gate.release()
             self._recover(outcome)
             self._judge(outcome)
@@ -234,8 +231,8 @@ class TrainingRun(Cluster):
             held.live = -1
             self.wait(lambda: held.live >= 0, f"another {HELD} to serve", limit)
         if point == "refill":
-            gate.spoil()
-            self.wait(lambda: gate.spoiled, "a spoiled update", limit)
+            gate.aim(SPOIL, HOLD_S)  # held, so that what follows is aimed at before it comes
+            self.wait(lambda: gate.arrived, "an update to spoil", limit)
         if point == "between updates":
             self.wait(lambda: self.watch.served >= self.history.version, "a version at both", limit)
         else:
@@ -248,23 +245,17 @@ class TrainingRun(Cluster):
             raise Ended(f"{self.role} is not there")
         self._pid = pids[0]
 
-    def _note_time(self, outcome: Outcome) -> None:
-        """Whether the next version is served wherever the fault did not hit, and since when."""
-        is_hit = outcome.role == RECEIVER and outcome.fault != "slow"
-        served = self.watch.probes[OTHER].live if is_hit else self.watch.served
-        if not outcome.seconds and served >= self._goal:
-            outcome.seconds = time.monotonic() - self._began
-
     def _recover(self, outcome: Outcome) -> None:
         left = self._began + self.deadline_s - time.monotonic()
-
-        def has_recovered() -> bool:
-            self._note_time(outcome)
-            return self.watch.served >= self._goal
-
-        self.wait(has_recovered, f"v{self._goal} at both rollout servers", left)
+        self.wait(lambda: self.watch.served >= self._goal, f"v{self._goal} at both rollout servers", left)
+        is_hit = outcome.role == RECEIVER and outcome.fault != "slow"
+        outcome.seconds = max(self._served_at(name) for name in ([OTHER] if is_hit else SERVERS)) - self._began
         self.go_on()
         self.wait(lambda: self._newest_sync()["weight_sync/version"] >= self._goal, f"the row of v{self._goal}", left)
+
+    def _served_at(self, server: str) -> float:
+        lives = (event for event in self.watch.probes[server].events if event["event"] == "live")
+        return next(float(event["at"]) for event in lives if event["version"] >= self._goal)
 
     def _judge(self, outcome: Outcome) -> None:
         """The hit process must be named and no other; nothing may have changed where the fault changes nothing."""
