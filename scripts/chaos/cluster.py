@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 60.0  # how long a process may take to start on a busy machine; no key of the configuration says that
 SERVERS = ("rollout-a", "rollout-b")
 SHOWN = ("tracking.live=plain", "tracking.plot=false")
-TICK_S, PACE_EVERY_S = 0.004, 0.3
+TICK_S = 0.004
 LAUNCHER = "launcher"
 CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
@@ -72,34 +72,14 @@ def reward(sample):
 '''
 
 
-def set_pace(work: Path, seconds: float) -> None:
-    """How long the reward of one trajectory takes from now on; every rollout server has one reward process."""
-    replace_text(work / "pace", f"{seconds:.6f}")
-
-
-def run_settings(work: Path, data: Path) -> list[str]:
-    """Settings of every run in a work folder; writes the paced reward."""
-    set_pace(work, 0.0)
-    (work / "paced_reward.py").write_text(REWARD.format(pace=str(work / "pace")), encoding="utf-8")
-    paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
-    run = [f"run.dir={work}", "run.name=run", f"reward.function={work}/paced_reward.py:reward"]
-    return [*run, *(f"{key}={data}/{name}" for key, name in paths.items()), *SHOWN]
-
-
-def variant_settings(variant: Variant, work: Path) -> list[str]:
-    """Settings of a small run; writes the keys that they name."""
-    values = ["placement.split=2:1", *SMALL.split(), *variant.settings]
-    if variant.keys:
-        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
-        subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
-        values.append(f"network.keys={work}/keys")
-    return values
+def make(module: str, *words: str) -> None:
+    command = (sys.executable, "-m", module, *words)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
 def make_data(folder: Path, *, seed: int = 0) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    make("learner.examples.sort6", "--out", str(folder), "--seed", str(seed))
     return (ROOT / folder).resolve()
 
 
@@ -108,10 +88,6 @@ def recovery_s(config: Config) -> float:
     network, bus = config.network, config.weight_bus
     waits = 2 * network.silent_after_s + 2 * config.replay.lease_s + bus.deadline_s + 2 * bus.collective_timeout_s
     return waits + START_S
-
-
-def naming_s(config: Config) -> float:
-    return config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
 
 
 @dataclass(slots=True)
@@ -125,7 +101,7 @@ class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
     The run is in work/run. With `probes`, rollout servers and learner rank 0 get probes. `pace` is asked again and
-    again for the seconds that the reward of one trajectory takes.
+    again for the seconds that the reward of one trajectory takes; every rollout server has one reward process.
     """
 
     config: Config
@@ -138,7 +114,7 @@ class Cluster:
         self.history, self.logs, self.proxy = self.watch.history, Logs(self.folder / "logs", []), Proxy()
         self.links: dict[str, Link] = {}
         self.started: dict[str, Started] = {}
-        self._pace, self._paced_at = pace, 0.0
+        self._pace, self._paced = pace, -1.0
         self._clock = work / "clock"
         self._clock.write_bytes(bytes(site_start.DOUBLE.size * len(CLOCKS)))
         self._environment = {
@@ -180,6 +156,13 @@ class Cluster:
         again = partial(self.start, name, *command, restarts=True, **environment)
         self.started[name] = Started(process, again if restarts else None)
 
+    def settings(self, data: Path) -> list[str]:
+        """Of every run; writes the reward that they name."""
+        reward = self.work / "paced_reward.py"
+        reward.write_text(REWARD.format(pace=str(self.work / "pace")), encoding="utf-8")
+        paths = [f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
+        return [*paths, f"run.dir={self.work}", "run.name=run", f"reward.function={reward}:reward", *SHOWN]
+
     def launch(self, settings: Sequence[str] = (), *command: str, local: bool = False, **environment: str) -> None:
         """Start the learner side, until it says where replay listens; with `local` rollout servers it does not."""
         words, boots = command or (sys.executable, "-m", "learner.main"), self.history.boots
@@ -191,8 +174,11 @@ class Cluster:
 
     def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
         """Start a small run with rollout servers behind proxies, until its first step."""
-        steps = f"learner.total_steps={total_steps}"
-        self.launch([*run_settings(self.work, data), *variant_settings(variant, self.work), steps])
+        settings = ["placement.split=2:1", *SMALL.split(), *variant.settings, f"learner.total_steps={total_steps}"]
+        if variant.keys:
+            make("replay.keys", "--out", f"{self.work}/keys")
+            settings.append(f"network.keys={self.work}/keys")
+        self.launch([*self.settings(data), *settings])
         for name in SERVERS:
             self.links[name] = self.proxy.link(self.address)
             self.serve(name, self.links[name].address, restarts=True)
@@ -206,10 +192,10 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        output = self.output(LAUNCHER)
-        text = output.read_text(errors="replace") if output.exists() else ""
-        found = re.search(r"replay listens at (tcp://\S+):? start", text)
-        return found[1].rstrip(":") if found else ""
+        """Where replay listens, as the launcher says."""
+        text = self.output(LAUNCHER).read_text(errors="replace")
+        found = re.search(r"replay listens at (tcp://\S+?):? start", text)
+        return found[1] if found else ""
 
     def output(self, name: str) -> Path:
         return self.work / f"{name}.out"
@@ -222,30 +208,22 @@ class Cluster:
         return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
+        """See how the run goes, between other things. Raises Ended where a process has ended that must not."""
         self.watch.poll()
-        for started in list(self.started.values()):
-            if started.again is not None and started.process.poll() is not None and not self.is_over:
-                started.again()
-        if time.monotonic() - self._paced_at > PACE_EVERY_S:
-            self.set_pace()
+        for name, started in list(self.started.items()):
+            if started.process.poll() is None or started.may_end or self.is_over:
+                continue
+            if started.again is None:
+                raise Ended(f"{name!r} ended with exit code {started.process.returncode}: {self.last_words(name)}")
+            started.again()
+        seconds, self._paced = self._paced, self._pace()
+        if seconds != self._paced:
+            replace_text(self.work / "pace", f"{self._paced:.6f}")
         time.sleep(TICK_S)
 
-    def set_pace(self) -> None:
-        self._paced_at = time.monotonic()
-        set_pace(self.work, self._pace())
-
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
-        """Tick until the condition holds; what it is then. Raises Hung, or Ended where a process ends that must not."""
-
-        def look() -> None:
-            for name, started in self.started.items():
-                gone = started.process.poll() is not None
-                if gone and not (started.again or started.may_end or self.is_over):
-                    code = started.process.returncode
-                    raise Ended(f"{name!r} ended with exit code {code} before {what}: {self.last_words(name)}")
-            self.tick()
-
-        return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.history.version}")
+        """Tick until the condition holds; what it is then. Raises Hung."""
+        return wait_until(condition, what, deadline_s, look=self.tick, state=lambda: f"version {self.history.version}")
 
     def rest(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -284,13 +262,12 @@ class Cluster:
         return checker.check(self.folder, journal=self.watch.archive, acks=records)
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of a role: replay, learner (its ranks), `rank N`, torchrun, or a started process's name."""
+        """Living processes of a role: replay, learner (its ranks), `rank 1`, torchrun, or a started process's name."""
         if role in self.started:
             process = self.started[role].process
             return [process.pid] if process.poll() is None else []
-        if role.startswith("rank "):  # ranks start in their order
-            number = int(role.removeprefix("rank "))
-            return self.pids("learner")[number : number + 1]
+        if role == "rank 1":
+            return self.pids("learner")[1:2]  # ranks start in their order
         return processes.of_role(self.started[LAUNCHER].process.pid, role)
 
     def kill(self, role: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Literal
 from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
 from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
+from scripts.chaos.faults import Planned
 from scripts.chaos.polling import Hung
 from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage
 
@@ -40,15 +41,20 @@ FLIPS: dict[str, tuple[Direction, tuple[str, ...]]] = {
 STARTING = ("hello", "welcome")  # which come once in a process's life
 
 
-class Aim:
-    """One point of one run. `reach`, inject, `was_hit`, `release`."""
+class Injector:
+    """One fault of one run: `reach` its point, `do` it, see what `was_hit`, `release`.
 
-    def __init__(self, cluster: Cluster, point: str, server: str, rng: random.Random) -> None:
-        self.cluster, self.point, self.rng = cluster, point, rng
-        self._link, self._gate = cluster.links[server], cluster.watch.probes[server].gate
-        self._mark = cluster.logs.mark()
-        self._direction: Direction = rng.choice(["up", "down"])
-        self._reached = False
+    The first word of a fault's name is a method here, which takes the others.
+    """
+
+    def __init__(self, cluster: Cluster, planned: Planned, rng: random.Random) -> None:
+        self.cluster, self.planned, self.rng = cluster, planned, rng
+        self.detail = ""  # what was done in particular, for the protocol of the run
+        silent_s = cluster.config.network.silent_after_s
+        self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
+        self._link, self._gate = cluster.links[planned.server], cluster.watch.probes[planned.server].gate
+        self._direction: Direction = rng.choice(["up", "down"])  # of the message that is held in flight
+        self._mark, self._reached = cluster.logs.mark(), False
         watch, history = cluster.watch, cluster.history
         self._is_there: Callable[[], bool] = {
             "any": lambda: True,
@@ -59,18 +65,18 @@ class Aim:
             "checkpoint": lambda: watch.writes_checkpoint,
             "reading": lambda: cluster.logs.first([r"replay ready at"], self._mark) is None,
             "repeating": lambda: history.version < history.high,
-        }[point]
+        }[planned.point]
 
     def reach(self) -> None:
         """Wait for the point; one that does not come in time is given up, and `was_hit` says so."""
         with suppress(Hung):
             self._bring_about(self.cluster)
-            if self.point != "reading":  # which may be over already
+            if self.planned.point != "reading":  # which may be over already
                 self._until(self._is_there)
             self._reached = True
 
     def _bring_about(self, cluster: Cluster) -> None:
-        match self.point:
+        match self.planned.point:
             case "any":
                 cluster.rest(self.rng.uniform(0.0, 0.5))
             case "in flight":
@@ -89,38 +95,26 @@ class Aim:
                 cluster.kill("learner")
                 self._until(lambda: cluster.history.incarnations > before, START_S)
 
+    def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
+        self.cluster.wait(condition, f"the point {self.planned.point!r}", deadline_s)
+
     def was_hit(self) -> str:
-        """The point at which the fault has really met the run: asked right after it."""
+        """The point at which the fault has really met the run: asked right before or after it."""
         self.cluster.watch.poll()
-        return self.point if self._reached and self._is_there() else "any"
+        return self.planned.point if self._reached and self._is_there() else "any"
 
     def release(self) -> None:
         self._link.holding.pop(self._direction, None)
         self._link.frozen.discard(self._direction)
         self._gate.release()
 
-    def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
-        self.cluster.wait(condition, f"the point {self.point!r}", deadline_s)
-
-
-class Injector:
-    """Faults into one run: the first word of a fault's name is a method here, which takes the others."""
-
-    def __init__(self, cluster: Cluster, server: str, rng: random.Random) -> None:
-        self.cluster, self.server, self.rng = cluster, server, rng
-        self._link = cluster.links[server]
-        self.detail = ""  # what was done in particular, for the protocol of the run
-        silent_s = cluster.config.network.silent_after_s
-        self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
-
-    def do(self, name: str) -> None:
-        verb, _, rest = name.partition(" ")
+    def do(self) -> None:
+        verb, _, rest = self.planned.fault.partition(" ")
         getattr(self, f"do_{verb}")(rest)
 
     def _pids(self, role: str) -> list[int]:
-        """The process of a role, if it is there: of the learner's ranks the first; `rank` is the last of them."""
-        pids = self.cluster.pids({"server": self.server, "rank": "learner"}.get(role, role))
-        return pids[-1:] if role == "rank" else pids[:1]
+        """The process of a role, if it is there: of the learner's ranks the first, where it is not `rank`."""
+        return self.cluster.pids({"server": self.planned.server, "rank": "rank 1"}.get(role, role))[:1]
 
     def do_kill(self, roles: str) -> None:
         pids = [pid for role in roles.split(" and ") for pid in self._pids(role)]

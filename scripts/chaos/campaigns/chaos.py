@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster, Variant, make_data, naming_s
+from scripts.chaos.cluster import Cluster, Variant, make_data
 from scripts.chaos.faults import BY_NAME, INSTANT, Planned, PlannedRun, as_markdown, make_plan
-from scripts.chaos.injection import Aim, Injector
+from scripts.chaos.injection import Injector
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
 
@@ -116,15 +116,15 @@ class Trial(Cluster):
     def _fault(self, planned: Planned, before: frozenset[str]) -> None:
         """Aim, inject, look for the line that names it, and wait until the run has gone on."""
         fault, result, mark = BY_NAME[planned.fault], self.result, self.logs.mark()
-        injector, aim = Injector(self, planned.server, self.rng), Aim(self, planned.point, planned.server, self.rng)
+        injector = Injector(self, planned, self.rng)
         try:
-            aim.reach()
-            point = aim.was_hit()
-            injector.do(fault.name)
+            injector.reach()
+            point = injector.was_hit()
+            injector.do()
             if fault.name.startswith(INSTANT):
-                point = aim.was_hit()
+                point = injector.was_hit()
         finally:
-            aim.release()
+            injector.release()
         result["faults"] += 1
         result["coverage"][f"{fault.name} at {point}"] += 1
         over = time.monotonic()
@@ -142,8 +142,9 @@ class Trial(Cluster):
         """The line of some log that names a fault; empty where none has to."""
         if not patterns:
             return ""
+        config, what = self.config, f"a line of {patterns}"
+        limit = config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
         try:
-            what = f"a line of {patterns}"
-            return self.wait(lambda: self.logs.first(patterns, mark), what, naming_s(self.config)).text[:160]
+            return self.wait(lambda: self.logs.first(patterns, mark), what, limit).text[:160]
         except Hung:
             return "UNNAMED"

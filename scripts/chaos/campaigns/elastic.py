@@ -17,7 +17,7 @@ from typing import Any
 
 from learner.report.summary import evaluations, summarize
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster, make_data, run_settings
+from scripts.chaos.cluster import Cluster, make_data
 from scripts.chaos.polling import JsonLines
 from scripts.chaos.report import State, say
 from scripts.chaos.watch import Gate
@@ -92,13 +92,13 @@ class ElasticRun(Cluster):
         # the checker tells the life of every group from the first record on
         more = (*facts.settings.split(), f"learner.total_steps={facts.steps}", "replay.journal_keep=all")
         command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
-        self.launch([*run_settings(self.work, data), *more], *command, PORT="0")
+        self.launch([*self.settings(data), *more], *command, PORT="0")
         self._add(FIRST, "bash", "scripts/start_rollout_nodes.sh")
         self._make_steps()
         facts.ranks.append(self.pids("learner"))
         for name, how in facts.joins.items():
             self._join(name, how)
-        self._take(0.0)
+        self._answer_s = 0.0
         self.wait(lambda: all(trained[name] for name in facts.started), "a trained group of each server", 2 * STEP_S)
         self._make_steps()
         for name, sig in facts.leaves.items():
@@ -118,14 +118,14 @@ class ElasticRun(Cluster):
         gate, first, history = Gate(self.work / "probes" / name), self.probes[FIRST], self.history
         if how != AT_ANY_TIME:
             gate.aim("before Join", 2 * START_S)
-        self._take(self._slow_s if how == AT_ANY_TIME else STANDSTILL_S)
+        self._answer_s = self._slow_s if how == AT_ANY_TIME else STANDSTILL_S
         self._add(name)
         probe = self.probes[name]
         if how != AT_ANY_TIME:
             self.wait(lambda: gate.arrived, f"{name!r} at the gate before its Join", START_S)
         if how == MID_UPDATE:
             first.gate.aim("middle bucket", MID_UPDATE_HOLD_S)
-            self._take(self._slow_s)
+            self._answer_s = self._slow_s
             self.wait(lambda: first.gate.arrived, f"an update that is on its way to {FIRST!r}", STEP_S)
             gate.release()
             self.wait(lambda: probe.first("welcome"), f"the publisher's Welcome to {name!r}", STEP_S)
@@ -146,9 +146,9 @@ class ElasticRun(Cluster):
         started, history, caught = self.started[name], self.history, False
         until = time.monotonic() + STEP_S
         while not caught:
-            self._take(self._slow_s)
+            self._answer_s = self._slow_s
             self.wait(lambda: history.held_by(name), f"a lease that {name!r} works on", until - time.monotonic())
-            self._take(STANDSTILL_S)
+            self._answer_s = STANDSTILL_S
             self.rest(CAUGHT_S)
             caught = history.held_by(name) > 0
         started.may_end = True
@@ -157,7 +157,7 @@ class ElasticRun(Cluster):
         self._end_of(name)
         self.wait(lambda: not history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
         say(f"step {history.version:3d}  {name} left by {sig}, and its leases have moved")
-        self._take(0.0)
+        self._answer_s = 0.0
 
     def _end_of(self, name: str) -> int:
         process = self.started[name].process
@@ -171,10 +171,6 @@ class ElasticRun(Cluster):
     @property
     def _slow_s(self) -> float:
         return SLOW_S / self.config.trajectories_per_step
-
-    def _take(self, answer_s: float) -> None:
-        self._answer_s = answer_s
-        self.set_pace()
 
 
 class Judge:
