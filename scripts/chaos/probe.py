@@ -5,10 +5,10 @@ the folder of all probes. Subclasses are handed to the product's own entry point
 
     join                                a place on the weight bus was asked for
     welcome    version                  the publisher's newest version at that moment
-    begin      version, digest          a version is about to be sent
+    begin      version                  a version is about to be sent
     proven     version, digest          what the engine holds after loading, digested in place, not yet compared
     live       version                  leases are asked for
-    dark                                none are asked for any more: quarantined
+    dark       version                  none are asked for any more: quarantined
     lease      group, attempt           a prompt came
     ack        group, attempt, status   replay keeps a group, or does not
 
@@ -58,21 +58,18 @@ class Recorder:
 def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
     class RecordedDealer(AsyncDealer):
         async def send(self, message: Message) -> None:
-            if isinstance(message, m.LeaseRequest) and message.capacity:
-                recorder.note("live", version=message.version)
-            elif isinstance(message, m.LeaseRequest):
-                recorder.note("dark")
+            if isinstance(message, m.LeaseRequest):
+                recorder.note("live" if message.capacity else "dark", version=message.version)
             await super().send(message)
 
         async def receive(self, timeout_s: float) -> Envelope | None:
             """Record a message before the server acts on it: after an Ack it may forget the group."""
             envelope = await super().receive(timeout_s)
             message = envelope.message if envelope is not None else None
-            if isinstance(message, m.Lease):
-                recorder.note("lease", group=[message.pass_, message.index], attempt=message.attempt)
-            elif isinstance(message, m.Ack):
-                group = [message.pass_, message.index]
-                recorder.note("ack", group=group, attempt=message.attempt, status=message.status)
+            if isinstance(message, m.Lease | m.Ack):
+                status = {"status": message.status} if isinstance(message, m.Ack) else {}
+                group, kind = [message.pass_, message.index], type(message).__name__.lower()
+                recorder.note(kind, group=group, attempt=message.attempt, **status)
             return envelope
 
     return RecordedDealer
@@ -83,24 +80,21 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     gate = recorder.gate
 
     class GatedDealer(Dealer):
-        """Behind each message, sent or come, there is a moment of its name."""
+        """Behind each message, sent or come, there is a moment of its name; and one before it is sent."""
 
         def send(self, message: Message) -> bool:
-            if isinstance(message, messages.Join):
-                gate.reach("before Join")
+            kind = type(message).__name__
+            gate.reach(f"before {kind}")
             sent = super().send(message)
-            if isinstance(message, messages.Join):
+            if kind == "Join":
                 recorder.note("join")
-                gate.reach("joining")
-            gate.reach(type(message).__name__)
+            gate.reach(kind)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
             message = super().poll(timeout_s)
-            if isinstance(message, messages.Welcome):
-                recorder.note("welcome", version=message.version)
-            elif isinstance(message, messages.Begin):
-                recorder.note("begin", version=message.version, digest=message.digest)
+            if isinstance(message, messages.Welcome | messages.Begin):
+                recorder.note(type(message).__name__.lower(), version=message.version)
             gate.reach(type(message).__name__)
             return message
 

@@ -50,7 +50,7 @@ POINTS = {
     "between updates": "the last version is served everywhere, nothing is under way",
     "refill": "bytes were corrupt, the version is being sent again",
 }
-MOMENTS = {"late join": "middle bucket", "refill": "middle bucket"}
+MOMENTS = {"joining": "Join", "late join": "middle bucket", "refill": "middle bucket"}
 """Moments of scripts/chaos/probe.py at which a process is held; the others have the names of their points."""
 JOINING = ("before Join", "joining", "Welcome", "late join")  # points that a receiver passes once in its life
 UNKNOWN = JOINING[:2]  # where the bus need not know it yet, and replay's line names it

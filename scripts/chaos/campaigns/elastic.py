@@ -34,7 +34,6 @@ SLOW_S, STANDSTILL_S = 1.5, 1.0
 """How long one server is busy with the rewards of a step while another joins or shall be met at work; and with the
 reward of one answer while nothing shall move."""
 CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
-QUIET_S = 2.0  # without a new version before a server joins far from one
 EXIT_CODES = {"": 0, "SIGTERM": 0, "SIGKILL": -9}
 
 
@@ -131,12 +130,8 @@ class ElasticRun(Cluster):
             self.wait(lambda: probe.first("welcome"), f"the publisher's Welcome to {name!r}", STEP_S)
             first.gate.release()
         elif how == FAR:
-            quiet_at = -1
-            while quiet_at != history.version:
-                quiet_at = history.version
-                self.rest(QUIET_S)
             others = [other for other in self.probes.values() if other.live >= 0]
-            self.wait(lambda: min(other.live for other in others) >= quiet_at, f"v{quiet_at} at all", STEP_S)
+            self.wait(lambda: min(other.live for other in others) >= history.version, "a version at all others", STEP_S)
             gate.release()
         self.wait(lambda: probe.first("live"), f"the first version that {name!r} serves", START_S)
         say(f"step {history.version:3d}  {name} joined {how} and serves v{probe.live}")
@@ -244,10 +239,9 @@ class Judge:
     def _judge_learner(self, servers: list[int]) -> None:
         facts, history, code, most = self.facts, self.history, self.facts.exits.get("learner"), len(self.facts.started)
         self._must(code == 0, f"the learner's launcher ended with exit code {code}")
-        steps = [row["training/global_step"] for row in self.steps]
-        are_whole = steps == list(range(1, facts.steps + 1)) and history.version == facts.steps
-        text = f"{len(steps)} steps in metrics.jsonl and {history.version} in the journal, not 1 to {facts.steps}"
-        self._must(are_whole, text)
+        steps, last = [row["training/global_step"] for row in self.steps], history.version
+        are_whole = steps == list(range(1, facts.steps + 1)) and last == facts.steps
+        self._must(are_whole, f"{len(steps)} steps in metrics.jsonl and {last} in the journal, not 1 to {facts.steps}")
         starts = (history.incarnations, history.boots)
         self._must(starts == (1, 1), f"the learner started {starts[0]} times, replay {starts[1]} times")
         are_same = len(facts.ranks) == 2 and facts.ranks[0] and facts.ranks[0] == facts.ranks[1]
@@ -288,9 +282,9 @@ class Judge:
                     live = None
                 case "lease":
                     leases += 1
-                    text = f"{name}: lease {event['group']} came before any proven version was live"
-                    self._must(live in proven, text)
                     self.leases_before_proof += live not in proven
+                    group = event["group"]
+                    self._must(live in proven, f"{name}: lease {group} came before any proven version was live")
         unproven = sorted(self.history.sampled[name] - proven)
         self._must(not unproven, f"{name}: tokens of versions {unproven} that were not proven on it")
         self._must(leases, f"{name}: its probe saw no lease")
