@@ -23,8 +23,10 @@ KEPT = 64  # versions whose bytes are remembered; an older one that is activated
 END_S = 60.0
 
 Weights = dict[str, torch.Tensor]
-Come = Callable[[int, bool, list[torch.Tensor]], None]
-"""Called with version, whether it comes as a change, and its buckets, which it may change before they are read."""
+Places = Sequence[Sequence[Entry]]
+Come = Callable[[int, Places | None, list[torch.Tensor]], None]
+"""Called with a version, the tensors of each bucket (None for a change of the version before), and the buckets, which
+it may change before they are read."""
 Spoil = Callable[[str, str, torch.Tensor], None]
 
 # versions of a small policy under a real AdamW, with the odd one that is no ordinary step
@@ -78,8 +80,8 @@ class SpoiledTransport(Wrapped):
         super().__init__(inner)
         self._come = come
 
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        self._version, self._is_change, self._buckets = version, entries is None, list[torch.Tensor]()
+    def label(self, version: int, entries: Places | None) -> None:
+        self._version, self._entries, self._buckets = version, entries, list[torch.Tensor]()
         super().label(version, entries)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
@@ -88,7 +90,7 @@ class SpoiledTransport(Wrapped):
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         self.inner.finish(arrived)
-        self._come(self._version, self._is_change, self._buckets)
+        self._come(self._version, self._entries, self._buckets)
 
 
 class Receiver(threading.Thread):
@@ -109,7 +111,7 @@ class Receiver(threading.Thread):
                 try:
                     while True:
                         # a quarantined engine serves nothing here that could be stopped
-                        subscriber.receive(self._load, activate=self._activate, quarantine=lambda *_: None)
+                        subscriber.receive(self._load, activate=self._serve, quarantine=lambda *_: None)
                 except BusClosed as closed:
                     self.closed = str(closed)
                 except RemovedFromBus:
@@ -123,7 +125,7 @@ class Receiver(threading.Thread):
             self._spoil("live", name, self.live[name])
         return digests_of(self.live)
 
-    def _activate(self, version: int, _evaluate: bool) -> None:
+    def _serve(self, version: int, _evaluate: bool) -> None:
         self._oracle.look(self.name, version, self.live)
 
 
@@ -186,13 +188,13 @@ class Policy:
     Master weights are float32. Vectors and `gate` are published as they are, the others in bfloat16.
     """
 
-    def __init__(self, seed: int, *, hidden: int = 256, layers: int = 4, kinds: Mapping[str, int] = KINDS) -> None:
+    def __init__(self, seed: int, *, hidden: int = 256, kinds: Mapping[str, int] = KINDS) -> None:
         self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
-        shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
-        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(layers) for matrix in "qkvo"}
-        named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
-        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(layers)} | {"scale": torch.ones(1)}
-        self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
+        shapes = {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(4) for matrix in "qkvo"}
+        made = {name: torch.randn(shape, generator=self._numbers) for name, shape in shapes.items()}
+        made |= {"embed": torch.randn(8 * hidden, hidden, generator=self._numbers)}
+        made |= {"gate": torch.randn(17, 19, generator=self._numbers), "norm": torch.ones(hidden)}
+        self._masters = {name: torch.nn.Parameter(tensor * 0.02) for name, tensor in made.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         for _ in range(STEPS_BEFORE):
             self._step(LR)

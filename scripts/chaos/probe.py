@@ -42,16 +42,12 @@ from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
 
-class Recorder:
+class Recorder(Gate):
     """The process's end of a probe."""
-
-    def __init__(self, folder: Path) -> None:
-        self.gate = Gate(folder)
-        self._path = folder / "events.jsonl"
 
     def note(self, event: str, **fields: Any) -> None:
         """One line, with the kernel before anything follows from it: SIGKILL does not take it back."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n")
 
 
@@ -77,36 +73,35 @@ def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
 
 def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     """The rollout server's end of the weight bus, recorded and gated."""
-    gate = recorder.gate
 
     class GatedDealer(Dealer):
         """Behind each message, sent or come, there is a moment of its name; and one before it is sent."""
 
         def send(self, message: Message) -> bool:
             kind = type(message).__name__
-            gate.reach(f"before {kind}")
+            recorder.reach(f"before {kind}")
             sent = super().send(message)
             if kind == "Join":
                 recorder.note("join")
-            gate.reach(kind)
+            recorder.reach(kind)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
             message = super().poll(timeout_s)
             if isinstance(message, messages.Welcome | messages.Begin):
                 recorder.note(type(message).__name__.lower(), version=message.version)
-            gate.reach(type(message).__name__)
+            recorder.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
         def __init__(self, address: str, **options: Any) -> None:
-            super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
+            super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(recorder), **options})
 
         def receive(self, load: Load, **callbacks: Any) -> int:
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
-                held = load(version, applied(list(named), gate))
+                held = load(version, applied(list(named), recorder))
                 recorder.note("proven", version=version, digest=combined(held))
-                gate.reach("proving")
+                recorder.reach("proving")
                 return held
 
             return super().receive(loaded, **callbacks)
@@ -217,7 +212,7 @@ def main() -> int:
     if module == "learner.train":
         from learner import train
 
-        gate = Recorder(folder / "learner").gate
+        gate = Gate(folder / "learner")
 
         class GatedLearner(train.Learner):
             """While rank 0 is held here, the other ranks wait for it in the gather."""

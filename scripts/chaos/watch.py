@@ -29,7 +29,7 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._aim, self._at = folder / "aim", folder / "at"
+        self.folder, self._aim, self._at = folder, folder / "aim", folder / "at"
 
     def reach(self, moment: str) -> bool:
         """Wait here if the harness has aimed at this moment; whether it has."""
@@ -55,22 +55,21 @@ class Gate:
         return self._at.exists()
 
 
-class Probe:
+class Probe(JsonLines):
     """The harness's end of a probe (scripts/chaos/probe.py): its record and its gate."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.gate, self.record = folder, Gate(folder), JsonLines(folder / "events.jsonl")
-        self.live = -1  # newest version that leases were asked for with
+        super().__init__(folder / "events.jsonl")
+        self.gate, self.live = Gate(folder), -1  # newest version that leases were asked for with
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        for event in self.record.poll():
-            if event["event"] == "live":
-                self.live = event["version"]
-        return self.record.events
+    def poll(self) -> list[dict[str, Any]]:
+        new = super().poll()
+        self.live = next((event["version"] for event in reversed(new) if event["event"] == "live"), self.live)
+        return new
 
-    def first(self, event: str) -> dict[str, Any] | None:
-        return next((e for e in self.events if e["event"] == event), None)
+    def first(self, event: str, version: int = -1) -> dict[str, Any] | None:
+        """The first event of a kind, of this version or a later one."""
+        return next((e for e in self.events if e["event"] == event and e.get("version", -1) >= version), None)
 
 
 class Watch:
@@ -88,7 +87,7 @@ class Watch:
         for record in self._tail.poll():
             self.history.apply(record)
         for probe in self.probes.values():
-            _ = probe.events
+            probe.poll()
 
     @property
     def newest_is_live(self) -> bool:

@@ -22,8 +22,7 @@ from typing import Any
 
 from scripts.chaos import processes
 from scripts.chaos.cluster import SERVERS, Cluster, Variant, make_data, recovery_s
-from scripts.chaos.faults import LEARNER_DIED, REPLAY_DIED
-from scripts.chaos.injection import HOLD_S
+from scripts.chaos.faults import HOLD_S, LEARNER_DIED, REPLAY_DIED
 from scripts.chaos.polling import Ended, Hung, JsonLines
 from scripts.chaos.report import State, say
 from scripts.chaos.watch import SPOIL, Gate
@@ -249,13 +248,10 @@ class TrainingRun(Cluster):
         left = self._began + self.deadline_s - time.monotonic()
         self.wait(lambda: self.watch.served >= self._goal, f"v{self._goal} at both rollout servers", left)
         is_hit = outcome.role == RECEIVER and outcome.fault != "slow"
-        outcome.seconds = max(self._served_at(name) for name in ([OTHER] if is_hit else SERVERS)) - self._began
+        served = [self.watch.probes[name].first("live", self._goal) for name in ([OTHER] if is_hit else SERVERS)]
+        outcome.seconds = max(live["at"] for live in served if live is not None) - self._began
         self.go_on()
         self.wait(lambda: self._newest_sync()["weight_sync/version"] >= self._goal, f"the row of v{self._goal}", left)
-
-    def _served_at(self, server: str) -> float:
-        lives = (event for event in self.watch.probes[server].events if event["event"] == "live")
-        return next(float(event["at"]) for event in lives if event["version"] >= self._goal)
 
     def _judge(self, outcome: Outcome) -> None:
         """The hit process must be named and no other; nothing may have changed where the fault changes nothing."""

@@ -34,7 +34,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, decode, encode
-from scripts.chaos.bus_cluster import BusCluster, Policy
+from scripts.chaos.bus_cluster import BusCluster, Places, Policy
 from scripts.chaos.polling import Hung
 from scripts.chaos.proxy import Direction, Intercept, Link, Proxy, ZmtpMessage
 from scripts.chaos.report import State, ends_within
@@ -131,9 +131,9 @@ class Faults:
         for intercepts in self._link.intercepts.values():
             intercepts.clear()
 
-    def come(self, version: int, is_change: bool, pieces: list[torch.Tensor]) -> None:
+    def come(self, version: int, entries: Places | None, pieces: list[torch.Tensor]) -> None:
         """Spoil a change that has come, where the fault that is due fits it."""
-        if not is_change:
+        if entries is not None:
             return
         real = torch.cat(pieces)
         given = self._given(real, pieces[0].numel())
@@ -279,6 +279,7 @@ class Changes(BusCluster):
     def _result(self, versions: int) -> tuple[dict[str, Any], list[str]]:
         oracle, stats, receivers = self.oracle, self.publisher.stats(), self.receivers.values()
         activated = {name: set(oracle.activated[name]) for name in NAMES}
+        between = {name: itertools.pairwise([0, *sorted(found), versions + 1]) for name, found in activated.items()}
         messages = sum((faults.of_messages for faults in self.faults.values()), Counter[tuple[str, str]]())
         planted = [(name, *one) for name, faults in self.faults.items() for one in faults.planted]
         refusals = [found for line in self.lines if (found := REFUSED.search(line))]
@@ -300,7 +301,7 @@ class Changes(BusCluster):
             "refused_other_base": sum("comes as a change of" in found.string for found in refusals),
             "activated": {name: len(found) for name, found in activated.items()},
             "missed": {name: versions - len(found) for name, found in activated.items()},
-            "longest_gap": {name: longest_gap(found, versions) for name, found in activated.items()},
+            "longest_gap": {name: max(after - before - 1 for before, after in gaps) for name, gaps in between.items()},
             "rejoins": int(stats["joins"]) - len(NAMES),
             "removed": dict(sorted(Counter(e.symptom for e in self.events if e.kind == "removed").items())),
             "restarts": sum(receiver.removals for receiver in receivers),
@@ -308,9 +309,3 @@ class Changes(BusCluster):
             "served_wrong": len(oracle.wrong),
             "bit_exact": not oracle.wrong and all(activated.values()),
         }, wrong
-
-
-def longest_gap(activated: set[int], versions: int) -> int:
-    """Most versions in a row, from 1 to `versions`, that are not among these."""
-    edges = [0, *sorted(activated), versions + 1]
-    return max(after - before - 1 for before, after in itertools.pairwise(edges))

@@ -9,14 +9,13 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster, Variant, make_data
-from scripts.chaos.faults import BY_NAME, INSTANT, Planned, PlannedRun, as_markdown, make_plan
-from scripts.chaos.injection import Injector
+from scripts.chaos.cluster import SERVERS, VARIANTS, Cluster, Variant, make_data
+from scripts.chaos.faults import BY_NAME, FAULTS, INSTANT, Injector, Planned, as_markdown
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
 
@@ -37,6 +36,7 @@ KEYS = (
     *("faults", "acked", "trained", "dropped", "lost", "trained_twice", "hung", "unnamed", "ended_early"),
     *("violations", "buffered", "repeated_steps"),
 )
+PlannedRun = tuple[Variant, list[Planned]]
 Part = dict[str, Any]
 """What came of one run, or the sums over all. `coverage` counts by `fault at point`, where the fault has met the run;
 `recovery_s` are the times from a fault's end until the run had gone on."""
@@ -44,6 +44,45 @@ Part = dict[str, Any]
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
     return make_plan(args.seed, args.faults, args.per_run, args.only)
+
+
+def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
+    """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
+
+    `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
+    """
+    rng = random.Random(seed)
+    decks = {variant: deck for variant in VARIANTS if (deck := list(pairs(variant, only)))}
+    if not decks:
+        raise ValueError(f"--only {only!r}: no fault of the table has such a name; see --table")
+    for deck in decks.values():
+        rng.shuffle(deck)
+    used: Counter[tuple[str, str]] = Counter()
+    runs: list[PlannedRun] = []
+    for first in range(0, num_faults, per_run):
+        variant = list(decks)[len(runs) % len(decks)]
+        faults = []
+        for _ in range(min(per_run, num_faults - first)):
+            deck = decks[variant]
+            pair = min(deck, key=used.__getitem__)  # the first of those that came least often
+            deck.remove(pair)
+            deck.append(pair)
+            used[pair] += 1
+            faults.append(Planned(*pair, server=rng.choice(SERVERS)))
+        runs.append((variant, faults))
+    return runs
+
+
+def pairs(variant: Variant, only: str = "") -> Iterator[tuple[str, str]]:
+    """(fault, point) that a run of this variant can have."""
+    two_ranks = any(setting.endswith(":2") for setting in variant.settings)
+    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks}
+    for fault in FAULTS:
+        if possible[fault.needs] and any(word.strip() in fault.name for word in only.split(",")):
+            for point in fault.points:
+                # what is sealed cannot be held by its kind
+                if not (variant.keys and point == "in flight"):
+                    yield fault.name, point
 
 
 def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> None:

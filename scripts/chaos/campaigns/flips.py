@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from scripts.chaos.bus_cluster import BusCluster, Policy, Receiver
+from scripts.chaos.bus_cluster import BusCluster, Places, Policy, Receiver
 from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
 from scripts.chaos.report import State, ends_within
-from weight_bus.manifest import plan as make_manifest
 
 __all__ = ["OPTIONS", "plan", "run", "verdict"]
 
@@ -77,9 +76,7 @@ class Flips(BusCluster):
         generous = {"deadline_s": 60, "collective_timeout_s": 20, "heartbeat_s": 5}
         super().__init__(WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous))
         self._rng, self._delta, self._at_rest_every = random.Random(seed), delta, at_rest_every
-        self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
-        described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
-        self._places = {entry.name: entry for entry in make_manifest(described, BUCKET_BYTES).entries}
+        self._policy = Policy(seed, hidden=32, kinds={"step": 1})
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
@@ -153,13 +150,13 @@ class Flips(BusCluster):
     def _victims(self, flip: Flip) -> list[str]:
         return self._names if flip.victim == ALL else [flip.victim]
 
-    def _come(self, victim: str, _version: int, is_change: bool, buckets: list[torch.Tensor]) -> None:
+    def _come(self, victim: str, _version: int, entries: Places | None, buckets: list[torch.Tensor]) -> None:
         due = self._due.get(victim)
         if due is not None and due.place == "wire":
             # a coded change is one piece, in which tensors have no places
-            where = self._places[due.tensor]
-            bucket, offset = (0, 0) if is_change else (where.bucket, where.offset)
-            self._due.pop(victim).apply(buckets[bucket], offset)
+            places = {entry.name: (entry.bucket, entry.offset) for bucket in entries or () for entry in bucket}
+            number, offset = places.get(due.tensor, (0, 0))
+            self._due.pop(victim).apply(buckets[number], offset)
 
     def _load(self, victim: str, place: str, name: str, tensor: torch.Tensor) -> None:
         due = self._due.get(victim)
