@@ -78,19 +78,15 @@ class SpoiledTransport(Wrapped):
 
     def __init__(self, inner: Transport, come: Come) -> None:
         super().__init__(inner)
-        self._come = come
-
-    def label(self, version: int, entries: Places | None) -> None:
-        self._version, self._entries, self._buckets = version, entries, list[torch.Tensor]()
-        super().label(version, entries)
+        self._come, self._buckets = come, list[torch.Tensor]()
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         self.inner.broadcast(bucket, index)
-        self._buckets.append(bucket)
+        self._buckets = [*self._buckets[:index], bucket]  # anew with the first one
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         self.inner.finish(arrived)
-        self._come(self._version, self._entries, self._buckets)
+        self._come(self.version, self.places, self._buckets)
 
 
 class Receiver(threading.Thread):

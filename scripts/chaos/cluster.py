@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
@@ -90,30 +89,25 @@ def recovery_s(config: Config) -> float:
     return waits + START_S
 
 
-@dataclass(slots=True)
-class Started:
-    process: "subprocess.Popen[bytes]"
-    again: Callable[[], None] | None  # how it is started again when it ends, where it is
-    may_end: bool = False
-
-
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    The run is in work/run. With `probes`, rollout servers and learner rank 0 get probes. `pace` is asked again and
+    The run is in work/run; rollout servers and learner rank 0 have probes. `pace` is asked again and
     again for the seconds that the reward of one trajectory takes; every rollout server has one reward process.
     """
 
     config: Config
 
-    def __init__(self, work: Path, *, probes: bool = True, pace: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, work: Path, *, pace: Callable[[], float] = lambda: 0.0) -> None:
         (work / "site").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self.work, self.folder = work, work / "run"
         self.watch = Watch(self.folder, work / "journal")
         self.history, self.logs, self.proxy = self.watch.history, Logs(self.folder / "logs", []), Proxy()
         self.links: dict[str, Link] = {}
-        self.started: dict[str, Started] = {}
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self._again: dict[str, Callable[[], None]] = {}  # how a process is started again when it ends
+        self._may_end: set[str] = set()
         self._pace, self._paced = pace, -1.0
         self._clock = work / "clock"
         self._clock.write_bytes(bytes(site_start.DOUBLE.size * len(CLOCKS)))
@@ -123,7 +117,7 @@ class Cluster:
             "SLIPSTREAM_PYTHON": sys.executable,
             "PYTHONPATH": f"{work}/site:{ROOT}",
             "CHAOS_CLOCK": str(self._clock),
-            **({"CHAOS_PROBES": str(work / "probes")} if probes else {}),
+            "CHAOS_PROBES": str(work / "probes"),
         }
 
     def __enter__(self) -> Self:
@@ -131,7 +125,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        roots = [started.process for started in self.started.values()]
+        roots = self.started.values()
         for pid in [pid for root in roots for pid in (root.pid, *processes.below(root.pid))]:
             processes.send(pid, SIGKILL)
         for root in roots:
@@ -144,17 +138,11 @@ class Cluster:
         if output not in self.logs.others:
             self.logs.others.append(output)
         with output.open("ab") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self._environment | environment,
-                start_new_session=True,
-            )
-        again = partial(self.start, name, *command, restarts=True, **environment)
-        self.started[name] = Started(process, again if restarts else None)
+            ends: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            env = self._environment | environment
+            self.started[name] = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **ends)
+        if restarts:
+            self._again[name] = partial(self.start, name, *command, **environment)
 
     def settings(self, data: Path) -> list[str]:
         """Of every run; writes the reward that they name."""
@@ -210,12 +198,12 @@ class Cluster:
     def tick(self) -> None:
         """See how the run goes, between other things. Raises Ended where a process has ended that must not."""
         self.watch.poll()
-        for name, started in list(self.started.items()):
-            if started.process.poll() is None or started.may_end or self.is_over:
+        for name, process in list(self.started.items()):
+            if process.poll() is None or name in self._may_end or self.is_over:
                 continue
-            if started.again is None:
-                raise Ended(f"{name!r} ended with exit code {started.process.returncode}: {self.last_words(name)}")
-            started.again()
+            if name not in self._again:
+                raise Ended(f"{name!r} ended with exit code {process.returncode}: {self.last_words(name)}")
+            self._again[name]()
         seconds, self._paced = self._paced, self._pace()
         if seconds != self._paced:
             replace_text(self.work / "pace", f"{self._paced:.6f}")
@@ -249,12 +237,15 @@ class Cluster:
 
     def finish(self) -> int:
         """Let the run come to its end; its exit code. Raises Hung."""
-        launcher = self.started[LAUNCHER].process
-        self.started[LAUNCHER].may_end = True
         left = self.config.learner.total_steps - self.history.version
-        self.wait(lambda: launcher.poll() is not None, "the end of the run", recovery_s(self.config) + 2.0 * left)
+        return self.end_of(LAUNCHER, recovery_s(self.config) + 2.0 * left)
+
+    def end_of(self, name: str, deadline_s: float) -> int:
+        """Wait until a process that may end by now has ended; its exit code."""
+        self._may_end.add(name)
+        self.wait(lambda: self.started[name].poll() is not None, f"the end of {name!r}", deadline_s)
         self.watch.poll()
-        return int(launcher.returncode)
+        return int(self.started[name].returncode)
 
     def check(self) -> checker.Report:
         self.watch.poll()
@@ -264,11 +255,10 @@ class Cluster:
     def pids(self, role: str) -> list[int]:
         """Living processes of a role: replay, learner (its ranks), `rank 1`, torchrun, or a started process's name."""
         if role in self.started:
-            process = self.started[role].process
-            return [process.pid] if process.poll() is None else []
+            return [self.started[role].pid] if self.started[role].poll() is None else []
         if role == "rank 1":
             return self.pids("learner")[1:2]  # ranks start in their order
-        return processes.of_role(self.started[LAUNCHER].process.pid, role)
+        return processes.of_role(self.started[LAUNCHER].pid, role)
 
     def kill(self, role: str) -> int | None:
         """SIGKILL the first process of a role; its pid."""

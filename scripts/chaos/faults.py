@@ -14,7 +14,7 @@ from scripts.chaos import processes
 from scripts.chaos.checker.journal import HEAD, MAGIC, segments
 from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
 from scripts.chaos.polling import Hung
-from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage
+from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage, times
 
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
@@ -164,7 +164,7 @@ class Injector:
             "any": lambda: True,
             "in flight": self._link.held[self._direction].is_set,
             "formed": lambda: history.newest_take == history.version + 1,
-            "committed": lambda: not watch.newest_is_live,
+            "committed": lambda: max(probe.live for probe in watch.probes.values()) < history.version,
             "broadcast": lambda: self._gate.arrived,
             "checkpoint": lambda: watch.writes_checkpoint,
             "reading": lambda: cluster.logs.first([r"replay ready at"], self._mark) is None,
@@ -194,10 +194,11 @@ class Injector:
                 self._mark = cluster.logs.mark()
                 time.sleep(self.rng.uniform(0.0, 1.0))
             case "repeating":
-                self._until(lambda: cluster.watch.steps_to_repeat >= MIN_REPEATED)
-                before = cluster.history.incarnations
+                watch, history = cluster.watch, cluster.history
+                self._until(lambda: history.version - max(watch.checkpoints(complete=True), default=0) >= MIN_REPEATED)
+                before = history.incarnations
                 cluster.kill("learner")
-                self._until(lambda: cluster.history.incarnations > before, START_S)
+                self._until(lambda: history.incarnations > before, START_S)
 
     def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
         self.cluster.wait(condition, f"the point {self.planned.point!r}", deadline_s)
@@ -240,7 +241,7 @@ class Injector:
         with processes.stopped(self.cluster.pids(LAUNCHER)[0]):
             replay = self.cluster.kill("replay")
             assert replay is not None
-            self.cluster.wait(lambda: not processes.is_alive(replay), "the end of replay", 10.0)
+            self.cluster.wait(lambda: processes.state(replay) in ("", "Z"), "the end of replay", 10.0)
             # what a write that was cut off leaves: a whole head, and less meta than it says; or not even a head
             head = HEAD.pack(MAGIC, 200, self.rng.randrange(1 << 32))
             torn = (head + self.rng.randbytes(150))[: self.rng.randrange(1, len(head) + 150)]
@@ -253,7 +254,7 @@ class Injector:
         """No file of replay may grow past what the largest has and what its log may need."""
         (replay,) = self.cluster.pids("replay")
         log = self.cluster.folder / "logs" / "replay.log"
-        newest = (segments(self.cluster.folder / "journal") or [log])[-1]
+        newest = segments(self.cluster.folder / "journal")[-1]
         limit = max(newest.stat().st_size, log.stat().st_size + LOG_ROOM_BYTES)
         self.detail = f"{limit} bytes"
         logs, mark = self.cluster.logs, self.cluster.logs.mark()
@@ -263,7 +264,7 @@ class Injector:
                 self.cluster.wait(lambda: logs.first([r"\[full\]"], mark) is not None, "[full]", FILLING_S)
             self.cluster.rest(FULL_FOR_S)
         finally:
-            if processes.is_alive(replay):
+            with suppress(ProcessLookupError):
                 prlimit(replay, RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
 
     def do_clock(self, direction: str) -> None:
@@ -302,13 +303,13 @@ class Injector:
         self._change(direction, kinds, partial(self._flip, of_array=what == "up"))
 
     def do_tamper(self, _: str) -> None:
-        self._change(self.rng.choice(["up", "down"]), ("sealed",), self.rng.choice([self._flip, _twice]))
+        self._change(self.rng.choice(["up", "down"]), ("sealed",), self.rng.choice([self._flip, times(2)]))
 
     def do_duplicate(self, direction: Direction) -> None:
-        self._change(direction, KINDS[direction], _twice)
+        self._change(direction, KINDS[direction], times(2))
 
     def do_reorder(self, direction: Direction) -> None:
-        self._change(direction, KINDS[direction], lambda message: [message.wire()], late=True)
+        self._change(direction, KINDS[direction], times(1), late=True)
 
     def _change(self, direction: Direction, kinds: tuple[str, ...], change: Change, *, late: bool = False) -> None:
         """Change the next message of one of these kinds; where none comes, and many may, any message."""
@@ -329,7 +330,3 @@ class Injector:
 
     def _flip(self, message: ZmtpMessage, *, of_array: bool = False) -> list[bytes]:
         return [message.flipped(message.largest_array if of_array else 0, self.rng.random()).wire()]
-
-
-def _twice(message: ZmtpMessage) -> list[bytes]:
-    return [message.wire()] * 2

@@ -129,6 +129,9 @@ def gated(gate: Gate) -> TransportFactory:
 class Wrapped:
     """A transport that differs from another one in what its subclass says."""
 
+    version = -1
+    places: Sequence[Sequence[Entry]] | None = None  # the tensors of each bucket; none of a change
+
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
 
@@ -136,6 +139,7 @@ class Wrapped:
         return getattr(self.inner, name)
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        self.version, self.places = version, entries
         if isinstance(self.inner, Labelled):
             self.inner.label(version, entries)
 
@@ -148,14 +152,11 @@ def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> T
 class GatedTransport(Wrapped):
     def __init__(self, inner: Transport, gate: Gate) -> None:
         super().__init__(inner)
-        self._gate, self._buckets = gate, 1
-
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        self._buckets = len(entries) if entries is not None else 1
-        super().label(version, entries)
+        self._gate = gate
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
+        buckets = len(self.places) if self.places is not None else 1
+        moments = {0: "first bucket", buckets - 1: "last bucket", buckets // 2: "middle bucket"}
         self._gate.reach(moments.get(index, ""))
         self.inner.broadcast(bucket, index)
         if moments.get(index) == "middle bucket" and self._gate.reach(SPOIL):

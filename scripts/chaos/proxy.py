@@ -86,6 +86,10 @@ Change = Callable[[ZmtpMessage], list[bytes]]
 """The bytes that go on instead of a message, a message each; none loses it."""
 
 
+def times(number: int) -> Change:
+    return lambda message: [message.wire()] * number
+
+
 @dataclass(slots=True)
 class Intercept:
     """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""

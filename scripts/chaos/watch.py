@@ -90,28 +90,18 @@ class Watch:
             probe.poll()
 
     @property
-    def newest_is_live(self) -> bool:
-        return any(probe.live >= self.history.version for probe in self.probes.values())
-
-    @property
     def served(self) -> int:
         """The newest version with which all rollout servers have asked for leases."""
         return min(probe.live for probe in self.probes.values())
 
     @property
-    def steps_to_repeat(self) -> int:
-        """Steps that a learner would repeat if it died now."""
-        return self.history.version - max(self._checkpoints(complete=True), default=0)
-
-    @property
     def writes_checkpoint(self) -> bool:
         """A checkpoint folder of a step above all complete ones is there without its mark."""
-        return any(step >= self.history.version for step in self._checkpoints(complete=False))
+        return any(step >= self.history.version for step in self.checkpoints(complete=False))
 
-    def _checkpoints(self, *, complete: bool) -> Iterator[int]:
-        for path in (self.folder / "checkpoints").glob("step_*"):
-            if (path / "COMPLETE").exists() == complete:
-                yield int(path.name.removeprefix("step_"))
+    def checkpoints(self, *, complete: bool) -> list[int]:
+        paths = (self.folder / "checkpoints").glob("step_*")
+        return [int(path.name.removeprefix("step_")) for path in paths if (path / "COMPLETE").exists() == complete]
 
 
 class Line(NamedTuple):

@@ -88,6 +88,16 @@ def after(left: int, kind: str = "") -> Callable[[ZmtpMessage], bool]:
     return wanted
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chances:
+    """Of a fault of each sort, per version and subscriber; `back` counts for versions that go back."""
+
+    control: float = 0.5
+    data: float = 0.1
+    back: float = 0.5
+    base: float = 0.05
+
+
 class Faults:
     """What is to happen to the messages and the changes of one subscriber, and what has happened."""
 
@@ -100,7 +110,18 @@ class Faults:
         self._bases: list[str] = []  # digests that changes were made from
         self._history: list[torch.Tensor] = []
 
-    def plan_message(self) -> None:
+    def plan(self, kind: str, chances: Chances) -> None:
+        """Before a version of this kind: faults of messages and of data, drawn by their chances."""
+        if self._rng.random() < chances.control:
+            self._plan_message()
+        if kind == "back" and self._rng.random() < chances.back:
+            self.due = "again"  # has the size of the change back, so only the digests can tell
+        elif self._rng.random() < chances.data:
+            self.due = self._rng.choice(DATA_KINDS)
+        if self._rng.random() < chances.base:  # the next change that is begun names a base that another one had
+            self._arm("down", "other base", Intercept(self._has_another_base, self._rebased))
+
+    def _plan_message(self) -> None:
         """One fault more of a message; none where one of its kind is to come already."""
         direction: Direction = self._rng.choice(("up", "down"))
         kind, deed = self._rng.choice(MESSAGES[direction]), self._rng.choice(DEEDS)
@@ -118,13 +139,6 @@ class Faults:
 
         wanted = after(self._rng.randrange(AHEAD), kind)
         self._arm(direction, kind, Intercept(wanted, change, hold_for_next=deed == "reordered"))
-
-    def plan_other_base(self) -> None:
-        """The next change that is begun names a base that some version before had."""
-        self._arm("down", "other base", Intercept(self._has_another_base, self._rebased))
-
-    def plan_data(self, kind: str = "") -> None:
-        self.due = kind or self._rng.choice(DATA_KINDS)
 
     def clear(self) -> None:
         self.due = ""
@@ -184,16 +198,6 @@ def _envelope(message: ZmtpMessage) -> Envelope:
     return decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chances:
-    """Of a fault of each sort, per version and subscriber; `back` counts for versions that go back."""
-
-    control: float = 0.5
-    data: float = 0.1
-    back: float = 0.5
-    base: float = 0.05
-
-
 class Changes(BusCluster):
     """Publisher, proxies and subscribers of one process; a context manager.
 
@@ -204,7 +208,7 @@ class Changes(BusCluster):
         self, seed: int, policy: Policy, *, chances: Chances = Chances(), pace_s: float = 0.1, heal_s: float = 30.0
     ) -> None:
         super().__init__(CONFIG)
-        self._seed, self._rng, self._policy, self._chances = seed, random.Random(seed), policy, chances
+        self._seed, self._policy, self._chances = seed, policy, chances
         self._pace_s, self._heal_s = pace_s, heal_s
         self._proxy, self.faults = Proxy(), dict[str, Faults]()
 
@@ -227,7 +231,8 @@ class Changes(BusCluster):
         for version in range(1, versions + 1):
             kind, named = self._policy.next()
             kinds[kind] += 1
-            self._plan(kind)
+            for faults in self.faults.values():
+                faults.plan(kind, self._chances)
             began, before = time.monotonic(), self.publisher.stats()["changes"]
             self.oracle.claims(version, self.publish(version, named).served)  # whatever becomes of it, it goes on
             longest_s = max(longest_s, time.monotonic() - began)
@@ -248,18 +253,6 @@ class Changes(BusCluster):
         found, more = self._result(versions)
         wrong += more
         return {**sums, **found, "seconds": round(time.monotonic() - started, 1), "in_order": not wrong}, wrong
-
-    def _plan(self, kind: str) -> None:
-        chances, rng = self._chances, self._rng
-        for faults in self.faults.values():
-            if rng.random() < chances.control:
-                faults.plan_message()
-            if kind == "back" and rng.random() < chances.back:
-                faults.plan_data("again")  # has the size of the change back, so only the digests can tell
-            elif rng.random() < chances.data:
-                faults.plan_data()
-            if rng.random() < chances.base:
-                faults.plan_other_base()
 
     def _heal(self, version: int) -> list[str]:
         """Without faults from now on, all must serve the last version, and the publisher must know it."""

@@ -63,10 +63,7 @@ def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[
         variant = list(decks)[len(runs) % len(decks)]
         faults = []
         for _ in range(min(per_run, num_faults - first)):
-            deck = decks[variant]
-            pair = min(deck, key=used.__getitem__)  # the first of those that came least often
-            deck.remove(pair)
-            deck.append(pair)
+            pair = min(decks[variant], key=used.__getitem__)  # the first of those that came least often
             used[pair] += 1
             faults.append(Planned(*pair, server=rng.choice(SERVERS)))
         runs.append((variant, faults))

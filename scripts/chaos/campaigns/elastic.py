@@ -31,8 +31,8 @@ AT_ANY_TIME, MID_UPDATE, FAR = "as it comes", "in the middle of an update", "far
 MID_UPDATE_HOLD_S = 2.0  # longest that a broadcast is held for a join; below weight_bus.collective_timeout_s
 START_S, STEP_S = 90.0, 60.0  # for a process, for what the next few steps bring
 SLOW_S, STANDSTILL_S = 1.5, 1.0
-"""How long one server is busy with the rewards of a step while another joins or shall be met at work; and with the
-reward of one answer while nothing shall move."""
+"""How long one server is busy with the rewards of a step while an update or a lease of another is waited for; and with
+the reward of one answer while nothing shall move, as while a server starts."""
 CAUGHT_S = 0.2  # leases that have lasted so long since will last; a quick reward may have been on its way
 EXIT_CODES = {"": 0, "SIGTERM": 0, "SIGKILL": -9}
 
@@ -92,6 +92,7 @@ class ElasticRun(Cluster):
         more = (*facts.settings.split(), f"learner.total_steps={facts.steps}", "replay.journal_keep=all")
         command = ("bash", "scripts/start_learner.sh", "--async-lag", "1", "--seed", str(seed))
         self.launch([*self.settings(data), *more], *command, PORT="0")
+        self._slow_s = SLOW_S / self.config.trajectories_per_step
         self._add(FIRST, "bash", "scripts/start_rollout_nodes.sh")
         self._make_steps()
         facts.ranks.append(self.pids("learner"))
@@ -104,9 +105,7 @@ class ElasticRun(Cluster):
             self._leave(name, sig)
             self._make_steps()
         facts.ranks.append(self.pids("learner"))
-        facts.exits["learner"] = self.finish()
-        for name in facts.started:
-            facts.exits[name] = self._end_of(name)
+        facts.exits = {"learner": self.finish(), **{name: self.end_of(name, STEP_S) for name in facts.started}}
         facts.seconds = round(time.monotonic() - began, 1)
 
     def _add(self, name: str, *command: str) -> None:
@@ -117,7 +116,7 @@ class ElasticRun(Cluster):
         gate, first, history = Gate(self.work / "probes" / name), self.probes[FIRST], self.history
         if how != AT_ANY_TIME:
             gate.aim("before Join", 2 * START_S)
-        self._answer_s = self._slow_s if how == AT_ANY_TIME else STANDSTILL_S
+        self._answer_s = STANDSTILL_S
         self._add(name)
         probe = self.probes[name]
         if how != AT_ANY_TIME:
@@ -138,7 +137,7 @@ class ElasticRun(Cluster):
 
     def _leave(self, name: str, sig: str) -> None:
         """End a server while it holds leases that it cannot finish at once, and go on without it."""
-        started, history, caught = self.started[name], self.history, False
+        history, caught = self.history, False
         until = time.monotonic() + STEP_S
         while not caught:
             self._answer_s = self._slow_s
@@ -146,26 +145,16 @@ class ElasticRun(Cluster):
             self._answer_s = STANDSTILL_S
             self.rest(CAUGHT_S)
             caught = history.held_by(name) > 0
-        started.may_end = True
-        started.process.send_signal(Signals[sig])
+        self.started[name].send_signal(Signals[sig])
         self.facts.leases_left[name] = history.held_by(name)
-        self._end_of(name)
+        self.end_of(name, STEP_S)
         self.wait(lambda: not history.held_by(name), f"that no lease is left with {name!r}", STEP_S)
         say(f"step {history.version:3d}  {name} left by {sig}, and its leases have moved")
         self._answer_s = 0.0
 
-    def _end_of(self, name: str) -> int:
-        process = self.started[name].process
-        self.wait(lambda: process.poll() is not None, f"the end of {name!r}", STEP_S)
-        return int(process.returncode)
-
     def _make_steps(self) -> None:
         goal = self.history.version + self.facts.between
         self.wait(lambda: self.history.version >= goal, f"step {goal}", START_S + STEP_S)
-
-    @property
-    def _slow_s(self) -> float:
-        return SLOW_S / self.config.trajectories_per_step
 
 
 class Judge:
