@@ -19,18 +19,9 @@ from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage, times
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
 
-POINTS = {
-    "any": "at any moment",
-    "in flight": "a group, or its ack, is on its way",
-    "formed": "a batch is formed and its step not committed",
-    "committed": "a step is committed and its version at no engine",
-    "broadcast": "a broadcast is in its middle",
-    "checkpoint": "a checkpoint is being written",
-    "reading": "replay was started again and reads its journal",
-    "repeating": "the learner repeats journalled steps",
-}
+POINTS = ("any", "in flight", "formed", "committed", "broadcast", "checkpoint", "reading", "repeating")
+"""Of the protocol, at which a fault is aimed; docs/faults.md says what is going on at each."""
 INSTANT = ("kill", "torn")  # faults that are over at once begin with these words
-EVERYWHERE = tuple(POINTS)
 RUNNING = tuple(point for point in POINTS if point != "reading")
 WIRE = ("any", "in flight", "formed", "broadcast")
 GONE = frozenset({"closed", "silent", "slow"})
@@ -64,9 +55,9 @@ LONG, BRIEFLY = "for longer than network.silent_after_s", "for half of network.s
 
 FAULTS = (
     Fault("kill server", "SIGKILL of a rollout server", (LOST_CLOSED,), RUNNING),
-    Fault("kill learner", "SIGKILL of learner rank 0", (LEARNER_DIED,), EVERYWHERE),
+    Fault("kill learner", "SIGKILL of learner rank 0", (LEARNER_DIED,), POINTS),
     Fault("kill rank", "SIGKILL of the last learner rank", (LEARNER_DIED,), RUNNING, needs="two ranks"),
-    Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), EVERYWHERE),
+    Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), POINTS),
     Fault("kill replay and learner", "SIGKILL of both at once", (REPLAY_DIED,), RUNNING),
     Fault("torn journal", "SIGKILL of replay; half a record stands at the end of its journal", (REPLAY_DIED,), ANY),
     Fault("stop server briefly", f"SIGSTOP {BRIEFLY}", (), ("any", "broadcast")),

@@ -19,7 +19,6 @@ import msgpack
 
 Direction = Literal["up", "down"]  # `up` is from the rollout server to replay
 LOOK_S = 0.02
-LIMIT_BYTES = 1 << 22
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
 
@@ -161,7 +160,7 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _listen(self, link: Link) -> None:
-        server = await asyncio.start_server(lambda r, w: _serve(link, r, w), "127.0.0.1", 0, limit=LIMIT_BYTES)
+        server = await asyncio.start_server(lambda r, w: _serve(link, r, w), "127.0.0.1", 0)
         link.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._links[link] = server
 
@@ -176,7 +175,7 @@ async def _serve(link: Link, reader: asyncio.StreamReader, writer: asyncio.Strea
     try:
         if time.monotonic() < link.closed_until:
             raise ConnectionRefusedError
-        up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=LIMIT_BYTES)
+        up_reader, up_writer = await asyncio.open_connection(*link.upstream)
     except OSError:
         writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
         return
@@ -200,13 +199,10 @@ async def _pump(link: Link, direction: Direction, reader: asyncio.StreamReader, 
     """Pass one direction of a connection on, message by message, until it ends."""
     late: Intercept | None = None
     behind: list[bytes] = []
-    left = GREETING_BYTES
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         # as it comes: each side sends the rest of its greeting only when it has seen how the other's begins
-        while left:
-            piece = await reader.read(left) or await reader.readexactly(left)  # which raises where it has ended
-            left -= len(piece)
-            writer.write(piece)
+        for _ in range(GREETING_BYTES):
+            writer.write(await reader.readexactly(1))
         while True:
             message = await read_message(reader)
             await _wait(link, direction, message)

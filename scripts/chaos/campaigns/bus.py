@@ -174,7 +174,6 @@ class TrainingRun(Cluster):
     def __init__(self, work: Path, role: str) -> None:
         super().__init__(work, pace=lambda: PACE_S)
         self.role = role
-        self._learner = Gate(work / "probes" / "learner")
         self._mark: dict[Path, int] = {}
         self._goal = self._pid = 0
         self._began = 0.0  # monotonic time at which the fault met the process; 0 before
@@ -189,7 +188,8 @@ class TrainingRun(Cluster):
     def case(self, fault: str, point: str) -> Outcome:
         outcome = Outcome(role=self.role, fault=fault, point=point)
         outcome.deadline_s = max(map(self.duration_s, FAULTS)) + recovery_s(self.config)
-        gate = self._learner if point == "gathering" else self.watch.probes[HELD].gate
+        learner, held = Gate(self.work / "probes" / "learner"), self.watch.probes[HELD].gate
+        gate = learner if point == "gathering" else held
         lasts, self._began = self.duration_s(fault), 0.0
         try:
             # what is stuck is held by its gate for as long as the fault lasts

@@ -282,9 +282,6 @@ class Judge:
         """How a late server was filled."""
         events = self.events[name]
         first = {event["event"]: event for event in reversed(events)}
-        if not first.keys() >= {"join", "welcome", "live"}:
-            self.wrong.append(f"{name}: joined and was never served")
-            return {"server": name, "how": how}
         asked, live = first["join"]["at"], first["live"]
         later = next((e["at"] for e in events if e["event"] == "begin" and e["version"] > live["version"]), None)
         at_once = live["version"] == first["welcome"]["version"]
