@@ -206,8 +206,7 @@ class Policy:
         return kind, published
 
     def _step(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
+        self._adam.param_groups[0]["lr"] = lr
         for weight in self._masters.values():
             weight.grad = torch.randn(weight.shape, generator=self._numbers)
         self._adam.step()

@@ -10,6 +10,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,12 @@ class Trial(Cluster):
             injector.release()
         result["faults"] += 1
         result["coverage"][f"{fault.name} at {point}"] += 1
-        over = time.monotonic()
-        said = self._named([pattern.replace("{server}", planned.server) for pattern in fault.says], mark)
+        over, says = time.monotonic(), [pattern.replace("{server}", planned.server) for pattern in fault.says]
+        config, said = self.config, "UNNAMED" if says else ""
+        if says:
+            limit = config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
+            with suppress(Hung):
+                said = self.wait(lambda: self.logs.first(says, mark), f"a line of {says}", limit).text[:160]
         self.go_on()
         took = time.monotonic() - over
         result["recovery_s"].append(took)
@@ -173,14 +178,3 @@ class Trial(Cluster):
         say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
             result["unnamed"].append(f"{self.work}: {words}; {wrong}")
-
-    def _named(self, patterns: list[str], mark: dict[Path, int]) -> str:
-        """The line of some log that names a fault; empty where none has to."""
-        if not patterns:
-            return ""
-        config, what = self.config, f"a line of {patterns}"
-        limit = config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
-        try:
-            return self.wait(lambda: self.logs.first(patterns, mark), what, limit).text[:160]
-        except Hung:
-            return "UNNAMED"

@@ -1,7 +1,7 @@
 """`python -m scripts.chaos weights flips --updates 1000 --seed 1 [--delta]`: flipped bits in weight updates.
 
 In one update of --every, a bit of a random byte of a random tensor changes:
-wire    as the buckets arrive at one subscriber, or as they leave the publisher for all of them
+wire    in the buckets that have come to one subscriber, or to all of them, as if the publisher had sent them so
 staged  in the staging buffer, after its digests were found right and before the engine copies from it
 live    in the engine's tensors, after they were loaded and before they are digested
 base    in the staging buffer, after the engine has copied from it; only with --delta, which builds on these bytes: it
