@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -158,9 +159,9 @@ class BusCluster(logging.Handler):
             receiver.join(END_S)
 
     def add(self, name: str, come: Come, *, address: str = "", spoil: Spoil = lambda *_: None) -> None:
-        options = {"config": self.config, "host": HOST, "run_id": RUN, "name": name}
-        options["transport_factory"] = wrapping(SpoiledTransport, come)
-        subscriber = partial(Subscriber, address or self.publisher.address, **options)
+        options: dict[str, Any] = {"name": name, "config": self.config, "host": HOST, "run_id": RUN}
+        data = wrapping(SpoiledTransport, come)
+        subscriber = partial(Subscriber, address or self.publisher.address, transport_factory=data, **options)
         self.receivers[name] = Receiver(name, subscriber, self.oracle, spoil)
         self.receivers[name].start()
         self.wait(lambda: name in self.publisher.members(), f"{name!r} has joined", END_S)
