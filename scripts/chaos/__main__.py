@@ -12,21 +12,29 @@ CAMPAIGN --help lists the options. With --work, a campaign goes on where one wit
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from scripts.chaos.report import drive
-
-CAMPAIGNS = ("chaos", "resume", "bus", "weights changes", "weights flips", "elastic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    given = next((name for name in CAMPAIGNS if words[: len(name.split())] == name.split()), "")
-    if not given and words[:1] in (["-h"], ["--help"], ["weights"]):
-        print(__doc__)
-        return 0
-    name = given or "chaos"
-    return drive(import_module(f"scripts.chaos.campaigns.{name.split()[-1]}"), name, words[len(given.split()) :])
+    match words:
+        case ["-h" | "--help"] | ["weights"] | ["weights", "-h" | "--help"]:
+            print(__doc__)
+            return 0
+        case ["resume", *rest]:
+            from scripts.chaos.campaigns import resume as campaign
+        case ["bus", *rest]:
+            from scripts.chaos.campaigns import bus as campaign
+        case ["weights", "changes", *rest]:
+            from scripts.chaos.campaigns import changes as campaign
+        case ["weights", "flips", *rest]:
+            from scripts.chaos.campaigns import flips as campaign
+        case ["elastic", *rest]:
+            from scripts.chaos.campaigns import elastic as campaign
+        case ["chaos", *rest] | [*rest]:
+            from scripts.chaos.campaigns import chaos as campaign
+    return drive(campaign, " ".join(words[: len(words) - len(rest)]) or "chaos", rest)
 
 
 if __name__ == "__main__":
