@@ -187,11 +187,11 @@ class Policy:
 
     def __init__(self, seed: int, *, hidden: int = 256, kinds: Mapping[str, int] = KINDS) -> None:
         self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
-        shapes = {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(4) for matrix in "qkvo"}
-        made = {name: torch.randn(shape, generator=self._numbers) for name, shape in shapes.items()}
-        made |= {"embed": torch.randn(8 * hidden, hidden, generator=self._numbers)}
-        made |= {"gate": torch.randn(17, 19, generator=self._numbers), "norm": torch.ones(hidden)}
-        self._masters = {name: torch.nn.Parameter(tensor * 0.02) for name, tensor in made.items()}
+        shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
+        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(4) for matrix in "qkvo"}
+        named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
+        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(4)} | {"scale": torch.ones(1)}
+        self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         for _ in range(STEPS_BEFORE):
             self._step(LR)
