@@ -51,24 +51,29 @@ def device_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def largest(value: float, device: torch.device) -> float:
+    """Of all ranks; also a barrier."""
+    values = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return float(values.item())
+
+
+def together(device: torch.device) -> float:
+    """Begin together with all ranks, the device idle; the time then."""
+    device_time(device)
+    largest(0.0, device)
+    return device_time(device)
+
+
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
     buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)
-
-    def slowest(seconds: float) -> float:
-        """Of all ranks; also a barrier."""
-        value = torch.tensor([seconds], dtype=torch.float64, device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value.item())
-
     found = []
     for _ in range(WARM_UP + REPEAT):
-        device_time(device)
-        slowest(0.0)
-        started = device_time(device)
+        started = together(device)
         for one in buckets:
             dist.broadcast(one, 0)
-        found.append(slowest(device_time(device) - started))
+        found.append(largest(device_time(device) - started, device))
     return found[WARM_UP:]
 
 

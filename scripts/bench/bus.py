@@ -12,10 +12,10 @@ minute. Standard output gets a line for each version, and as its last line one o
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -27,6 +27,7 @@ import torch
 
 from configs.loading import ConfigError, apply_override, dump, load, validate
 from configs.schema import Config
+from learner.launch import children
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
 from rollout_server.follower import WeightFollower
@@ -40,7 +41,7 @@ from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
 
 RUN = "bench-bus"
-JOIN_S = 300.0
+JOIN_S, END_S = 300.0, 20.0
 STEPS_BEFORE = 40
 BETWEEN_S = 0.3
 """Pause between two versions."""
@@ -98,11 +99,6 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
     return rows
 
 
-def median_of(rows: Sequence[Row], key: str) -> float:
-    """Median of a key; a row without it counts as 0."""
-    return statistics.median(row.get(key, 0.0) for row in rows)
-
-
 def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     """Versions sent whole and as changes, without the first of each, which connects and allocates.
 
@@ -119,8 +115,8 @@ def summary(whole: Sequence[Row], changes: Sequence[Row]) -> dict[str, Any]:
     """Medians of versions sent whole (`full_`) and as changes (`delta_`)."""
     found: dict[str, Any] = {}
     for kind, its in (("full", whole), ("delta", changes)):
-        phases = {key: median_of(its, key) for key in sorted({key for row in its for key in row if key.endswith("_s")})}
-        found |= {f"{kind}_bytes": median_of(its, "bytes"), f"{kind}_sync_s": phases["total_s"]}
+        phases = core.medians(its)
+        found |= {f"{kind}_bytes": core.median(row["bytes"] for row in its), f"{kind}_sync_s": phases["total_s"]}
         found |= {f"{kind}_cpu_s": phases["cpu_s"], f"{kind}_phases": phases}
     found["delta_ratio"] = found["full_bytes"] / found["delta_bytes"]
     found["delta_over_full"] = found["delta_sync_s"] / found["full_sync_s"]
@@ -136,7 +132,7 @@ def engine_side(pauses: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "pause_ms_p50": core.median(gaps),
         "pause_ms_max": max(gaps, default=None),
-        "engine_phases": {key: median_of(seen, key) for key in names} if seen else {},
+        "engine_phases": {key: core.median(pause.get(key, 0.0) for pause in seen) for key in names} if seen else {},
     }
 
 
@@ -208,8 +204,8 @@ def updates(
         with Publisher(config.weight_bus, host=host, **identity) as publisher:
             for number in range(args.receivers):
                 name = f"engine-{number}"
-                job = {"address": publisher.address, "name": name, "requests": args.requests, "parent": os.getpid()}
-                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), json.dumps(job)]
+                job = json.dumps({"name": name, "address": publisher.address, "requests": args.requests})
+                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
                 # each on a GPU of its own, after the publisher's
                 devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
@@ -218,65 +214,59 @@ def updates(
             rows = publish_all(publisher, made, args)
             if cuda and config.weight_bus.transport == "collective":
                 busy = raw_broadcast(config, max(row["bytes"] for row in rows))
-        core.until(processes.ended, 20)  # by themselves, with the publisher's goodbye
+        # they end with the publisher's goodbye
+        children.wait_or_kill([child.process for child in processes.children], END_S)
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]
     return Updates(config, rows, pauses, model.density(made[0], made[1]), busy)
 
 
-class Receiver:
-    """An engine that answers without end, and writes a line of JSON for each version gone live."""
+async def receive(folder: Path, *, name: str, address: str, requests: int) -> None:
+    """An engine that answers until the publisher says goodbye, and writes a line of JSON for each version gone live."""
+    config = load(folder / "config.yaml")
+    engine, first_live, gaps_seen = make_engine(config), asyncio.Event(), 0.0
+    sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=())
 
-    def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
-        self.config, self.name, self.out, self.requests = config, name, out, requests
-        self.engine, self.first_live, self.gaps_seen = make_engine(config), asyncio.Event(), 0.0
-        self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)
+    async def answer(number: int) -> None:
+        await first_live.wait()
+        for again in itertools.count():
+            await engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
 
-    async def run(self, address: str) -> None:
-        """Until the publisher says goodbye."""
-        self.follower.follow(address, RUN)
-        async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(self._answer(number)) for number in range(self.requests)]
-            await asyncio.to_thread(self.follower._thread.join)  # it ends with the publisher's goodbye
-            for task in work:
-                task.cancel()
-        await self.engine.close()
-
-    async def _answer(self, number: int) -> None:
-        sampling = Sampling(max_new_tokens=self.config.rollout.max_new_tokens, stop_token_ids=())
-        await self.first_live.wait()
-        for again in range(1_000_000):
-            await self.engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
-
-    async def _live(self, version: int, _: int) -> None:
-        self.first_live.set()
-        asyncio.get_running_loop().create_task(self._note(version))
-
-    async def _note(self, version: int) -> None:
-        row = {"name": self.name, "version": version, "cpu_s": time.process_time()}
-        row |= {"paused_s": self.follower.gauges["pause_s"], "pausing_s": self.follower.gauges["pausing_s"]}
+    async def note(version: int) -> None:
+        nonlocal gaps_seen
+        row = {"name": name, "version": version, "cpu_s": time.process_time()}
+        row |= {"paused_s": follower.gauges["pause_s"], "pausing_s": follower.gauges["pausing_s"]}
         await asyncio.sleep(AROUND_S)
-        detail = (await self.engine.health()).detail
-        row |= {name: seconds for name, seconds in detail.items() if name.startswith("apply_")}
-        if detail.get("pause_samples", 0.0) > self.gaps_seen:  # the probe had a token on either side of the update
-            self.gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
-        with self.out.open("a", encoding="utf-8") as file:
+        detail = (await engine.health()).detail
+        row |= {key: seconds for key, seconds in detail.items() if key.startswith("apply_")}
+        if detail.get("pause_samples", 0.0) > gaps_seen:  # the probe had a token on either side of the update
+            gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
+        with (folder / "pauses.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    async def _dark(self, reason: str) -> None:
+    async def live(version: int, _: int) -> None:
+        first_live.set()
+        tasks.create_task(note(version))
+
+    async def dark(reason: str) -> None:
         raise RuntimeError(reason)
+
+    follower = WeightFollower(config, engine, name, on_live=live, on_quarantine=dark)
+    async with asyncio.TaskGroup() as tasks:
+        follower.follow(address, RUN)
+        work = [tasks.create_task(answer(number)) for number in range(requests)]
+        await asyncio.to_thread(follower._thread.join)  # it ends with the publisher's goodbye
+        for task in work:
+            task.cancel()
+    await engine.close()
 
 
 def main() -> None:
-    """One receiver: `python -m scripts.bench.bus FOLDER JOB`."""
-    folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
-    die_with_parent(job["parent"])
-    config = load(folder / "config.yaml")
-    set_up_logging(job["name"], None)
-
-    async def serve() -> None:  # the engine's loop is this one
-        await Receiver(config, job["name"], folder / "pauses.jsonl", job["requests"]).run(job["address"])
-
-    asyncio.run(serve())
+    """One receiver: `python -m scripts.bench.bus FOLDER JOB PARENT`."""
+    folder, job, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    settings = json.loads(job)
+    set_up_logging(settings["name"], None)
+    asyncio.run(receive(Path(folder), **settings))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

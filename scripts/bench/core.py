@@ -4,18 +4,20 @@ import argparse
 import json
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from learner.launch import children
 from learner.launch.children import Child
-from scripts.chaos.polling import Hung, wait_until
+from scripts.chaos.polling import Hung, replace_text, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
 Row = Mapping[str, Any]
@@ -35,9 +37,7 @@ def say(text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file as a whole, so that a later failure costs nothing that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def tail(text: str) -> str:
@@ -45,10 +45,10 @@ def tail(text: str) -> str:
     return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
 
 
-def failed(why: str, logs: Iterable[Path]) -> CaseFailed:
-    """The error that says why, with the last lines of every log."""
-    texts = (f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
-    return CaseFailed("\n".join([why, *texts]))
+def failed(why: str, folder: Path) -> CaseFailed:
+    """The error that says why, with the last lines of every log in a folder."""
+    logs = sorted(folder.glob("*.log"))
+    return CaseFailed("\n".join([why, *(f"--- {log}\n{tail(log.read_text(errors='replace'))}" for log in logs)]))
 
 
 def table(results: Sequence[Row], title: str) -> str:
@@ -82,9 +82,21 @@ def make_parser(name: str, description: str | None, sizes: Sizes, argv: Sequence
     return parser
 
 
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of Python, and of packages; None for one that is not installed."""
+    installed = {found.name: found.version for found in distributions()}
+    return {"python": platform.python_version(), **{name: installed.get(name) for name in packages}}
+
+
 def median(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
+
+
+def medians(rows: Collection[Row]) -> dict[str, float | None]:
+    """Of every key that ends in `_s`, over the rows that have it."""
+    names = sorted({name for row in rows for name in row if name.endswith("_s")})
+    return {name: median(row[name] for row in rows if name in row) for name in names}
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -96,14 +108,6 @@ def quantile(values: Iterable[float], share: float) -> float:
 def spread(sample: dict[str, Any]) -> float:
     """Reward in [0, 1) that differs for every answer, so that every token is trained on."""
     return zlib.crc32(sample["completion"].encode()) / 2**32
-
-
-def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> bool:
-    """Poll `done` until it holds; False when that takes longer than `limit_s`."""
-    try:
-        return wait_until(done, "it", limit_s, look=lambda: time.sleep(look_s))
-    except Hung:
-        return False
 
 
 def output_of(what: str, words: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
@@ -124,8 +128,6 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[Child] = []
-        self.may_end = False
-        """Whether a process that ends without an error is in order."""
 
     def __enter__(self) -> Self:
         return self
@@ -138,26 +140,25 @@ class Processes:
         return self.children[-1]
 
     def fail(self, why: str) -> CaseFailed:
-        return failed(why, (child.log_path for child in self.children))
+        return failed(why, self.folder)
 
     def check(self) -> None:
-        """Raises CaseFailed when a process has ended that should not."""
+        """Raises CaseFailed when a process has ended with an error."""
         for child in self.children:
-            if child.exit_code() not in (None, 0 if self.may_end else None):
+            if child.exit_code() not in (None, 0):
                 raise self.fail(f"{child.name} ended: {child.how_it_ended()}")
 
     def wait_until(self, what: str, done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> None:
-        """Raises CaseFailed when `limit_s` pass, or a process ends."""
+        """Raises CaseFailed when `limit_s` pass, or a process fails."""
 
         def look() -> bool:
             self.check()
             return done()
 
-        if not until(look, limit_s, look_s):
-            raise self.fail(f"waited {limit_s:g} s for {what}")
-
-    def ended(self) -> bool:
-        return all(child.exit_code() is not None for child in self.children)
+        try:
+            wait_until(look, what, limit_s, look=lambda: time.sleep(look_s))
+        except Hung as hung:
+            raise self.fail(f"waited {limit_s:g} s for {what}") from hung
 
 
 class Cost(NamedTuple):

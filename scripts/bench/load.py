@@ -7,6 +7,7 @@ takes, commits and publishes; it trains nothing, and checks that no group comes 
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -33,35 +34,26 @@ RUN_ID = "bench"
 POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
-VOCAB_SIZE = 151_936
 OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
+
+SEED = 0
+ROWS = 8192
+"""Prompts of the data set."""
+POOL = 256
+"""Different groups that are prepared; the producers go through them in turn."""
+MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384
+"""Of the lognormal lengths of answers, in tokens."""
+PROMPT_TOKENS = 256
+"""Of every prompt; they are not counted as tokens of the result."""
+GROUP_SIZE, GROUPS_PER_STEP = 8, 64
 TEXT_BYTES_PER_TOKEN = 4
 """Groups carry their decoded answers as well."""
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 TOOL_SHARE = 0.25
 """Answers in which a fifth of the tokens, in one span, came from an environment."""
-MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE}
-MODEL |= {"hidden_size": 64, "num_hidden_layers": 2}
+VOCAB_SIZE = 151_936
+MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VOCAB_SIZE}, "tokenizer.json": {}}
 """Replay reads what identifies a model; it needs no weights."""
-TOKENIZER = {"model": {"type": "WordLevel", "vocab": {"<eos>": 0}}, "added_tokens": []}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What the producers send: lognormal answers in groups."""
-
-    median: int = 2000
-    sigma: float = 0.7
-    cap: int = 16_384
-    prompt: int = 256
-    """Tokens of every prompt; they are not counted as tokens of the result."""
-    group_size: int = 8
-    groups_per_step: int = 64
-    pool: int = 256
-    """Different groups that are prepared; a producer process goes through them in turn."""
-    rows: int = 8192
-    """Prompts of the data set."""
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +71,21 @@ class Case:
         return f"{self.producers} producers, {curve}, fsync {self.fsync}" + (", buffer held" if self.hold else "")
 
 
-MAIN = Case()
-CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(fsync="never")]
+CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(fsync="never")]
 CASES += [Case(producers=count) for count in (1, 10, 300, 1000)]
 CASES += [Case(lag=8, hold=True), Case(producers=1000, lag=8, hold=True)]
-QUICK_CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
-QUICK_LOAD = Load(pool=48, rows=1024)
+QUICK_CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
 
 
 def write_files(options: argparse.Namespace) -> None:
     """Write the model folder, the prompts and the keys, anew each time."""
-    work, load = options.work, options.load
+    work, rng = options.work, np.random.default_rng(SEED)
     for folder in (work / "model", work / "keys"):
         shutil.rmtree(folder, ignore_errors=True)
     (work / "model").mkdir(parents=True)
-    (work / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    (work / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
-    rng = np.random.default_rng(load.seed)
-    prompts = [random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN) for _ in range(load.rows)]
+    for name, content in MODEL.items():
+        (work / "model" / name).write_text(json.dumps(content), encoding="utf-8")
+    prompts = [random_text(rng, PROMPT_TOKENS * TEXT_BYTES_PER_TOKEN) for _ in range(ROWS)]
     rows = [json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n" for prompt in prompts]
     (work / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
     make_keys.make(work / "keys", ["producers"], force=False)
@@ -104,19 +93,19 @@ def write_files(options: argparse.Namespace) -> None:
 
 def config_of(options: argparse.Namespace, case: Case) -> Config:
     """The configuration of one case. Raises ConfigError when the options do not fit together."""
-    load, work = options.load, options.work
+    work = options.work
+    steps = {"total_steps": 1_000_000, "batch_deadline_s": options.seconds + options.limit_s}
     tree: dict[str, Any] = {
-        "run": {"name": "case", "dir": str(work / "runs"), "seed": load.seed},
+        "run": {"name": "case", "dir": str(work / "runs"), "seed": SEED},
         "model": {"path": str(work / "model")},
-        "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": load.prompt},
-        "rollout": {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap},
+        "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
+        "rollout": {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "max_new_tokens": CAP},
         "replay": {"async_lag": case.lag, "fsync": case.fsync},
-        "learner": {"total_steps": 1_000_000, "max_tokens_per_microbatch": load.prompt + load.cap},
+        "learner": steps | {"max_tokens_per_microbatch": PROMPT_TOKENS + CAP},
         "evaluation": {"every_steps": 0},
         "network": {"keys": str(work / "keys") if case.curve else None, "silent_after_s": 30.0},
         "placement": {"device": "cpu", "split": "1:1"},
     }
-    tree["learner"]["batch_deadline_s"] = options.seconds + options.limit_s
     return validate(tree, f"the settings of {case}")
 
 
@@ -142,15 +131,15 @@ def random_text(rng: np.random.Generator, length: int) -> str:
     return LETTERS[rng.integers(0, len(LETTERS), length, dtype=np.uint8)].tobytes().decode("ascii")
 
 
-def prepare(load: Load) -> list[Prepared]:
-    """`load.pool` groups; the same load gives the same groups."""
-    rng = np.random.default_rng([load.seed, 1])
-    return [_one(load, rng) for _ in range(load.pool)]
+def prepare(count: int) -> list[Prepared]:
+    """So many groups, the same ones each time."""
+    rng = np.random.default_rng([SEED, 1])
+    return [_one(rng) for _ in range(count)]
 
 
-def _one(load: Load, rng: np.random.Generator) -> Prepared:
-    drawn = load.median * np.exp(load.sigma * rng.standard_normal(load.group_size))
-    lengths = np.clip(drawn, 1, load.cap).astype(np.int32)
+def _one(rng: np.random.Generator) -> Prepared:
+    drawn = MEDIAN * np.exp(SIGMA * rng.standard_normal(GROUP_SIZE))
+    lengths = np.clip(drawn, 1, CAP).astype(np.int32)
     total = int(lengths.sum())
     mask, young = np.ones(total, dtype=np.uint8), np.ones(total, dtype=np.int32)
     for end, length in zip(np.cumsum(lengths), lengths, strict=True):
@@ -160,14 +149,14 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
             span = begin + int(rng.integers(0, length))
             mask[span : min(end, span + length // 5)] = 0
     arrays = {
-        "prompt_ids": rng.integers(0, VOCAB_SIZE, load.prompt, dtype=np.int32),
+        "prompt_ids": rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS, dtype=np.int32),
         "lengths": lengths,
         "token_ids": rng.integers(0, VOCAB_SIZE, total, dtype=np.int32),
         "loss_mask": mask,
         "logprobs": -rng.standard_exponential(total, dtype=np.float32),
-        "rewards": rng.random(load.group_size, dtype=np.float32),
+        "rewards": rng.random(GROUP_SIZE, dtype=np.float32),
         "texts": [random_text(rng, int(n) * TEXT_BYTES_PER_TOKEN) for n in lengths],
-        "finish_reasons": ["length" if n == load.cap else "stop" for n in lengths],
+        "finish_reasons": ["length" if n == CAP else "stop" for n in lengths],
     }
     return Prepared(arrays, young)
 
@@ -176,10 +165,8 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
 class Counts:
     """What has happened so far; each number has one thread that writes it."""
 
-    version: int = 0
-    """Newest version that the learner published; in a run the weight bus would deliver it to rollout servers."""
     steps: int = 0
-    """Committed steps, their answer tokens, and the arrays of their batches."""
+    """Committed steps, which is also the newest version; their answer tokens, and the arrays of their batches."""
     tokens: int = 0
     batch_bytes: int = 0
     joined: int = 0
@@ -210,8 +197,10 @@ class Producer:
 
 
 class Producers:
-    def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
-        self.config, self.counts, self.pool, self.next = config, counts, pool, 0
+    """Simulated rollout servers, each with a connection and an identity of its own."""
+
+    def __init__(self, config: Config, address: str, counts: Counts, count: int) -> None:
+        self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL))
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(tokens, bytes) of what was not acked yet, by lease."""
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
@@ -241,7 +230,7 @@ class Producers:
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
-            self.follow(self.counts.version)
+            self.follow(self.counts.steps)
         self.context.destroy(linger=0)
 
     def follow(self, version: int) -> None:
@@ -260,8 +249,7 @@ class Producers:
                 return
             match decode(frames, m.FROM_REPLAY).message:
                 case m.Lease() as lease:
-                    prepared = self.pool[self.next % len(self.pool)]
-                    self.next += 1
+                    prepared = next(self.pool)
                     size = producer.send(prepared.group(lease, producer.version))
                     self.sent[lease.pass_, lease.index, lease.attempt] = (prepared.young.size, size)
                 case m.Ack(status="accepted") as ack:
@@ -303,7 +291,6 @@ class Learner:
             self.batches.cursor(step)
             send(m.Checkpointed(step=step, kept=[step]))
         send(m.Published(version=step, digest=digest))
-        self.counts.version = step
         self.counts.tokens += tokens
         self.counts.batch_bytes += sum(getattr(batch, name).nbytes for name in batch.ARRAYS)
         self.counts.steps = step

@@ -3,15 +3,15 @@
 import os
 import platform
 import statistics
-from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from learner.report.metrics import FILE, read_rows
-from scripts.bench.core import Row, median, quantile
+from learner.report.metrics import FILE, read_rows, tokens_by_lag
+from scripts.bench.core import Row, median, medians, quantile, versions
 from scripts.bench.train import Finished, Phase
 
+SYNC = "weight_sync/"
 WARM_UPDATES = 2
 """A server's first weight updates allocate and connect; their pauses are not counted."""
 
@@ -42,7 +42,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         **idleness(run, counted, full),
         **sync(run, list(rows.values()), counted),
         **pauses(run),
-        "max_lag": max(int(lag) for row in rows.values() for lag, n in row["training/lag_histogram"].items() if n),
+        "max_lag": max(lag for lag, tokens in tokens_by_lag(rows.values()).items() if tokens),
         "updates_applied": all(row["training/update_applied"] for row in counted),
         "engines_quiet": run.learner.get("quiet"),
         "memory": memory(run, counted),
@@ -98,22 +98,18 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
     `sync_s` is from the start of the gather to the last engine's proof; `update_to_verified_s` adds the digests of the
     learner's shards before it, and what of the optimizer step the device still had to do.
     """
-    synced = [row for row in counted if "weight_sync/seconds" in row]
-    phases = {
-        name.removeprefix("weight_sync/"): seconds
-        for name, seconds in medians(synced).items()
-        if name.startswith("weight_sync/")
-    }
+    whole = [row for row in counted if f"{SYNC}seconds" in row]
+    synced = [{name.removeprefix(SYNC): row[name] for name in row if name.startswith(SYNC)} for row in whole]
     alone = {f"{name}_alone_s": median(seconds) for name, seconds in run.learner.get("alone", {}).items()}
-    equal = [bool(row["weight_sync/digests_equal"]) for row in rows if "weight_sync/digests_equal" in row]
-    seconds = [row["weight_sync/seconds"] for row in synced]
+    equal = [bool(row[f"{SYNC}digests_equal"]) for row in rows if f"{SYNC}digests_equal" in row]
+    seconds = [row["seconds"] for row in synced]
     commit = statistics.median(row["timing_s/commit"] for row in counted)
     return {
         "sync_s": median(seconds),
         "update_to_verified_s": statistics.median(seconds) + commit if seconds else None,
         "sync_max_s": max(seconds, default=None),
-        "bus_phases": phases | alone,
-        "bus_bytes": synced[-1]["weight_sync/bytes"] if synced else None,
+        "bus_phases": medians(synced) | alone,
+        "bus_bytes": synced[-1]["bytes"] if synced else None,
         "digests_equal": bool(equal) and all(equal),
         "syncs": len(equal),
     }
@@ -137,12 +133,6 @@ def pauses(run: Finished) -> dict[str, Any]:
     return found
 
 
-def medians(rows: Collection[Row]) -> dict[str, float | None]:
-    """Of every key that ends in `_s`, over the rows that have it."""
-    names = sorted({name for row in rows for name in row if name.endswith("_s")})
-    return {name: median(row[name] for row in rows if name in row) for name in names}
-
-
 def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
     """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
     gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
@@ -151,7 +141,6 @@ def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
 
 def circumstances(run: Finished) -> dict[str, Any]:
     options, rollout, bus, learner = run.options, run.config.rollout, run.config.weight_bus, run.config.learner
-    versions = {name: installed(name) for name in ("torch", "transformers", "sglang", "pyzmq")}
     return {
         "settings": {
             "prompt": run.config.data.max_prompt_tokens,
@@ -165,7 +154,7 @@ def circumstances(run: Finished) -> dict[str, Any]:
             "lr": learner.lr,
             "seed": run.config.run.seed,
         },
-        "versions": {**versions, "python": platform.python_version(), "nccl": run.learner["nccl"]},
+        "versions": {**versions("torch", "transformers", "sglang", "pyzmq"), "nccl": run.learner["nccl"]},
         "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
         "run_seconds": run.seconds,
         "run_dir": run.config.run_dir,
@@ -183,11 +172,3 @@ def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
     """The result with what the admission barrier costs: the same rollouts at lag 8, with a learner that only takes."""
     stream = statistics.mean(durations(run, "idle"))
     return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}
-
-
-def installed(name: str) -> str | None:
-    """Version of a package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -22,9 +22,9 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.loading import ConfigError, apply_override, validate
 from configs.schema import Config
@@ -65,8 +65,7 @@ class TimeUp(RunFailed):
     """The run did not end within --limit-s."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One line of the table: a shape, and devices for rollout servers and learner ranks."""
 
     shape: str
@@ -97,11 +96,10 @@ class Watcher:
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
     step: int = 0
-    death: str = ""
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called by the launcher ten times a second. Raises RunFailed: a server has died, or the time is up."""
+        """Called by the launcher ten times a second. Raises TimeUp."""
         self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
         if status is not None and status is not self._status:
             self._status = status
@@ -110,15 +108,13 @@ class Watcher:
                 if peer["role"] == "rollout_server" and "weight_updates" in gauges:
                     self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
                     self.idle.append((self.step + 1, gauges["idle_ratio"]))
-        if self.death:
-            raise RunFailed(self.death)
         if time.monotonic() - self.started > self.limit_s:
             raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
 
     def event(self, text: str) -> None:
-        """A child died: the numbers of a run without it would be of another case."""
+        """Raises RunFailed when a child died: the numbers of a run without it would be of another case."""
         if "died" in text:
-            self.death = text
+            raise RunFailed(text)
 
 
 def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
@@ -180,15 +176,10 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     config = config_of(options, case, name=name, stream=stream)
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
     watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
-    try:
-        launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
-    except ConfigError as error:
-        raise CaseFailed(str(error)) from error
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True)
-    run = Finished(options, config, plan_of(options, stream), watcher)
-    write_json(run_dir / PLAN, asdict(run.plan))
-    cut_short = ""
+    launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
+    plan, cut_short = plan_of(options, stream), ""
+    result, logs = Path(config.run_dir) / RESULT, Path(config.run_dir) / "logs"
+    write_json(result.with_name(PLAN), asdict(plan))
     try:
         launcher.start()
         launcher.watch()
@@ -196,20 +187,16 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     except TimeUp as late:
         cut_short = str(late)
     except (RunFailed, ConfigError, OSError, ValueError) as error:
-        raise core.failed(str(error), logs_of(run_dir)) from error
+        raise core.failed(str(error), logs) from error
     finally:
         launcher.stop()
-    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8")) if (run_dir / RESULT).is_file() else {}
-    if not measured:
-        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs_of(run_dir))
-    run = replace(run, learner=measured, seconds=time.monotonic() - watcher.started, cut_short=cut_short)
+    if not result.is_file():
+        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs)
+    measured = json.loads(result.read_text(encoding="utf-8"))
+    run = Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started, cut_short)
     if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise core.failed(cut_short, logs_of(run_dir))
+        raise core.failed(cut_short, logs)
     return run
-
-
-def logs_of(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "logs").glob("*.log"))
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
@@ -228,7 +215,7 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     try:
         if options.stream:
             result = with_stream(result, run_case(options, case, stream=True))
-    except (CaseFailed, KeyError) as error:
+    except (CaseFailed, ConfigError, KeyError) as error:
         result["stream_error"] = reason(case, error)
     return result
 

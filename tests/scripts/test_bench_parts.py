@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +34,6 @@ from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, Tok
 from scripts.bench.train import BenchLearner, Plan
 
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
-LOAD = load.Load(pool=12, rows=8)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -182,27 +180,24 @@ def test_the_product_has_what_the_variants_replace_and_call(variant: type, names
 
 
 def test_groups_are_random_different_and_of_lognormal_lengths() -> None:
-    sizes = replace(LOAD, pool=60)
-    pool = prepare(sizes)
+    pool = prepare(60)
     lengths = np.concatenate([prepared.arrays["lengths"] for prepared in pool])
-    assert abs(float(np.median(lengths)) / LOAD.median - 1) < 0.2
-    assert abs(float(np.log(lengths).std()) - LOAD.sigma) < 0.1 and lengths.max() <= LOAD.cap
+    assert abs(float(np.median(lengths)) / load.MEDIAN - 1) < 0.2
+    assert abs(float(np.log(lengths).std()) - load.SIGMA) < 0.1 and lengths.max() <= load.CAP
     for field in ("token_ids", "logprobs", "prompt_ids"):
         contents = {prepared.arrays[field].tobytes() for prepared in pool}
-        assert len(contents) == sizes.pool
+        assert len(contents) == len(pool)
         # ids below 151,936 fill 17.2 of 32 bits, logprobs about 26 of 32
         assert all(len(zlib.compress(content)) > 0.5 * len(content) for content in list(contents)[:6])
-    assert prepare(sizes)[3].arrays["token_ids"].tobytes() == pool[3].arrays["token_ids"].tobytes(), (
-        "one seed, one load"
-    )
+    assert prepare(4)[3].arrays["token_ids"].tobytes() == pool[3].arrays["token_ids"].tobytes(), "one load"
     texts = {text for prepared in pool[:6] for text in prepared.arrays["texts"]}
-    assert len(texts) == 6 * LOAD.group_size
+    assert len(texts) == 6 * load.GROUP_SIZE
     assert len(zlib.compress("".join(texts).encode())) > 0.7 * sum(map(len, texts))
 
 
 def test_groups_pass_replays_checks_and_have_versions_a_token(tmp_path: Path) -> None:
     config = load.config_of(replay.parse(["--work", str(tmp_path)])[0], Case(curve=False))
-    for index, prepared in enumerate(prepare(LOAD)):
+    for index, prepared in enumerate(prepare(12)):
         for min_version, version in ((0, 0), (3, 3), (3, 4)):
             ids = {"pass_": 0, "index": index, "attempt": 1}
             group = prepared.group(m.Lease(**ids, min_version=min_version, lease_s=60, seed=0, prompt={}), version)
