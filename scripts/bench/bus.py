@@ -43,10 +43,8 @@ from weight_bus.transports import set_nccl_defaults
 RUN = "bench-bus"
 JOIN_S, END_S = 300.0, 20.0
 STEPS_BEFORE = 40
-BETWEEN_S = 0.3
-"""Pause between two versions."""
-AROUND_S = 0.1
-"""After an update the next token of every request has come."""
+BETWEEN_S = 0.3  # between two versions
+AROUND_S = 0.1  # so long after an update the next token of every request has come
 PROMPT = [3, 4, 5, 6]
 SIZES = {
     "shape": ("0.6B", "10M", "of the model"),
@@ -81,10 +79,10 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
     """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
     digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
     rows = []
+    # to and fro: a jump from the last one back to the first would be a long step
+    order = [*range(len(made)), *range(len(made) - 2, 0, -1)]
     for number in range(args.versions):
-        # to and fro: a jump from the last one back to the first would be a long step
-        turn = number % (2 * len(made) - 2)
-        kept = min(turn, 2 * len(made) - 2 - turn)
+        kept = order[number % len(order)]
         began, cpu = time.monotonic(), time.process_time()
         digests = dict(zip(made[kept], digesters[kept].launch().sums(), strict=True))
         digested = time.monotonic() - began
@@ -102,7 +100,7 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
 def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     """Versions sent whole and as changes, without the first of each, which connects and allocates.
 
-    Raises CaseFailed when there are fewer than `enough` of a kind.
+    Raises CaseFailed when fewer than `enough` of a kind are left.
     """
     full = max(row["bytes"] for row in rows)
     whole, changes = [r for r in rows if r["bytes"] == full][1:], [r for r in rows if r["bytes"] < full][1:]
@@ -140,14 +138,10 @@ class Updates(NamedTuple):
     """What a publisher and its receivers have measured."""
 
     config: Config
-    rows: list[dict[str, Any]]
-    """Of the publisher, one a version."""
-    pauses: list[dict[str, Any]]
-    """Of the receivers, one a version and engine."""
-    density: float
-    """Share of elements that a version changes."""
-    busy: dict[str, Any]
-    """A raw broadcast while the engines answer, on GPUs."""
+    rows: list[dict[str, Any]]  # of the publisher, one a version
+    pauses: list[dict[str, Any]]  # of the receivers, one a version and engine
+    density: float  # share of elements that a version changes
+    busy: dict[str, Any]  # a raw broadcast while the engines answer, on GPUs
 
 
 def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, Any]:
@@ -184,15 +178,12 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
 def updates(
     args: argparse.Namespace, folder: Path, host: str = "127.0.0.1", enter: Sequence[str] = (), threads: int = 1
 ) -> Updates:
-    """Publish all versions from `host` to receivers, whose commands follow the words `enter`.
-
-    Raises CaseFailed and ConfigError.
-    """
+    """Publish all versions from `host` to receivers; `enter` begins their commands. Raises CaseFailed, ConfigError."""
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
     model.make(args.shape, path, args.seed)
     config = settings(args, folder, path)
     cuda = args.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda:0" if cuda else "cpu")
     if cuda:
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
@@ -209,8 +200,8 @@ def updates(
                 # each on a GPU of its own, after the publisher's
                 devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
-            everyone = f"{args.receivers} receivers to join"
-            processes.wait_until(everyone, lambda: len(publisher.members()) == args.receivers, JOIN_S)
+            what = f"{args.receivers} receivers to join"
+            processes.wait_until(what, lambda: len(publisher.members()) == args.receivers, JOIN_S)
             rows = publish_all(publisher, made, args)
             if cuda and config.weight_bus.transport == "collective":
                 busy = raw_broadcast(config, max(row["bytes"] for row in rows))

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from learner.launch import children
 from learner.launch.children import Child
@@ -161,24 +161,12 @@ class Processes:
             raise self.fail(f"waited {limit_s:g} s for {what}") from hung
 
 
-class Cost(NamedTuple):
-    """CPU seconds since the start of a process."""
+def cost_of(pid: int) -> dict[str, float]:
+    """CPU seconds of a process since its start. Raises FileNotFoundError when it is gone.
 
-    total: float
-    """All threads, those that have ended included."""
-    system: float
-    main: float
-    """The main thread: Python, the service, the batches."""
-    zmq_io: float
-    """ZeroMQ's thread: sockets, framing, CURVE."""
-    other: float
-
-    def since(self, before: "Cost") -> "Cost":
-        return Cost(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-def cost_of(pid: int) -> Cost:
-    """CPU seconds of a process. Raises FileNotFoundError when it is gone."""
+    `total` is that of all threads, those that have ended included, and `system` what of it the kernel took. `main` is
+    the main thread (Python, the service, the batches), `zmq_io` ZeroMQ's (sockets, framing, CURVE), `other` the rest.
+    """
     folder = Path("/proc") / str(pid)
     user, system = _times(folder / "stat")[1:]
     main = zmq_io = 0.0
@@ -191,7 +179,8 @@ def cost_of(pid: int) -> Cost:
             main = thread_user + thread_system
         elif name.startswith("ZMQbg/IO"):
             zmq_io += thread_user + thread_system
-    return Cost(user + system, system, main, zmq_io, user + system - main - zmq_io)
+    total = user + system
+    return {"total": total, "system": system, "main": main, "zmq_io": zmq_io, "other": total - main - zmq_io}
 
 
 def resident_bytes(pid: int) -> int:

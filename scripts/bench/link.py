@@ -54,7 +54,6 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     first, second = ends = [f"slip{os.getpid()}-{end}" for end in "ab"]
     script = f'mount --bind "{folder}/names" /etc/hosts && exec "$0" "$@"'
     enter = [["ip", "netns", "exec", end, "bash", "-c", script] for end in ends]
-    shape = f"tbf rate {round(8e6 * mb_s)}bit burst {BURST} limit {QUEUE}"
     try:
         for end in ends:
             _do(f"ip netns add {end}")
@@ -63,7 +62,7 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
         for end, address in zip(ends, ADDRESSES, strict=True):
             _do(f"ip -n {end} addr add {address}/24 dev {DEVICE}")
             _do(f"ip -n {end} link set {DEVICE} up")
-            _do(f"tc -n {end} qdisc add dev {DEVICE} root {shape}")
+            _do(f"tc -n {end} qdisc add dev {DEVICE} root tbf rate {round(8e6 * mb_s)}bit burst {BURST} limit {QUEUE}")
         _do("true", enter[0])
         yield enter[0], enter[1]
     finally:
@@ -77,20 +76,19 @@ def _do(command: str, enter: Sequence[str] = ()) -> None:
         raise NoLink(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
 
 
-def measure(job: argparse.Namespace) -> dict[str, Any]:
-    """All passes, from this end of the link to the other; every second version travels whole. Raises CaseFailed."""
-    options = {"device": "cpu", "shape": job.model, "seed": job.seed, "lr": job.lr, "work": job.folder}
-    options |= {"versions": job.versions, "receivers": 1, "requests": 0, "bucket-mib": 8}
+def measure(job: argparse.Namespace) -> dict[str, bus.Updates]:
+    """By compression, a pass from this end of the link to the other; every second version travels whole."""
+    words = ["--device=cpu", f"--shape={job.model}", "--receivers=1", "--requests=0", "--bucket-mib=8"]
+    words += [f"--{name}={getattr(job, name)}" for name in ("seed", "lr", "versions")]
     # both namespaces are this job's own, so nothing is encrypted
-    words = [f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
-    words += [f"--{name}={value}" for name, value in options.items()]
+    words += [f"--work={job.folder}", f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
     passes = {}
     for compression in ("none", "zstd") if job.zstd else ("none",):
         folder = Path(job.folder) / compression
         folder.mkdir()
         args = bus.parse([*words, f"--set=weight_bus.compression={compression}"])
         passes[compression] = bus.updates(args, folder, ADDRESSES[0], job.far_end, job.threads)
-    return result_of(job, passes)
+    return passes
 
 
 def result_of(job: argparse.Namespace, passes: Mapping[str, bus.Updates]) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def main() -> int:
     die_with_parent(job.parent)
     torch.set_num_threads(job.threads)
     try:
-        result = measure(job)
+        result = result_of(job, measure(job))
     except CaseFailed as error:
         say(str(error))
         return 2

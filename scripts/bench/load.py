@@ -37,20 +37,14 @@ BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
 OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
 
 SEED = 0
-ROWS = 8192
-"""Prompts of the data set."""
-POOL = 256
-"""Different groups that are prepared; the producers go through them in turn."""
-MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384
-"""Of the lognormal lengths of answers, in tokens."""
-PROMPT_TOKENS = 256
-"""Of every prompt; they are not counted as tokens of the result."""
+ROWS = 8192  # prompts of the data set
+POOL = 256  # different groups that are prepared; the producers go through them in turn
+MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384  # of the lognormal lengths of answers, in tokens
+PROMPT_TOKENS = 256  # of every prompt; they are not counted as tokens of the result
 GROUP_SIZE, GROUPS_PER_STEP = 8, 64
-TEXT_BYTES_PER_TOKEN = 4
-"""Groups carry their decoded answers as well."""
+TEXT_BYTES_PER_TOKEN = 4  # groups carry their decoded answers as well
 LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
-TOOL_SHARE = 0.25
-"""Answers in which a fifth of the tokens, in one span, came from an environment."""
+TOOL_SHARE = 0.25  # answers in which a fifth of the tokens, in one span, came from an environment
 VOCAB_SIZE = 151_936
 MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VOCAB_SIZE}, "tokenizer.json": {}}
 """Replay reads what identifies a model; it needs no weights."""
@@ -113,10 +107,8 @@ def config_of(options: argparse.Namespace, case: Case) -> Config:
 class Prepared:
     """A group without what its lease decides: the id, the attempt and the versions."""
 
-    arrays: dict[str, Any]
-    """Fields of Group that no lease changes."""
-    young: NDArray[np.int32]
-    """1 for tokens that were sampled after the weights changed during the answer, else 0."""
+    arrays: dict[str, Any]  # fields of Group that no lease changes
+    young: NDArray[np.int32]  # 1 for tokens that were sampled after the weights changed during the answer, else 0
 
     def group(self, lease: m.Lease, version: int) -> m.Group:
         """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
@@ -165,15 +157,13 @@ def _one(rng: np.random.Generator) -> Prepared:
 class Counts:
     """What has happened so far; each number has one thread that writes it."""
 
-    steps: int = 0
-    """Committed steps, which is also the newest version; their answer tokens, and the arrays of their batches."""
-    tokens: int = 0
-    batch_bytes: int = 0
-    joined: int = 0
-    groups: int = 0
-    """Accepted groups, their answer tokens and their frames."""
-    group_tokens: int = 0
-    group_bytes: int = 0
+    steps: int = 0  # committed; also the newest version
+    tokens: int = 0  # answer tokens of committed steps
+    batch_bytes: int = 0  # arrays of their batches
+    joined: int = 0  # producers that replay has welcomed
+    groups: int = 0  # accepted
+    group_tokens: int = 0  # their answer tokens
+    group_bytes: int = 0  # their frames
 
 
 @dataclass(slots=True)
@@ -183,8 +173,7 @@ class Producer:
     name: str
     socket: "zmq.Socket[bytes]"
     sequence: int = 0
-    incarnation: int = 0
-    """0 until replay has a learner; then leases may be asked for."""
+    incarnation: int = 0  # 0 until replay has a learner; then leases may be asked for
     version: int = -1
     joined: bool = False
 
@@ -201,8 +190,7 @@ class Producers:
 
     def __init__(self, config: Config, address: str, counts: Counts, count: int) -> None:
         self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL))
-        self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
-        """(tokens, bytes) of what was not acked yet, by lease."""
+        self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}  # (tokens, bytes) of what is not acked, by lease
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
         identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
         self.hello = m.Hello(role="rollout_server", name="", **identity)

@@ -91,8 +91,7 @@ class Watcher:
 
     limit_s: float
     started: float = field(default_factory=time.monotonic)
-    gauges: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
-    """Of each rollout server after each of its weight updates, by (name, updates)."""
+    gauges: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)  # of servers, by (name, updates)
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
     step: int = 0

@@ -117,7 +117,7 @@ def reading(running: Running) -> dict[str, float]:
     step = running.counts.steps
     running.wait("a commit", lambda: running.counts.steps > step)
     pid = running.replay.pid
-    cost = {f"cpu_seconds_{part}": seconds for part, seconds in cost_of(pid)._asdict().items()}
+    cost = {f"cpu_seconds_{part}": seconds for part, seconds in cost_of(pid).items()}
     return {"seconds": time.monotonic(), "written": written_bytes(pid), **asdict(running.counts), **cost}
 
 
@@ -173,9 +173,9 @@ def _held(running: Running) -> dict[str, Any]:
     running.wait(f"{full} groups", lambda: counts.groups == full)
     time.sleep(SETTLE_S)
     held, queued = resident_bytes(pid), counts.group_bytes
-    before, began = cost_of(pid), time.monotonic()
+    before, began = cost_of(pid)["total"], time.monotonic()
     time.sleep(IDLE_S)
-    idle = cost_of(pid).since(before).total / (time.monotonic() - began)
+    idle = (cost_of(pid)["total"] - before) / (time.monotonic() - began)
     return held_of(full, queued, running.resting_bytes, held, idle)
 
 

@@ -40,20 +40,15 @@ class Plan:
     after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
     """
 
-    warmup: int
-    """Whole steps that nobody counts."""
-    idle: int
-    """Counted steps in which the update is left out: T_roll."""
-    full: int
-    """Counted steps as a run makes them: T_step; afterwards as many counted updates on their batches: T_train."""
-    quiet_s: float
-    """How long the engines have to finish what they hold before the updates are timed."""
+    warmup: int  # whole steps that are not counted
+    idle: int  # counted steps in which the update is left out: T_roll
+    full: int  # counted steps as a run makes them: T_step; afterwards as many updates on their batches: T_train
+    quiet_s: float  # how long the engines have to finish what they hold before the updates are timed
 
     @property
     def phases(self) -> list[Phase]:
-        lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
-        lengths["full"] = self.full and self.full + 1
-        return [phase for phase, length in lengths.items() for _ in range(length)]
+        counted: dict[Phase, int] = {"idle": self.idle, "full": self.full}
+        return ["warmup"] * self.warmup + [phase for phase, n in counted.items() if n for _ in range(n + 1)]
 
     @property
     def total_steps(self) -> int:
@@ -72,11 +67,9 @@ class Finished:
     config: Config
     plan: Plan
     watcher: Any
-    learner: Mapping[str, Any]
-    """What the learner ranks wrote."""
+    learner: Mapping[str, Any]  # what the learner ranks wrote
     seconds: float
-    cut_short: str = ""
-    """Why the run did not end by itself; empty when it did."""
+    cut_short: str = ""  # why the run did not end by itself; empty when it did
 
     def measured(self, phase: Phase) -> list[int]:
         """Counted steps that were made; of a run that was cut short an even number, for they are pairs."""
