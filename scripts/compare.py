@@ -37,8 +37,7 @@ MEASURED = """
     evaluation.every_steps=5 evaluation.num_prompts=256 evaluation.greedy=false evaluation.sampled=true
     learner.lr=5e-4 placement.split=2:1 algorithm.i_know_this_is_biased=true
 """
-LAST = 3
-"""Evaluations that a run's value is the mean of."""
+LAST = 3  # evaluations that a run's value is the mean of
 GROUP_SIZE, GROUPS = 4, 8
 MEDIAN, SIGMA, CAP = 24, 0.9, 240
 LONG = f"""
@@ -63,24 +62,22 @@ def train(name: str, args: argparse.Namespace, settings: list[str], *server: str
 
 def corrections(args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Sampled accuracy by policy version as a table, and the summary."""
-    curves: dict[str, dict[int, float]] = {}
-    lags: dict[str, float] = {}
+    rows: list[dict[Any, Any]] = []
+    summary: dict[str, float] = {}
     for name, loss in LOSSES.items():
         folder = train(f"compare-{name}", args, [*MEASURED.split(), loss])
-        curves[name] = dict(evaluations(read_rows(folder / FILE), "sampled"))
-        lags[name] = report(folder)["mean_lag"] or 0.0
-        if not curves[name]:
+        curve, lag = dict(evaluations(read_rows(folder / FILE), "sampled")), report(folder)["mean_lag"] or 0.0
+        if not curve:
             raise RunFailed(f"{folder}: no evaluation in {FILE}; look at its logs/")
-    text = table([{"version": name, **curve, "mean lag": lags[name]} for name, curve in curves.items()], "version")
-    enough = 0.75 * args.lag
-    if min(lags.values()) >= enough:
+        rows.append({"version": name, **curve, "mean lag": lag})
+        summary |= {name: mean(list(curve.values())[-LAST:]), f"mean_lag_{name}": lag}
+    summary["difference"] = summary["ppo_clip"] - summary["off"]
+    text, enough = table(rows, "version"), 0.75 * args.lag
+    if min(row["mean lag"] for row in rows) >= enough:
         text += f"meaningful: both runs realised a mean lag of {enough:g} or more"
     else:
         text += f"NOT meaningful: a mean realised lag is below {enough:g} (bound {args.lag}); give the rollout servers "
         text += "more room (placement.split, rollout.max_running)"
-    values = {name: mean(list(curve.values())[-LAST:]) for name, curve in curves.items()}
-    summary = values | {"difference": values["ppo_clip"] - values["off"]}
-    summary |= {f"mean_lag_{name}": lag for name, lag in lags.items()}
     return text, {name: round(value, 4) for name, value in summary.items()}
 
 
@@ -124,8 +121,8 @@ def stale_numbers(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# what makes the comparison, and its lag and steps where none are given
 COMPARISONS = {"corrections": (corrections, 4, 50), "staleness": (staleness, 1, 60)}
-"""What makes the comparison, and its lag and steps where none are given."""
 
 
 def main() -> int:

@@ -57,17 +57,15 @@ SIZES = {
 
 def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
     """The configuration of the job. Raises ConfigError."""
-    cuda = args.device == "cuda"
-    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(args.bucket_mib * 2**20)}
-    bus |= {"delta": True, "full_every": 2, "deadline_s": 120.0, "collective_timeout_s": 30.0}
-    engine = {"engine": "sglang" if cuda else "torch", "dtype": "bfloat16"}
+    rollout = {"dtype": "bfloat16", "max_new_tokens": args.tokens, "max_running": max(1, args.requests)}
+    bus: dict[str, Any] = {"bucket_bytes": int(args.bucket_mib * 2**20), "delta": True, "full_every": 2}
+    bus |= {"deadline_s": 120.0, "collective_timeout_s": 30.0}
     tree: dict[str, Any] = {
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 16},
-        "rollout": engine | {"max_new_tokens": args.tokens, "max_running": max(1, args.requests)},
-        "learner": {"compute_dtype": "bfloat16" if cuda else "float32"},
-        "weight_bus": bus | ({"stage_in": "engine"} if cuda else {}),
+        "rollout": rollout,
+        "weight_bus": bus | ({"stage_in": "engine"} if args.device == "cuda" else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
     }
     for override in args.overrides:

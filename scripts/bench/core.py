@@ -21,8 +21,7 @@ from scripts.chaos.polling import Hung, replace_text, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
 Row = Mapping[str, Any]
-Sizes = Mapping[str, tuple[Any, Any, str]]
-"""Options that --quick changes, by name: (default, default with --quick, help)."""
+Sizes = Mapping[str, tuple[Any, Any, str]]  # by option: (default, default with --quick, help)
 
 
 class CaseFailed(RuntimeError):
@@ -112,14 +111,13 @@ def spread(sample: dict[str, Any]) -> float:
 
 def output_of(what: str, words: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
     """Standard output of `python WORDS`, which ends well within `limit_s`. Raises CaseFailed."""
-    command = [sys.executable, *words]
+    how: Any = {"env": env, "capture_output": True, "text": True, "check": True, "timeout": limit_s}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
+        return str(subprocess.run([sys.executable, *words], **how).stdout)
     except subprocess.TimeoutExpired as expired:
         raise CaseFailed(f"{what}: not done within {limit_s:g} s") from expired
-    if done.returncode:
-        raise CaseFailed(f"{what}: failed with exit code {done.returncode}\n{tail(done.stderr)}")
-    return done.stdout
+    except subprocess.CalledProcessError as error:
+        raise CaseFailed(f"{what}: failed with exit code {error.returncode}\n{tail(error.stderr)}") from error
 
 
 class Processes:
@@ -139,14 +137,11 @@ class Processes:
         self.children.append(children.start(name, command, self.folder / f"{name}.log", environment))
         return self.children[-1]
 
-    def fail(self, why: str) -> CaseFailed:
-        return failed(why, self.folder)
-
     def check(self) -> None:
         """Raises CaseFailed when a process has ended with an error."""
         for child in self.children:
             if child.exit_code() not in (None, 0):
-                raise self.fail(f"{child.name} ended: {child.how_it_ended()}")
+                raise failed(f"{child.name} ended: {child.how_it_ended()}", self.folder)
 
     def wait_until(self, what: str, done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> None:
         """Raises CaseFailed when `limit_s` pass, or a process fails."""
@@ -158,7 +153,7 @@ class Processes:
         try:
             wait_until(look, what, limit_s, look=lambda: time.sleep(look_s))
         except Hung as hung:
-            raise self.fail(f"waited {limit_s:g} s for {what}") from hung
+            raise failed(f"waited {limit_s:g} s for {what}", self.folder) from hung
 
 
 def cost_of(pid: int) -> dict[str, float]:
@@ -184,7 +179,6 @@ def cost_of(pid: int) -> dict[str, float]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process."""
     return int((Path("/proc") / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -28,11 +28,9 @@ from scripts.chaos.report import conclude, end_on_sigterm
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 DEVICE = "net0"
-BURST = "512kb"
-"""Above 256 KiB: what TCP hands down in one piece (TSO, GSO) must fit into it, or nothing passes."""
+BURST = "512kb"  # above 256 KiB: what TCP hands down in one piece (TSO, GSO) must fit into it, or nothing passes
 QUEUE = "8mb"
-ENOUGH = 5
-"""Versions of each kind, without the first, that a median needs."""
+ENOUGH = 5  # versions of each kind, without the first, that a median needs
 
 
 class NoLink(RuntimeError):

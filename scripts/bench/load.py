@@ -7,6 +7,7 @@ takes, commits and publishes; it trains nothing, and checks that no group comes 
 """
 
 import argparse
+import base64
 import itertools
 import json
 import os
@@ -43,11 +44,10 @@ MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384  # of the lognormal lengths of answers, i
 PROMPT_TOKENS = 256  # of every prompt; they are not counted as tokens of the result
 GROUP_SIZE, GROUPS_PER_STEP = 8, 64
 TEXT_BYTES_PER_TOKEN = 4  # groups carry their decoded answers as well
-LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
 TOOL_SHARE = 0.25  # answers in which a fifth of the tokens, in one span, came from an environment
 VOCAB_SIZE = 151_936
+# replay reads what identifies a model; it needs no weights
 MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VOCAB_SIZE}, "tokenizer.json": {}}
-"""Replay reads what identifies a model; it needs no weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,8 @@ class Prepared:
 
 
 def random_text(rng: np.random.Generator, length: int) -> str:
-    """ASCII text of six random bits a character."""
-    return LETTERS[rng.integers(0, len(LETTERS), length, dtype=np.uint8)].tobytes().decode("ascii")
+    """ASCII text of six random bits a character; the length is a multiple of four."""
+    return base64.b64encode(rng.bytes(length * 3 // 4)).decode("ascii")
 
 
 def prepare(count: int) -> list[Prepared]:
@@ -186,8 +186,6 @@ class Producer:
 
 
 class Producers:
-    """Simulated rollout servers, each with a connection and an identity of its own."""
-
     def __init__(self, config: Config, address: str, counts: Counts, count: int) -> None:
         self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL))
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}  # (tokens, bytes) of what is not acked, by lease
@@ -211,22 +209,19 @@ class Producers:
         """Until it is over. Raises CaseFailed when replay refuses something."""
         next_beat = 0.0
         while not over.is_set():
-            if time.monotonic() >= next_beat:
-                for producer in self.by_socket.values():
-                    # a connection that was given up during its handshake has lost its Hello
-                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
+            beat, version = time.monotonic() >= next_beat, self.counts.steps
+            if beat:
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
+            for producer in self.by_socket.values():
+                if beat:  # a connection that was given up during its handshake has lost its Hello
+                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
+                # in the place of the weight bus: every server gets the newest version, and says so
+                if producer.incarnation and producer.version < version:
+                    producer.version, incarnation = version, producer.incarnation
+                    producer.send(m.LeaseRequest(capacity=self.capacity, version=version, incarnation=incarnation))
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
-            self.follow(self.counts.steps)
         self.context.destroy(linger=0)
-
-    def follow(self, version: int) -> None:
-        """In the place of the weight bus: every server gets the newest version, and says so."""
-        for producer in self.by_socket.values():
-            if producer.incarnation and producer.version < version:
-                producer.version, incarnation = version, producer.incarnation
-                producer.send(m.LeaseRequest(capacity=self.capacity, version=version, incarnation=incarnation))
 
     def drain(self, producer: Producer) -> None:
         """Everything that has arrived for one producer; each lease is answered with the next prepared group."""

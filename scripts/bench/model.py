@@ -116,11 +116,6 @@ def density(old: Version, new: Version) -> float:
     return changed / sum(tensor.numel() for tensor in new.values())
 
 
-def main() -> None:
-    """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
-    shape, out = sys.argv[1:]
-    make(shape, Path(out), 0)
-
-
 if __name__ == "__main__":
-    main()
+    # in a process of its own, so that the memory it takes on a GPU is free again when it has ended
+    make(sys.argv[1], Path(sys.argv[2]), 0)

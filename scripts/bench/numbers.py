@@ -12,8 +12,7 @@ from scripts.bench.core import Row, median, medians, quantile, versions
 from scripts.bench.train import Finished, Phase
 
 SYNC = "weight_sync/"
-WARM_UPDATES = 2
-"""A server's first weight updates allocate and connect; their pauses are not counted."""
+WARM_UPDATES = 2  # a server's first weight updates allocate and connect; their pauses are not counted
 
 
 def result_of(case: str, run: Finished) -> dict[str, Any]:
@@ -22,6 +21,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     idle, full = durations(run, "idle"), durations(run, "full")
     counted = [rows[step] for step in run.measured("full")]
     alone = run.learner["trained"].get("seconds")
+    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
     seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
     roll, train, step = map(statistics.mean, seconds.values())
@@ -34,7 +34,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
         **{f"t_{name}_p90": quantile(found, 0.9) for name, found in seconds.items()},
         "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
-        "cut_short": run.cut_short,
+        "cut_short": run.watcher.cut_short,
         "roll_over_train": roll / train,
         "seconds": seconds,
         "steps": len(full),
@@ -45,7 +45,8 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         "max_lag": max(lag for lag, tokens in tokens_by_lag(rows.values()).items() if tokens),
         "updates_applied": all(row["training/update_applied"] for row in counted),
         "engines_quiet": run.learner.get("quiet"),
-        "memory": memory(run, counted),
+        # peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held
+        "memory": run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {}),
         **circumstances(run),
     }
 
@@ -131,12 +132,6 @@ def pauses(run: Finished) -> dict[str, Any]:
     phases = medians(steady.values())
     found["engine_phases"] = {name: s for name, s in phases.items() if "/" not in name and name != "tokens_per_s"}
     return found
-
-
-def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
-    """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
-    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
-    return run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {})
 
 
 def circumstances(run: Finished) -> dict[str, Any]:

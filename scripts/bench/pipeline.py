@@ -40,6 +40,7 @@ from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
+PROMPTS = "prompts.jsonl"
 MODEL_LIMIT_S = 240.0
 SIZES = {
     "shape": ("0.6B", "tiny", "of the only case"),
@@ -59,10 +60,6 @@ SIZES = {
     "quiet_s": (60.0, 60.0, "wait for the engines before T_train, at most"),
     "seed": (0, 0, "of weights, prompts and lengths"),
 }
-
-
-class TimeUp(RunFailed):
-    """The run did not end within --limit-s."""
 
 
 class Case(NamedTuple):
@@ -95,10 +92,11 @@ class Watcher:
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
     step: int = 0
+    cut_short: str = ""  # why the run did not end by itself
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called by the launcher ten times a second. Raises TimeUp."""
+        """Called by the launcher ten times a second. Raises RunFailed when the time is up."""
         self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
         if status is not None and status is not self._status:
             self._status = status
@@ -108,7 +106,8 @@ class Watcher:
                     self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
                     self.idle.append((self.step + 1, gauges["idle_ratio"]))
         if time.monotonic() - self.started > self.limit_s:
-            raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
+            self.cut_short = f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}"
+            raise RunFailed(self.cut_short)
 
     def event(self, text: str) -> None:
         """Raises RunFailed when a child died: the numbers of a run without it would be of another case."""
@@ -118,23 +117,20 @@ class Watcher:
 
 def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
-    cuda = options.device == "cuda"
-    dtype = "bfloat16" if cuda else "float32"
-    engine = {"engine": "sglang" if cuda else "torch", "dtype": dtype}
-    engine |= {"max_new_tokens": options.cap, "max_running": options.max_running}
-    learner = {"total_steps": plan_of(options, stream).total_steps, "compute_dtype": dtype}
+    rollout = {"group_size": options.group_size, "groups_per_step": options.groups, "max_new_tokens": options.cap}
+    learner = {"total_steps": plan_of(options, stream).total_steps, "batch_deadline_s": options.limit_s}
     learner |= {"max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap)}
-    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(options.bucket_mib * 2**20)}
+    bus = {"bucket_bytes": int(options.bucket_mib * 2**20), "deadline_s": 60.0, "collective_timeout_s": 30.0}
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(options.work / "runs"), "seed": options.seed},
         "model": {"path": str(options.work / "models" / case.shape)},
-        "data": {"train": str(prompts_of(options, case)), "max_prompt_tokens": options.prompt, "shuffle": False},
+        "data": {"train": str(options.work / PROMPTS), "max_prompt_tokens": options.prompt, "shuffle": False},
         "reward": {"function": f"{core.__file__}:spread"},
-        "rollout": engine | {"group_size": options.group_size, "groups_per_step": options.groups, "restarts": 0},
+        "rollout": rollout | {"max_running": options.max_running, "restarts": 0},
         "replay": {"async_lag": STREAM_LAG if stream else options.lag},
-        "learner": learner | {"batch_deadline_s": options.limit_s, "lr": 1e-6, "warmup_steps": 0},
+        "learner": learner | {"lr": 1e-6, "warmup_steps": 0},
         "evaluation": {"every_steps": 0},
-        "weight_bus": bus | {"deadline_s": 60.0, "collective_timeout_s": 30.0},
+        "weight_bus": bus,
         "network": {"silent_after_s": 60.0, "heartbeat_s": 0.5},
         "placement": {"device": options.device, "split": f"{case.rollout}:{case.learner}"},
         "tracking": {"live": "off", "plot": False},
@@ -151,10 +147,6 @@ def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
     return Plan(warmup=options.warmup, idle=options.steps, full=full, quiet_s=options.quiet_s)
 
 
-def prompts_of(options: argparse.Namespace, case: Case) -> Path:
-    return Path(options.work / f"prompts-{case.shape}.jsonl")
-
-
 def make_inputs(options: argparse.Namespace, case: Case) -> None:
     """The model, once, and prompts for all steps and what is in flight at the end, none twice. Raises CaseFailed."""
     folder = options.work / "models" / case.shape
@@ -164,7 +156,7 @@ def make_inputs(options: argparse.Namespace, case: Case) -> None:
     lag = max(options.lag, STREAM_LAG if options.stream else 0)
     count = options.groups * (plan_of(options).total_steps + 2 + lag)
     vocab = SHAPES[case.shape]["vocab_size"]
-    write_prompts(prompts_of(options, case), vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
+    write_prompts(options.work / PROMPTS, vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
 
 
 def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
@@ -176,25 +168,24 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
     watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
     launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
-    plan, cut_short = plan_of(options, stream), ""
+    plan = plan_of(options, stream)
     result, logs = Path(config.run_dir) / RESULT, Path(config.run_dir) / "logs"
     write_json(result.with_name(PLAN), asdict(plan))
     try:
         launcher.start()
         launcher.watch()
         launcher.leave()
-    except TimeUp as late:
-        cut_short = str(late)
     except (RunFailed, ConfigError, OSError, ValueError) as error:
-        raise core.failed(str(error), logs) from error
+        if str(error) != watcher.cut_short:
+            raise core.failed(str(error), logs) from error
     finally:
         launcher.stop()
     if not result.is_file():
-        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs)
+        raise core.failed(watcher.cut_short or f"the learner has left no {RESULT}", logs)
     measured = json.loads(result.read_text(encoding="utf-8"))
-    run = Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started, cut_short)
-    if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise core.failed(cut_short, logs)
+    run = Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started)
+    if watcher.cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
+        raise core.failed(watcher.cut_short, logs)
     return run
 
 

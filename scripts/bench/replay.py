@@ -64,7 +64,7 @@ class Running(Processes):
         super().check()
         for end in self.ends:
             if end.done() and end.exception() is not None:
-                raise self.fail(str(end.exception()))
+                raise core.failed(str(end.exception()), self.folder)
 
     def start_all(self, config: Config) -> None:
         """Replay, producers that are all welcome, a learner that joins."""

@@ -104,22 +104,13 @@ class TokenGaps:
     """Gaps between two tokens of the probe; those that an update fell into stand apart."""
 
     def __init__(self) -> None:
-        self._probe, self._resumed = "", False
+        self.probe, self._resumed = "", False
         self._last: float | None = None
         self._gaps, self._pauses = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
 
-    def is_probe(self, rid: str) -> bool:
-        return rid == self._probe
-
-    def claim(self, rid: str) -> bool:
-        """Make a request the probe where there is none."""
-        if self._probe:
-            return False
-        self._probe, self._last = rid, None
-        return True
-
-    def release(self) -> None:
-        self._probe, self._last = "", None
+    def watch(self, probe: str) -> None:
+        """From now on the probe is this request, or none."""
+        self.probe, self._last = probe, None
 
     def token(self, now: float) -> None:
         if self._last is not None:
@@ -148,21 +139,22 @@ class ProbedProcess(SGLangProcess):
         super().__init__(config)
 
     def sampling_parameters(self, part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
-        interval = {"stream_interval": 1} if self.gaps.is_probe(part.rid) else {}
+        interval = {"stream_interval": 1} if self.gaps.probe == part.rid else {}
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
     async def generate(
         self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        probe = self.gaps.claim(part.rid)
+        if not self.gaps.probe:
+            self.gaps.watch(part.rid)
         try:
             async for output in super().generate(part, token_ids, sampling, new_tokens):
-                if probe:
+                if self.gaps.probe == part.rid:
                     self.gaps.token(time.monotonic())
                 yield output
         finally:
-            if probe:
-                self.gaps.release()
+            if self.gaps.probe == part.rid:
+                self.gaps.watch("")
 
     async def resume(self) -> None:
         await super().resume()

@@ -47,8 +47,9 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        counted: dict[Phase, int] = {"idle": self.idle, "full": self.full}
-        return ["warmup"] * self.warmup + [phase for phase, n in counted.items() if n for _ in range(n + 1)]
+        lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
+        lengths["full"] = self.full and self.full + 1
+        return [phase for phase, length in lengths.items() for _ in range(length)]
 
     @property
     def total_steps(self) -> int:
@@ -69,12 +70,11 @@ class Finished:
     watcher: Any
     learner: Mapping[str, Any]  # what the learner ranks wrote
     seconds: float
-    cut_short: str = ""  # why the run did not end by itself; empty when it did
 
     def measured(self, phase: Phase) -> list[int]:
         """Counted steps that were made; of a run that was cut short an even number, for they are pairs."""
         made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
-        return made[: len(made) // 2 * 2] if self.cut_short else made
+        return made[: len(made) // 2 * 2] if self.watcher.cut_short else made
 
 
 class BenchLearner(Learner):

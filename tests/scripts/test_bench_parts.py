@@ -140,7 +140,7 @@ def test_the_table_has_every_case() -> None:
 
 def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
     gaps = TokenGaps()
-    assert gaps.claim("a") and not gaps.claim("b") and gaps.is_probe("a")
+    gaps.watch("a")
     for at in (1.0, 1.01, 1.02, 1.03):
         gaps.token(at)
     gaps.resume()
@@ -154,11 +154,11 @@ def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
 
 def test_an_update_between_two_probes_is_no_gap() -> None:
     gaps = TokenGaps()
-    gaps.claim("a")
+    gaps.watch("a")
     gaps.token(1.0)
-    gaps.release()
+    gaps.watch("")
     gaps.resume()
-    assert gaps.claim("b")
+    gaps.watch("b")
     gaps.token(5.0)
     gaps.token(5.01)
     assert gaps.detail()["pause_samples"] == 0 and gaps.detail()["token_gap_ms_p50"] == pytest.approx(10)
