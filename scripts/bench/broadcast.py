@@ -32,7 +32,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     """The same bytes to as many receivers on the same devices. Raises CaseFailed."""
     share = config.shares[0]
     receivers = [engine[0] for engine in share.engines(config.placement.tensor_parallel)]
-    environment = {**os.environ, **NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
+    environment = {**NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
     if config.weight_bus.backend != "gloo":
         visible = visible_devices(os.environ)
         chosen = [share.learner[0], *receivers]
@@ -40,7 +40,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     words = ["-m", "learner.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
     words += ["-m", "scripts.bench.broadcast", str(num_bytes), str(config.weight_bus.bucket_bytes)]
     words += [config.weight_bus.backend, config.network.host]
-    said = output_of("the raw broadcast", words, LIMIT_S, environment)
+    said = output_of("the raw broadcast", words, LIMIT_S, **environment)
     return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
 
 

@@ -6,13 +6,12 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from learner.launch import children
@@ -39,15 +38,13 @@ def write_json(path: Path, value: object) -> None:
     replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def tail(text: str) -> str:
-    """The last lines, each cut to a readable width."""
-    return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
-
-
 def failed(why: str, folder: Path) -> CaseFailed:
-    """The error that says why, with the last lines of every log in a folder."""
-    logs = sorted(folder.glob("*.log"))
-    return CaseFailed("\n".join([why, *(f"--- {log}\n{tail(log.read_text(errors='replace'))}" for log in logs)]))
+    """The error that says why, with the last lines of every log in a folder, each cut to a readable width."""
+    lines = [why]
+    for log in sorted(folder.glob("*.log")):
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        lines += [f"--- {log}", *(line[:LOG_WIDTH] for line in last)]
+    return CaseFailed("\n".join(lines))
 
 
 def table(results: Sequence[Row], title: str) -> str:
@@ -109,17 +106,6 @@ def spread(sample: dict[str, Any]) -> float:
     return zlib.crc32(sample["completion"].encode()) / 2**32
 
 
-def output_of(what: str, words: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of `python WORDS`, which ends well within `limit_s`. Raises CaseFailed."""
-    how: Any = {"env": env, "capture_output": True, "text": True, "check": True, "timeout": limit_s}
-    try:
-        return str(subprocess.run([sys.executable, *words], **how).stdout)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"{what}: not done within {limit_s:g} s") from expired
-    except subprocess.CalledProcessError as error:
-        raise CaseFailed(f"{what}: failed with exit code {error.returncode}\n{tail(error.stderr)}") from error
-
-
 class Processes:
     """The processes of a case, each with a log; a context manager that leaves none behind."""
 
@@ -143,7 +129,7 @@ class Processes:
             if child.exit_code() not in (None, 0):
                 raise failed(f"{child.name} ended: {child.how_it_ended()}", self.folder)
 
-    def wait_until(self, what: str, done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> None:
+    def wait_until(self, what: str, done: Callable[[], bool], limit_s: float) -> None:
         """Raises CaseFailed when `limit_s` pass, or a process fails."""
 
         def look() -> bool:
@@ -151,9 +137,17 @@ class Processes:
             return done()
 
         try:
-            wait_until(look, what, limit_s, look=lambda: time.sleep(look_s))
+            wait_until(look, what, limit_s)
         except Hung as hung:
             raise failed(f"waited {limit_s:g} s for {what}", self.folder) from hung
+
+
+def output_of(what: str, words: Sequence[str], limit_s: float, **environment: str) -> str:
+    """What `python WORDS` prints, which ends well within `limit_s`. Raises CaseFailed."""
+    with TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+        child = processes.start(what, [sys.executable, *words], **environment)
+        processes.wait_until(what, lambda: child.exit_code() == 0, limit_s)
+        return child.log_path.read_text(encoding="utf-8")
 
 
 def cost_of(pid: int) -> dict[str, float]:

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from replay.lifeline import die_with_parent
 from scripts.bench import bus
 from scripts.bench.core import CaseFailed, Row, say
@@ -33,19 +31,15 @@ QUEUE = "8mb"
 ENOUGH = 5  # versions of each kind, without the first, that a median needs
 
 
-class NoLink(RuntimeError):
-    """This machine cannot make the link. The text says what is missing."""
-
-
 @contextmanager
 def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     """For each end, the words that run a command there; `mb_s` are 10^6 bytes a second in each direction.
 
-    Raises NoLink. A file of host names goes into the folder.
+    A file of host names goes into the folder. Raises CaseFailed, which says what this machine has not.
     """
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
-            raise NoLink(f"no `{command}` command; install iproute2")
+            raise CaseFailed(f"no `{command}` command; install iproute2")
     # torch asks for the names of addresses, and there is no name server in here
     lines = ["127.0.0.1 localhost", *(f"{address} end{n}" for n, address in enumerate(ADDRESSES))]
     (folder / "names").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -71,7 +65,7 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
 def _do(command: str, enter: Sequence[str] = ()) -> None:
     done = subprocess.run([*enter, *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoLink(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
+        raise CaseFailed(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
 
 
 def measure(job: argparse.Namespace) -> dict[str, bus.Updates]:
@@ -120,7 +114,6 @@ def main() -> int:
     """Entry point of the publisher's end: `python -m scripts.bench.link JOB`."""
     job = argparse.Namespace(**json.loads(sys.argv[1]))
     die_with_parent(job.parent)
-    torch.set_num_threads(job.threads)
     try:
         result = result_of(job, measure(job))
     except CaseFailed as error:
@@ -154,8 +147,7 @@ def command(argv: Sequence[str]) -> int:
     job = parse(argv)
     end_on_sigterm()  # the namespaces go away on the way out
     # both ends are on one machine: threads that wait must not take cores from those that work
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     try:
         with (
             tempfile.TemporaryDirectory(prefix="bench-link-") as job.folder,
@@ -163,7 +155,7 @@ def command(argv: Sequence[str]) -> int:
         ):
             words = [sys.executable, "-m", "scripts.bench.link", json.dumps(vars(job) | {"parent": os.getpid()})]
             return subprocess.run([*here, *words], env=environment, check=False).returncode
-    except NoLink as error:
+    except CaseFailed as error:
         say(str(error))
         return 2
 

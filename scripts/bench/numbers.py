@@ -4,6 +4,7 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from scripts.bench.core import Row, median, medians, quantile, versions
 from scripts.bench.train import Finished, Phase
 
 SYNC = "weight_sync/"
+SETTINGS = """
+    prompt=data.max_prompt_tokens length_cap=rollout.max_new_tokens lag=replay.async_lag seed=run.seed lr=learner.lr
+    groups=rollout.groups_per_step group_size=rollout.group_size engine=rollout.engine max_running=rollout.max_running
+    dtype=rollout.dtype backend=weight_bus.backend apply=weight_bus.apply bucket_bytes=weight_bus.bucket_bytes
+    microbatch_tokens=learner.max_tokens_per_microbatch
+"""
 WARM_UPDATES = 2  # a server's first weight updates allocate and connect; their pauses are not counted
 
 
@@ -26,6 +33,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
     roll, train, step = map(statistics.mean, seconds.values())
     tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
+    settings = {name: attrgetter(key)(run.config) for name, key in (pair.split("=") for pair in SETTINGS.split())}
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
         "config": case,
@@ -47,7 +55,11 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         "engines_quiet": run.learner.get("quiet"),
         # peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held
         "memory": run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {}),
-        **circumstances(run),
+        "settings": {"length_median": run.options.median, "length_sigma": run.options.sigma, **settings},
+        "versions": {**versions("torch", "transformers", "sglang", "pyzmq"), "nccl": run.learner["nccl"]},
+        "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
+        "run_seconds": run.seconds,
+        "run_dir": run.config.run_dir,
     }
 
 
@@ -132,28 +144,6 @@ def pauses(run: Finished) -> dict[str, Any]:
     phases = medians(steady.values())
     found["engine_phases"] = {name: s for name, s in phases.items() if "/" not in name and name != "tokens_per_s"}
     return found
-
-
-def circumstances(run: Finished) -> dict[str, Any]:
-    options, rollout, bus, learner = run.options, run.config.rollout, run.config.weight_bus, run.config.learner
-    return {
-        "settings": {
-            "prompt": run.config.data.max_prompt_tokens,
-            **{f"length_{name}": getattr(options, name) for name in ("median", "sigma")},
-            "length_cap": rollout.max_new_tokens,
-            "groups": rollout.groups_per_step,
-            "lag": run.config.replay.async_lag,
-            **{name: getattr(rollout, name) for name in ("group_size", "engine", "max_running", "dtype")},
-            **{name: getattr(bus, name) for name in ("backend", "apply", "bucket_bytes")},
-            "microbatch_tokens": learner.max_tokens_per_microbatch,
-            "lr": learner.lr,
-            "seed": run.config.run.seed,
-        },
-        "versions": {**versions("torch", "transformers", "sglang", "pyzmq"), "nccl": run.learner["nccl"]},
-        "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
-        "run_seconds": run.seconds,
-        "run_dir": run.config.run_dir,
-    }
 
 
 def with_raw(result: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:

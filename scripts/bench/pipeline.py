@@ -8,8 +8,7 @@ with answers of forced lognormal lengths, and measures in that one run
     T_train   an update alone, on the batches of T_step, with the engines standing still
 
 and eta = max(T_roll, T_train) / T_step: 1 means that the shorter side and the broadcast are hidden whole. After the
-run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against. Where the answers'
-lengths, the batch or the split are not yours, take --median, --cap, --groups or --configs.
+run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against.
 
 Standard output gets a markdown table, and as its last line one object of JSON (of several cases: {"results": [...]}).
 `--device cpu --quick` does all of it with a tiny model, the torch engine and gloo, in less than a minute.
@@ -152,7 +151,7 @@ def make_inputs(options: argparse.Namespace, case: Case) -> None:
     folder = options.work / "models" / case.shape
     if not (folder / "config.json").is_file():
         words = ["-m", "scripts.bench.model", case.shape, str(folder)]
-        core.output_of(f"writing the model of shape {case.shape}", words, MODEL_LIMIT_S)
+        core.output_of(f"the model of shape {case.shape}", words, MODEL_LIMIT_S)
     lag = max(options.lag, STREAM_LAG if options.stream else 0)
     count = options.groups * (plan_of(options).total_steps + 2 + lag)
     vocab = SHAPES[case.shape]["vocab_size"]

@@ -35,8 +35,7 @@ from scripts.bench.load import CASES, GROUPS_PER_STEP, QUICK_CASES, Case
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
-LOOK_S, SAMPLE_S = 0.002, 1.0
-END_S = 15.0
+SAMPLE_S, END_S = 1.0, 15.0
 SETTLE_S, IDLE_S = 1.0, 3.0
 CURVE_POINTS = 60
 MIB = 2**20
@@ -85,7 +84,7 @@ class Running(Processes):
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def wait(self, what: str, done: Callable[[], bool]) -> None:
-        self.wait_until(what, done, self.options.limit_s, LOOK_S)
+        self.wait_until(what, done, self.options.limit_s)
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""

@@ -14,7 +14,8 @@ import torch
 from test_bench_lines import ROOT, check
 
 from scripts.bench import replay
-from scripts.bench.link import NoLink, cable
+from scripts.bench.core import CaseFailed
+from scripts.bench.link import cable
 from scripts.bench.load import MEDIAN, Case, write_files
 from scripts.chaos import processes
 
@@ -115,7 +116,7 @@ def link(tmp_path: Path) -> None:
     try:
         with cable(100, tmp_path):
             pass
-    except NoLink as error:
+    except CaseFailed as error:
         pytest.skip(f"no link of network namespaces here: {error}")
 
 

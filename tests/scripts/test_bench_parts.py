@@ -107,7 +107,7 @@ def test_options_say_the_cases() -> None:
 
 def test_link_names_the_commands_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(link.NoLink, match="iproute2"), link.cable(100, tmp_path):
+    with pytest.raises(CaseFailed, match="iproute2"), link.cable(100, tmp_path):
         pass
 
 
