@@ -8,14 +8,17 @@ import platform
 import statistics
 import sys
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
 
+from configs.base import ConfigError
 from learner.launch import children
 from learner.launch.children import Child
+from learner.report.metrics import MetricsError
 from scripts.chaos.polling import Hung, replace_text, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
@@ -36,6 +39,17 @@ def write_json(path: Path, value: object) -> None:
     """Replace a JSON file as a whole, so that a later failure costs nothing that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def noted(result: dict[str, Any], key: str) -> Iterator[None]:
+    """What fails inside goes to the terminal, its first line into the result as well."""
+    try:
+        yield
+    except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
+        text = str(error) if isinstance(error, CaseFailed) else f"{type(error).__name__}: {error}"
+        say(text)
+        result[key] = text.splitlines()[0]
 
 
 def failed(why: str, folder: Path) -> CaseFailed:

@@ -29,10 +29,9 @@ from configs.loading import ConfigError, apply_override, validate
 from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
-from learner.report.metrics import MetricsError
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, say, write_json
+from scripts.bench.core import say, write_json
 from scripts.bench.model import SHAPES, write_prompts
 from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import PLAN, RESULT, Finished, Plan
@@ -192,27 +191,17 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """All numbers of one case; what failed is in `error`, or in `raw_error` and `stream_error` beside the rest."""
     steps = plan_of(options)
     say(f"{case}: {steps.total_steps} steps, then {steps.full} updates alone")
-    try:
-        result = result_of(str(case), run := run_case(options, case))
-    except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
-        return {"config": str(case), "error": f"{type(error).__name__}: {reason(case, error)}"}
-    try:
-        if result["bus_bytes"]:
-            result = with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
-    except CaseFailed as error:
-        result["raw_error"] = reason(case, error)
-    try:
-        if options.stream:
-            result = with_stream(result, run_case(options, case, stream=True))
-    except (CaseFailed, ConfigError, KeyError) as error:
-        result["stream_error"] = reason(case, error)
+    result: dict[str, Any] = {"config": str(case)}
+    with core.noted(result, "error"):
+        run = run_case(options, case)
+        result |= result_of(str(case), run)
+        with core.noted(result, "raw_error"):
+            if result["bus_bytes"]:
+                result |= with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
+        with core.noted(result, "stream_error"):
+            if options.stream:
+                result |= with_stream(result, run_case(options, case, stream=True))
     return result
-
-
-def reason(case: Case, error: Exception) -> str:
-    """The first line of an error; all of it goes to the terminal."""
-    say(f"{case}: {error}")
-    return str(error).splitlines()[0]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:

@@ -27,10 +27,10 @@ from typing import Any
 
 import zmq
 
-from configs.loading import ConfigError, dump
+from configs.loading import dump
 from configs.schema import Config
 from scripts.bench import core, load
-from scripts.bench.core import CaseFailed, Processes, cost_of, resident_bytes, written_bytes
+from scripts.bench.core import Processes, cost_of, resident_bytes, written_bytes
 from scripts.bench.load import CASES, GROUPS_PER_STEP, QUICK_CASES, Case
 from scripts.chaos.report import conclude
 
@@ -238,11 +238,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """The result of a case with what the case is; one that failed has an `error`."""
     core.say(str(case))
-    try:
-        return {"case": str(case), **asdict(case), **run_case(options, case)}
-    except (CaseFailed, ConfigError) as error:
-        core.say(str(error))
-        return {"case": str(case), "error": str(error).splitlines()[0]}
+    result: dict[str, Any] = {"case": str(case)}
+    with core.noted(result, "error"):
+        result |= asdict(case) | run_case(options, case)
+    return result
 
 
 def command(argv: Sequence[str]) -> int:
