@@ -188,7 +188,7 @@ def updates(
     made = model.versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
-    with Processes(folder) as processes:
+    with Processes(folder, JOIN_S) as processes:
         identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
         with Publisher(config.weight_bus, host=host, **identity) as publisher:
             for number in range(args.receivers):
@@ -199,7 +199,7 @@ def updates(
                 devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
             what = f"{args.receivers} receivers to join"
-            processes.wait_until(what, lambda: len(publisher.members()) == args.receivers, JOIN_S)
+            processes.wait(what, lambda: len(publisher.members()) == args.receivers)
             rows = publish_all(publisher, made, args)
             if cuda and config.weight_bus.transport == "collective":
                 busy = raw_broadcast(config, max(row["bytes"] for row in rows))

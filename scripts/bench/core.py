@@ -123,8 +123,8 @@ def spread(sample: dict[str, Any]) -> float:
 class Processes:
     """The processes of a case, each with a log; a context manager that leaves none behind."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, limit_s: float) -> None:
+        self.folder, self.limit_s = folder, limit_s
         self.children: list[Child] = []
 
     def __enter__(self) -> Self:
@@ -143,24 +143,24 @@ class Processes:
             if child.exit_code() not in (None, 0):
                 raise failed(f"{child.name} ended: {child.how_it_ended()}", self.folder)
 
-    def wait_until(self, what: str, done: Callable[[], bool], limit_s: float) -> None:
-        """Raises CaseFailed when `limit_s` pass, or a process fails."""
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Wait for it. Raises CaseFailed when `limit_s` pass, or a process fails."""
 
         def look() -> bool:
             self.check()
             return done()
 
         try:
-            wait_until(look, what, limit_s)
+            wait_until(look, what, self.limit_s)
         except Hung as hung:
-            raise failed(f"waited {limit_s:g} s for {what}", self.folder) from hung
+            raise failed(f"waited {self.limit_s:g} s for {what}", self.folder) from hung
 
 
 def output_of(what: str, words: Sequence[str], limit_s: float, **environment: str) -> str:
     """What `python WORDS` prints, which ends well within `limit_s`. Raises CaseFailed."""
-    with TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
+    with TemporaryDirectory() as folder, Processes(Path(folder), limit_s) as processes:
         child = processes.start(what, [sys.executable, *words], **environment)
-        processes.wait_until(what, lambda: child.exit_code() == 0, limit_s)
+        processes.wait(what, lambda: child.exit_code() == 0)
         return child.log_path.read_text(encoding="utf-8")
 
 

@@ -72,12 +72,11 @@ def durations(run: Finished, phase: Phase) -> list[float]:
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     """Tokens of the full phase; lengths of both phases, because each has draws of its own."""
     generated = sum(row["response_length/mean"] for row in counted) * run.config.trajectories_per_step
-    processed = sum(row["perf/total_num_tokens"] for row in counted)
     ranks = run.config.num_learner_ranks
     return {
         "tokens_per_s": generated / seconds,
         "tokens_per_s_per_gpu": generated / seconds / (run.config.num_rollout_devices + ranks),
-        "trained_tokens_per_s_per_learner_gpu": processed / seconds / ranks,
+        "trained_tokens_per_s_per_learner_gpu": sum(row["perf/total_num_tokens"] for row in counted) / seconds / ranks,
         "mean_length": statistics.mean(row["response_length/mean"] for row in counted),
         "mean_length_idle": statistics.mean(row["response_length/mean"] for row in idle_rows),
         "longest": max(row["response_length/max"] for row in counted),

@@ -18,7 +18,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -35,8 +35,7 @@ from scripts.bench.load import CASES, GROUPS_PER_STEP, QUICK_CASES, Case
 from scripts.chaos.report import conclude
 
 READY = "replay ready at "
-SAMPLE_S, END_S = 1.0, 15.0
-SETTLE_S, IDLE_S = 1.0, 3.0
+SAMPLE_S, SETTLE_S, IDLE_S = 1.0, 1.0, 3.0
 CURVE_POINTS = 60
 MIB = 2**20
 PROFILE_LINES = 40
@@ -47,7 +46,7 @@ class Running(Processes):
     """The replay process of a case, the threads around it, and what they have counted."""
 
     def __init__(self, options: argparse.Namespace, case: Case) -> None:
-        super().__init__(options.work / "case")
+        super().__init__(options.work / "case", options.limit_s)
         self.options, self.case, self.counts = options, case, load.Counts()
         self.learner_over, self.producers_over = threading.Event(), threading.Event()
         self.threads, self.ends = ThreadPoolExecutor(2), list[Future[None]]()
@@ -83,15 +82,12 @@ class Running(Processes):
         learner = load.Learner(config, address, self.counts, options.checkpoint_every)
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
-    def wait(self, what: str, done: Callable[[], bool]) -> None:
-        self.wait_until(what, done, self.options.limit_s)
-
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
         self.learner_over.set()
-        self.wait_until("replay to end", lambda: self.replay.exit_code() is not None, END_S)
+        self.wait("replay to end", lambda: self.replay.exit_code() is not None)
         self.producers_over.set()
-        self.wait_until("the threads to end", lambda: all(end.done() for end in self.ends), END_S)
+        self.wait("the threads to end", lambda: all(end.done() for end in self.ends))
 
 
 def run_case(options: argparse.Namespace, case: Case) -> dict[str, Any]:
