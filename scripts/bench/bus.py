@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from configs.loading import ConfigError, apply_override, dump, load, validate
+from configs import loading
 from configs.schema import Config
 from learner.launch import children
 from replay.lifeline import die_with_parent, set_up_logging
@@ -68,9 +68,7 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "weight_bus": bus | ({"stage_in": "engine"} if args.device == "cuda" else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
     }
-    for override in args.overrides:
-        apply_override(tree, override)
-    return validate(tree, "bench bus")
+    return loading.parse(json.dumps(tree), "bench bus", args.overrides)
 
 
 def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -186,7 +184,7 @@ def updates(
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
     made = model.versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    (folder / "config.yaml").write_text(loading.dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
     with Processes(folder, JOIN_S) as processes:
         identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
@@ -211,7 +209,7 @@ def updates(
 
 async def receive(folder: Path, *, name: str, address: str, requests: int) -> None:
     """An engine that answers until the publisher says goodbye, and writes a line of JSON for each version gone live."""
-    config = load(folder / "config.yaml")
+    config = loading.load(folder / "config.yaml")
     engine, first_live, gaps_seen = make_engine(config), asyncio.Event(), 0.0
     sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=())
 
@@ -282,7 +280,7 @@ def command(argv: Sequence[str]) -> int:
             found = updates(args, Path(folder))
             raw = raw_broadcast(found.config, max(row["bytes"] for row in found.rows))
             result = result_of(args, found, raw)
-    except (CaseFailed, ConfigError) as error:
+    except (CaseFailed, loading.ConfigError) as error:
         core.say(str(error))
         return 1
     if args.out is not None:

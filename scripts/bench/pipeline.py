@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs.loading import ConfigError, apply_override, validate
+from configs import loading
 from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
@@ -134,9 +134,7 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
         "tracking": {"live": "off", "plot": False},
         "limits": {"flat_reward_steps": 0},
     }
-    for override in options.set:
-        apply_override(tree, override)
-    return validate(tree, f"the settings of {case}")
+    return loading.parse(json.dumps(tree), f"the settings of {case}", options.set)
 
 
 def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
@@ -173,7 +171,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
         launcher.start()
         launcher.watch()
         launcher.leave()
-    except (RunFailed, ConfigError, OSError, ValueError) as error:
+    except (RunFailed, OSError, ValueError) as error:
         if str(error) != watcher.cut_short:
             raise core.failed(str(error), logs) from error
     finally:
