@@ -245,6 +245,8 @@ async def receive(folder: Path, *, name: str, address: str, requests: int) -> No
         for task in work:
             task.cancel()
     await engine.close()
+    if follower.failure is not None:
+        raise follower.failure
 
 
 def main() -> None:
