@@ -66,7 +66,7 @@ def table(results: Sequence[Row], title: str) -> str:
     good = [result for result in results if "error" not in result]
     keys = dict.fromkeys(key for result in good for key in result if key != title)
     lines = [[title, *(str(result[title]) for result in good)], ["---"] * (1 + len(good))]
-    lines += [[key, *(_cell(result.get(key)) for result in good)] for key in keys]
+    lines += [[str(key), *(_cell(result.get(key)) for result in good)] for key in keys]
     failed = [f"{result[title]}: no result: {result['error']}" for result in results if "error" in result]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines if good), "", *failed])
 

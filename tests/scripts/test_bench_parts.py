@@ -128,13 +128,13 @@ def test_numbers() -> None:
 
 
 def test_the_table_has_every_case() -> None:
-    flow = {"case": "64 producers", "tokens_per_cpu_second": 5_500_000, "bytes_per_token_in": 17.125}
+    flow = {"case": "64 producers", "tokens_per_cpu_second": 5_500_000, "bytes_per_token_in": 17.125, 5: 0.5}
     held = {"case": "held", "memory_over_queued": 1.15, "rss_mib_by_quarter": [1.0, 2.0]}
     failed = {"case": "1000 producers", "error": "replay ended with code 1"}
     lines = table([flow, failed, held], "case").splitlines()
     assert lines[0] == "| case | 64 producers | held |"
     assert "| tokens_per_cpu_second | 5500000 | - |" in lines and "| bytes_per_token_in | 17.12 | - |" in lines
-    assert "| rss_mib_by_quarter | - | 1, 2 |" in lines
+    assert "| rss_mib_by_quarter | - | 1, 2 |" in lines and "| 5 | 0.5 | - |" in lines, "a version is a key as well"
     assert lines[-1] == "1000 producers: no result: replay ended with code 1"
 
 
