@@ -6,13 +6,13 @@ Speed, memory and broadcasts do not depend on the values of weights; so a benchm
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+
+from rollout_server.engines.torch.weights import read_folder
 
 SHARD = "2GB"
 MAX_TOKENS = 40_960
@@ -89,13 +89,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     return True
 
 
-def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, file.get_tensor(name)
-
-
 def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int) -> list[Version]:
     """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
 
@@ -105,8 +98,8 @@ def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.
     """
     made: list[Version] = [{} for _ in range(count)]
     generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in read(folder):
-        weight = torch.nn.Parameter(tensor.to(device=device, dtype=torch.float32))
+    for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):
+        weight = torch.nn.Parameter(tensor.to(device))
         optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         weight.grad = torch.empty_like(weight)
         for step in range(1, before + count):
@@ -123,11 +116,6 @@ def density(old: Version, new: Version) -> float:
     return changed / sum(tensor.numel() for tensor in new.values())
 
 
-def main() -> None:
-    """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
-    shape, out = sys.argv[1:]
-    make(shape, Path(out), 0)
-
-
 if __name__ == "__main__":
-    main()
+    # in a process of its own, so that the memory it takes on a GPU is free again when it has ended
+    make(sys.argv[1], Path(sys.argv[2]), 0)
