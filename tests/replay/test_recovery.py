@@ -322,14 +322,14 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
 def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(monkeypatch):
     """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
     monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
-    cfg = bare_service(network__silent_after_s=0.4, network__heartbeat_s=0.2).config
+    cfg = bare_service(network__silent_after_s=1.0, network__heartbeat_s=0.2).config
 
     async def serve_late():
         router, seen = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), Counter()
         rank = BatchReader(cfg, router.address, rank=0, fingerprint={})
         asked = asyncio.create_task(asyncio.to_thread(rank.connect))
         try:
-            assert await keep_company(router, lambda: time.sleep(1.5) or "read", lambda: "reading") == "read"
+            assert await keep_company(router, lambda: time.sleep(2.5) or "read", lambda: "reading") == "read"
             assert not asked.done(), "it is not told anything yet, and does not give up"
             while not asked.done():
                 await router.wait(0.1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, config_of, generating, until
+from small_generator import PROMPT, config_of, generating
 
 from configs import Config
 from replay import messages as m
@@ -22,6 +22,7 @@ from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
 from scripts.bench.model import SHAPES, make
 from scripts.bench.server import forced_length
+from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
 EVALUATION = m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
@@ -167,9 +168,9 @@ async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, me
         await generator.engine.pause("keep_kv")
         doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
         other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
-        await until(lambda: len(generator.running_tokens()) == 2)
+        await eventually(lambda: len(generator.running_tokens()) == 2, "both are there")
         await generator.engine.resume()
-        await until(lambda: generator.running_tokens().get("0/1/1"))
+        await eventually(lambda: generator.running_tokens().get("0/1/1"), "a token")
         await generator.engine.pause("keep_kv")
         assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
         generator.abort("0/1/1")
@@ -186,10 +187,10 @@ async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None
         blocker = asyncio.create_task(
             generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
         )
-        await until(generator.running_tokens)
+        await eventually(generator.running_tokens, "it is there")
         with pytest.raises(EngineError, match="already running"):
             await generator.group(lease(1), "0/1/1")
         await generator.engine.resume()
-        await until(lambda: not generator.running_tokens())
+        await eventually(lambda: not generator.running_tokens(), "all have ended")
         assert (await blocker)[0].finish_reason == "abort"
         assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"

@@ -27,9 +27,10 @@ from replay.serve import serve
 from replay.service import Service
 from scripts.bench import core
 from tests.replay.simulation.journal import MemoryJournal
+from tests.replay.simulation.world import rows
+from tests.support.waiting import PATIENT_S, until
 
 RUN = "attacked-run"
-PATIENT_S = 10.0
 
 
 def config(**placement: str) -> Config:
@@ -45,12 +46,8 @@ def config(**placement: str) -> Config:
 
 
 def service(num_prompts: int = 40, num_evaluated: int = 0, **placement: str) -> Service:
-    rows = [
-        {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
-        for i in range(num_prompts)
-    ]
-    prompts = PromptSource(rows, shuffle=False, seed=0)
-    return Service(config(**placement), prompts, rows[:num_evaluated], time.monotonic(), journal=MemoryJournal())
+    prompts = PromptSource(rows(num_prompts), shuffle=False, seed=0)
+    return Service(config(**placement), prompts, rows(num_evaluated), time.monotonic(), journal=MemoryJournal())
 
 
 class Replay(logging.Handler):
@@ -71,13 +68,8 @@ class Replay(logging.Handler):
 
     def line(self, part: str) -> str:
         """The first line that has this part, once there is one."""
-        deadline = time.monotonic() + PATIENT_S
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if part in line:
-                    return line
-            time.sleep(0.02)
-        raise AssertionError(f"no line with {part!r}: {self.lines}")
+        until(lambda: any(part in line for line in list(self.lines)), f"a line with {part!r}")
+        return next(line for line in self.lines if part in line)
 
 
 @contextmanager
