@@ -49,5 +49,5 @@ def test_versions_arrive_under_keys(tmp_path):
             assert publish(publisher, version).failed == {}
             until(lambda version=version: version in server.engine.activated, f"v{version}")
             assert digests(server.engine.live) == digests(weights(version))
-    server.join(10.0)
+    server.join(20.0)
     assert isinstance(server.ended, BusClosed) and "said goodbye" in str(server.ended)

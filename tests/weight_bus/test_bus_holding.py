@@ -85,7 +85,7 @@ def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(pu
             return {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
 
     misfit = Rollout(publisher, "misfit", factory=Stating, config=QUICK)
-    misfit.join(5.0)
+    misfit.join(20.0)
     assert isinstance(misfit.ended, RemovedFromBus)
     text = str(misfit.ended)
     assert "'misfit' on " in text and "NCCL_CUMEM_ENABLE is 1 there and not stated here" in text

@@ -41,19 +41,6 @@ def receiving(membership: Membership, *members: Member, pause: bool = False) -> 
     return epoch
 
 
-def test_messages_of_older_epochs_and_ended_sessions_change_nothing():
-    membership = made()
-    one = admitted(membership, asks("one"))
-    first = receiving(membership, one)
-    membership.release(one, 1.0)
-    second = receiving(membership, one)
-    for epoch, version in ((first, 1), (second, 2)):
-        assert membership.staged(Staged(session=one.session, epoch=epoch, version=version), 1.0, 9.0) is None
-    membership.remove(one, rejoin=True)
-    assert membership.staged(Staged(session=one.session, epoch=second, version=1), 1.0, 9.0) is None
-    assert membership.heard(one.session, 1.0) is None and membership.group == ()
-
-
 def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right():
     membership = made()
     one = admitted(membership, asks("one", version=0, digest="d0"), version=0, digest="d0")
