@@ -55,10 +55,10 @@ def story(tmp_path_factory, untrained, zygote):
     run.wait_until(lambda: run.steps()[-1].get("rollout/groups/by-hand", 0) > 0, "a group of the new server")
     goes_on(run)
     run.process.send_signal(signal.SIGINT)
-    run.code = run.wait(20)
+    run.code = run.wait(60)
     rescuer.process.kill()
     rescuer.process.wait(10)
-    run.all_ended = run.nothing_left(within=1.0)
+    run.all_ended = run.nothing_left()
     yield run
     runs.close()
 
@@ -110,15 +110,6 @@ def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     line = [*(made for made in done if made["step"] < again[0]["step"]), *again]
     trained = [tuple(group) for made in line for group in made["groups"]]
     assert len(trained) == len(set(trained)) == 16 * last
-
-
-def test_a_run_that_nobody_rescues_ends_with_the_reason(launch):
-    run = launch("rollout.restarts=0", "rollout.wait_for_servers_s=2", steps=2000)
-    run.wait_for_step(2)
-    run.kill("rollout_server.main")
-    assert run.wait(60) == 1
-    assert "no rollout server for 2 s (rollout.wait_for_servers_s) [silent]" in run.text().splitlines()[-1]
-    assert run.nothing_left()
 
 
 @pytest.mark.parametrize(("role", "needle"), [("replay", "replay.main"), ("learner", "learner.train")])

@@ -217,17 +217,6 @@ def check_cached(served: Served, expected: int) -> None:
     assert served.cached[-1] == expected, f"{served.cached[-1]} cached tokens, expected {expected}"
 
 
-async def test_no_request_meets_kv_of_older_weights(served: Served) -> None:
-    await served.sample(PROMPT)
-    await served.sample(PROMPT)
-    check_cached(served, len(PROMPT) - 1)
-    await served.update(101, "keep_kv")
-    for cached in (0, len(PROMPT) - 1):  # computed anew once, then shared
-        (answer,) = await served.sample(PROMPT)
-        check_cached(served, cached)
-        check_logprobs(served.model, PROMPT, answer)
-
-
 async def test_what_a_request_computed_over_an_update_serves_no_other(served: Served) -> None:
     task = served.start_sample(PROMPT, max_new_tokens=60)
     await served.under_way(task)
