@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_generator import PROMPT, config_of, generating
-from torch_oracle import Gate, Gates, load_model, logprobs_of, update
+from torch_oracle import load_model, logprobs_of
+from torch_served import Gate, Gates, update
 
 from configs import Config
 from replay import messages as m

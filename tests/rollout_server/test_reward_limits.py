@@ -305,6 +305,7 @@ async def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) ->
         (outcome,) = await pool.score([sample("score 1")])
         os.kill(int(outcome.metrics["pid"]), signal.SIGKILL)
         assert not alive([int(outcome.metrics["pid"])])
+        await asyncio.sleep(0.05)  # for the loop to see its pipes closed
         (outcome,) = await pool.score([sample("score 1")])
         assert outcome.error is None
 

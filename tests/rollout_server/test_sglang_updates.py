@@ -15,7 +15,8 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
+from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
+from torch_oracle import hf_tensors
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
@@ -95,7 +96,7 @@ class Learner(Publisher):
 
     async def send(self, version: int, model: Any) -> PublishReport:
         """Publish a model."""
-        return await asyncio.to_thread(self.publish, version, update_of(model).items(), digests(model))
+        return await asyncio.to_thread(self.publish, version, hf_tensors(model).items(), digests(model))
 
     async def serve(self, served: Served, model: Any) -> PublishReport:
         """Publish a model as the next version, which the engine then holds and decodes with."""

@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import (
-    DEADLINE_S,
-    VARIANTS,
-    Gates,
-    error,
-    load_model,
-    logprobs_of,
-    sample,
-    save_folder,
-    serving,
-)
+from torch_oracle import VARIANTS, error, load_model, logprobs_of, save_folder
+from torch_served import DEADLINE_S, Gates, sample, serving
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.torch.engine import TorchEngine

@@ -7,22 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import (
-    LONG,
-    PROMPT,
-    STEP,
-    Gates,
-    error,
-    hf_tensors,
-    load_model,
-    logprobs_of,
-    make_model,
-    sample,
-    save_folder,
-    serving,
-    stopped_midway,
-    update,
-)
+from torch_oracle import error, hf_tensors, load_model, logprobs_of, make_model, save_folder
+from torch_served import LONG, PROMPT, STEP, Gates, sample, serving, stopped_midway, update
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.prefixes import settled

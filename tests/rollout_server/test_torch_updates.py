@@ -9,22 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import (
-    DEADLINE_S,
-    LONG,
-    PROMPT,
-    STEP,
-    Gates,
-    error,
-    hf_tensors,
-    load_model,
-    logprobs_of,
-    logprobs_over_kept_kv,
-    make_model,
-    serving,
-    stopped_midway,
-    update,
-)
+from torch_oracle import error, hf_tensors, load_model, logprobs_of, logprobs_over_kept_kv, make_model
+from torch_served import DEADLINE_S, LONG, PROMPT, STEP, Gates, serving, stopped_midway, update
 
 from rollout_server.engines import EngineError, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
