@@ -153,21 +153,6 @@ def back(again):
     return again
 
 
-def test_ranks_that_all_hold_their_part_may_begin_after_a_restart():
-    again = back(restarted(two_ranks()))
-    again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
-    assert not sent(again, "l", m.Proceed)
-    again.handle("l1", m.Take(step=1, rank=1, have=True), 101.0)
-    assert sent(again, "l", m.Proceed) and sent(again, "l1", m.Proceed)
-
-
-def test_a_rank_gets_its_part_when_the_other_had_it_before_the_restart():
-    again = back(restarted(two_ranks()))
-    again.handle("l", m.Take(step=1, rank=0, have=True), 101.0)
-    again.handle("l1", m.Take(step=1, rank=1), 101.0)
-    assert sent(again, "l1", m.Batch)
-
-
 def test_a_rank_whose_proceed_was_lost_follows_the_one_that_has_begun():
     made = two_ranks()
     for rank, identity in enumerate(("l", "l1")):

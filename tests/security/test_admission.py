@@ -12,20 +12,8 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served_replay import (
-    NOTES,
-    PATIENT_S,
-    RUN,
-    Note,
-    arrivals,
-    greeting,
-    keys_of,
-    plain_connection,
-    raw_dealer,
-    read_until_closed,
-    ready,
-    with_router,
-)
+from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
@@ -47,6 +35,7 @@ from replay.channel import admission as rules
 from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
 from replay.channel.frames import encode
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
+from tests.support.waiting import PATIENT_S
 
 
 @settings(max_examples=200, deadline=None)

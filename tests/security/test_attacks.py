@@ -10,21 +10,8 @@ from types import UnionType
 
 import pytest
 import zmq
-from served_replay import (
-    PATIENT_S,
-    RUN,
-    Replay,
-    arrivals,
-    greeting,
-    keys_of,
-    plain_connection,
-    raw_dealer,
-    read_until_closed,
-    ready,
-    resident_bytes,
-    served,
-    with_router,
-)
+from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from served_replay import RUN, Replay, arrivals, keys_of, resident_bytes, served, with_router
 
 from replay import messages as m
 from replay.channel import (
@@ -38,7 +25,7 @@ from replay.channel import (
     roster,
     sockets,
 )
-from tests.support.waiting import until
+from tests.support.waiting import PATIENT_S, until
 
 TEN_GB = 10 * 1000**3
 CONNECTIONS = 500
