@@ -13,20 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay import messages as m
+from replay.channel import Message, WireError, decode, encode, registry
 from replay.channel import frames as frames_module
 from replay.channel.fields import MAX_DEPTH, MAX_INTEGER, MIN_INTEGER
-from replay.channel.frames import (
-    CRC_BYTES,
-    CRC_MARK,
-    DTYPES,
-    MAX_ARRAYS,
-    Message,
-    WireError,
-    checksum,
-    decode,
-    encode,
-    registry,
-)
+from replay.channel.frames import CRC_BYTES, CRC_MARK, DTYPES, MAX_ARRAYS, checksum
 from tests.replay.simulation.samples import make_result
 from tests.security.fuzz.mutations import Mutator
 from tests.security.fuzz.samples import Samples

@@ -217,16 +217,6 @@ def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
     )
 
 
-def test_files_of_batches_that_may_come_again_are_kept():
-    made = service(replay__async_lag=0)
-    for step in (1, 2):
-        make_step(made, step, versions=[step - 1])
-    made.handle("l", m.Checkpointed(step=2, kept=[1, 2]), 2.0)
-    assert made.journal.released == 1
-    made.handle("l", m.Checkpointed(step=2, kept=[2]), 2.0)
-    assert made.journal.released == made.journal.segment == 3
-
-
 def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
     made = busy()
     made.handle("l", m.Committed(step=3, digest="d3"), 2.0)

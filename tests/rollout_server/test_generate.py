@@ -149,9 +149,7 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
     async with generating(config, MEDIAN, SIGMA) as generator:
         generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
         first, again, other = await asyncio.gather(
-            generator.group(lease(3), "0/3/1"),
-            generator.group(lease(3), "0/3/2"),
-            generator.group(lease(4), "0/4/1"),
+            generator.group(lease(3), "0/3/1"), generator.group(lease(3), "0/3/2"), generator.group(lease(4), "0/4/1")
         )
         assert generator.running_tokens() == {}
     assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)

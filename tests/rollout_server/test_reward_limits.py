@@ -84,11 +84,7 @@ def test_secrets_stay_out_of_the_environment() -> None:
 
 @pytest.mark.parametrize(
     ("how", "started", "error"),
-    [
-        ("bomb", 64, "timed out after 1 s"),
-        ("daemon_then_die", 1, "exit code 9"),
-        ("daemon", 1, None),
-    ],
+    [("bomb", 64, "timed out after 1 s"), ("daemon_then_die", 1, "exit code 9"), ("daemon", 1, None)],
 )
 async def test_what_a_worker_started_is_killed_with_it(
     grader: str, tmp_path: Path, how: str, started: int, error: str | None

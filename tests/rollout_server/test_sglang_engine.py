@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_served import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    TOLERANCE,
-    Served,
-    check_logprobs,
-    digests,
-    random_model,
-    staged,
-)
+from sglang_served import NEW_TOKENS, PROMPT_TOKENS, TOLERANCE, Served, check_logprobs, digests, random_model, staged
 from torch_oracle import error, logprobs_of, logprobs_over_kept_kv
 
 from rollout_server.engines.base import Completion, EngineError, Partial, Sampling

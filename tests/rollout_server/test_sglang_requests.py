@@ -74,10 +74,7 @@ def test_spans_that_say_too_little_are_refused(spans: list[dict[str, Any]], said
         versions_from_spans(spans, 4, 0)
 
 
-@given(
-    count=st.integers(1, 60),
-    updates=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 16)), max_size=4),
-)
+@given(count=st.integers(1, 60), updates=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 16)), max_size=4))
 def test_without_spans_no_token_is_called_newer_than_it_is(count: int, updates: list[tuple[int, int]]) -> None:
     """`updates`: where each began, and how many tokens in doubt there were."""
     part = Part(rid="a", version=3)

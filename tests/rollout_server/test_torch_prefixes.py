@@ -106,11 +106,7 @@ async def test_tokens_are_drawn_from_the_models_distribution(began: list[int], t
 
 
 async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(folder: Path) -> None:
-    ended = [
-        prefix([5, 6], 3, finish_reason="length"),
-        prefix([7, 2], 4),
-        prefix([9] * 8, 5),
-    ]
+    ended = [prefix([5, 6], 3, finish_reason="length"), prefix([7, 2], 4), prefix([9] * 8, 5)]
     async with serving(folder) as engine:
         sampling = Sampling(max_new_tokens=8, stop_token_ids=(2,))
         answers = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=ended)

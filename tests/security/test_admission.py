@@ -17,23 +17,10 @@ from served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import (
-    AsyncRouter,
-    ChannelError,
-    Dealer,
-    DuplicateMessage,
-    Envelope,
-    Keys,
-    Limits,
-    WireError,
-    load_keys,
-    may_be,
-    roster,
-    sockets,
-)
+from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, sockets
 from replay.channel import admission as rules
-from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
-from replay.channel.frames import encode
+from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, DuplicateMessage, Window, identity_of, may_be
+from replay.channel.frames import Envelope, WireError, encode
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
 from tests.support.waiting import PATIENT_S
 

@@ -14,17 +14,7 @@ from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed,
 from served_replay import RUN, Replay, arrivals, keys_of, resident_bytes, served, with_router
 
 from replay import messages as m
-from replay.channel import (
-    AsyncRouter,
-    Dealer,
-    Keys,
-    Message,
-    decode,
-    encode,
-    handshake,
-    roster,
-    sockets,
-)
+from replay.channel import AsyncRouter, Dealer, Keys, Message, decode, encode, handshake, roster, sockets
 from tests.support.waiting import PATIENT_S, until
 
 TEN_GB = 10 * 1000**3

@@ -143,12 +143,7 @@ class Runs:
     started: list[Run] = field(default_factory=list)
 
     def __call__(
-        self,
-        *settings: str,
-        name: str = "run",
-        steps: int = 4,
-        split: str = "1:1",
-        arguments: Sequence[str] = (),
+        self, *settings: str, name: str = "run", steps: int = 4, split: str = "1:1", arguments: Sequence[str] = ()
     ) -> Run:
         """Start the launcher with `key=value` settings over the small ones."""
         small = [
