@@ -1,5 +1,6 @@
 """Tiny random model folders, and what transformers says about them: the oracle of the engines' tests."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,13 @@ def logprobs_over_kept_kv(old: Any, new: Any, prompt: list[int], answer: Complet
     cache = old(ids[:, :fed_to_old], past_key_values=DynamicCache(config=old.config), use_cache=True).past_key_values
     logits = new(ids[:, fed_to_old:-1], past_key_values=cache).logits[0].float()
     return torch.log_softmax(logits, -1).gather(1, ids[0, fed_to_old + 1 :, None])[:, 0]
+
+
+def check_versions(models: Mapping[int, Any], prompt: list[int], answer: Completion) -> None:
+    """Every token's logprob is what the weights of its version say of it, with all before it read by them."""
+    expected = {version: logprobs_of(model, prompt, answer) for version, model in models.items()}
+    of_each = torch.stack([expected[version][place] for place, version in enumerate(answer.versions.tolist())])
+    assert error(answer, of_each) <= 1e-5
 
 
 def error(answer: Completion, expected: torch.Tensor, span: slice = slice(None)) -> float:
