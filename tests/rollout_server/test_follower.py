@@ -86,7 +86,7 @@ def config(models: tuple[Path, Any, Any]) -> Config:
         {
             "model": {"path": str(models[0])},
             "data": {"train": "none.jsonl"},
-            "weight_bus": {"port": free_port(), "heartbeat_s": 0.1, "collective_timeout_s": 10, "deadline_s": 20},
+            "weight_bus": {"port": free_port(), "heartbeat_s": 0.4, "collective_timeout_s": 10, "deadline_s": 20},
         }
     )
 

@@ -33,7 +33,7 @@ RUNS = itertools.count()
 TIMEOUT_S = 7.0
 AT_ONCE_S = 6.0
 """Less than that, and more than anything takes that does not wait for a broadcast."""
-COMMON = (f"weight_bus.bucket_bytes={BUCKET_BYTES}", "weight_bus.heartbeat_s=0.25")
+COMMON = (f"weight_bus.bucket_bytes={BUCKET_BYTES}", "weight_bus.heartbeat_s=0.5")
 
 
 class Faulty:

@@ -200,7 +200,7 @@ def kill(publisher: Publisher) -> WeightBus:
 
 def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog, config):
     caplog.set_level(logging.INFO)
-    config = config.model_copy(update={"heartbeat_s": 0.2})
+    config = config.model_copy(update={"heartbeat_s": 0.4})
     first = learner(config)
     (rollout,) = servers(first, "one", config=config)
     publish(first, 7)
