@@ -28,7 +28,7 @@ from weight_bus.digest import combined, slice_digest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix, ignore
 
-CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.8, max_heals=2)
+CONFIG = WeightBus(bucket_bytes=600_000, deadline_s=8.0, collective_timeout_s=1.5, heartbeat_s=0.5, max_heals=2)
 RUN = "bus-test"
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]

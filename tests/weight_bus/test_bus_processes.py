@@ -28,12 +28,13 @@ def test_a_peer_lost_mid_broadcast_costs_bounded_time(publisher, action, caplog)
         assert report.served == ["rollout-0"] and report.failed.keys() == {"rollout-1"}
         symptom = "[closed]" if action == "kill" else "[silent]"
         named = [r for r in caplog.messages if f"'rollout-1' (pid {lost.process.pid}" in r and r.endswith("; removed")]
-        assert len(named) == 1 and symptom in named[0] and "v2 epoch 1" in named[0], caplog.text
+        assert len(named) == 1 and symptom in named[0] and ": v2 epoch " in named[0], caplog.text
         assert digests(survivor.engine.live) == digests(weights(2, rows=ROWS))
 
+        epoch = publisher.epoch
         assert publish(publisher, 3).served == ["rollout-0"]
         assert survivor.engine.activated == [1, 2, 3]
-        assert publisher.epoch == 2, "the next version owes nothing to the lost peer"
+        assert publisher.epoch == epoch, "the next version owes nothing to the lost peer"
 
         if action == "stop":
             lost.process.send_signal(signal.SIGCONT)

@@ -215,26 +215,6 @@ def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog, config):
     assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
 
 
-def test_equal_weights_of_the_next_incarnation_are_activated_as_its_own():
-    first = learner()
-    policies: list[tuple[int, int]] = []
-
-    class Named(Engine):
-        def activate(self, version: int, evaluate: bool) -> None:
-            policies.append((rollout.subscriber.incarnation, version))
-
-    (rollout,) = servers(first, "one", engine=Named())
-    publish(first, 5)
-    with learner(kill(first), incarnation=2) as second:
-        publish(second, 5)
-        until(lambda: len(policies) == 2, "the policy of the next incarnation is activated")
-        until(lambda: second.members() == {"one": ("live", 5)}, "its publisher hears so")
-        assert second.stats()["rounds"] == 1
-        publish(second, 6)
-        rollout.halt()
-    assert policies == [(1, 5), (2, 5), (2, 6)]
-
-
 def test_a_backend_that_is_not_here_is_refused_by_name():
     config = WeightBus(backend="nccl")
     with pytest.raises(WeightBusError, match=r"nccl.*take weight_bus\.backend: gloo"):

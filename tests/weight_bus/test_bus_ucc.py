@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import ModuleType
@@ -243,13 +243,10 @@ def test_a_real_ucc_carries_a_version():
     except WeightBusError as error:
         pytest.skip(str(error))
     assert "stub" not in ucc_name(kind), "this test is about the real one"
-    real = Pair()
-    try:
+    with closing(Pair()) as real:
         real.form()
         for version in (1, 2):
             real.carries(bucket(version), bucket(version + 1, 20_000_000))
-    finally:
-        real.close()
 
 
 @over_the_stub
