@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small_generator import PROMPT, config_of, generating
+from torch_served import Gates
 
 from configs import Config
 from replay import messages as m
@@ -161,15 +162,18 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
 
 
 @pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])
-async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int) -> None:
+async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int, gate_at: Gates) -> None:
     async with generating(config, median, sigma=0.0) as generator:
         await generator.engine.pause("keep_kv")
         doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
         other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
         await eventually(lambda: len(generator.running_tokens()) == 2, "both are there")
+        gate = gate_at(3)
         await generator.engine.resume()
-        await eventually(lambda: generator.running_tokens().get("0/1/1"), "a token")
-        await generator.engine.pause("keep_kv")
+        await gate.reached()
+        pausing = await gate.posted(generator.engine.pause("keep_kv"))
+        gate.release()
+        await pausing
         assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
         generator.abort("0/1/1")
         generator.abort("nobody")

@@ -13,14 +13,7 @@ from torch_oracle import check_versions, error, hf_tensors, load_model, logprobs
 from torch_served import DEADLINE_S, LONG, PROMPT, STEP, Gates, serving, stopped_midway, update
 
 from rollout_server.engines import EngineError, Sampling
-from rollout_server.engines.torch.engine import TorchEngine
 from weight_bus.digest import slice_digest
-
-
-async def until_generated(engine: TorchEngine, tokens: int) -> None:
-    """Return once the engine has generated so many tokens; the test's own deadline bounds it."""
-    while (await engine.health()).generated_tokens < tokens:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 async def test_keep_kv_goes_on_over_the_old_kv(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
@@ -101,7 +94,7 @@ async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(folder:
         assert len((await answers)[0].token_ids) == 40
 
 
-async def test_several_updates_within_one_answer(folder: Path) -> None:
+async def test_several_updates_within_one_answer(folder: Path, gate_at: Gates) -> None:
     versions = [make_model(seed=seed) for seed in range(1, 5)]
     async with serving(folder, max_context=128, max_running=8) as engine:
         calls = [
@@ -109,12 +102,15 @@ async def test_several_updates_within_one_answer(folder: Path) -> None:
             for i in range(1, 13)
         ]
         for number, model in enumerate(versions, start=1):
-            await until_generated(engine, (await engine.health()).generated_tokens + 60)
-            await engine.pause("recompute_kv")
+            gate = gate_at(8)
+            await gate.reached()
+            pausing = await gate.posted(engine.pause("recompute_kv"))
+            gate.release()
+            await pausing
             await engine.load(hf_tensors(model).items(), number)
             assert await engine.digest() == {n: slice_digest(t) for n, t in hf_tensors(model).items()}
             await engine.resume()
-        assert len(set(np.concatenate([a.versions for call in calls for a in await call]).tolist())) > 1
+        assert set((await calls[0])[0].versions.tolist()) == {0, 1, 2, 3, 4}
         everything = dict(enumerate([load_model(folder), *versions]))
         for prompt, answers in zip(range(1, 13), await asyncio.gather(*calls), strict=True):
             for answer in answers:
