@@ -230,6 +230,7 @@ def test_flags_are_aliases_of_keys_and_set_wins():
     assert given("") == load("quickstart") and set(FLAGS.values()) <= set(leaf_keys())
 
 
+@settings(deadline=None)
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     tree: dict[str, Any] = {}

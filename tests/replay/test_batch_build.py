@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_run import config
 
@@ -107,6 +107,7 @@ def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() 
     assert part.stats["timing_s/gen"] == 2.5
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=30),
     ranks=st.integers(1, 4),
