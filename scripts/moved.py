@@ -8,6 +8,7 @@ MOVED = {
     "scripts.bench_bus": "scripts.bench bus",
     "scripts.bench_pipeline": "scripts.bench pipeline",
     "scripts.bench_replay": "scripts.bench replay",
+    "scripts.bench.model": "learner.examples.random_qwen3",
     "scripts.bus_changes": "scripts.chaos weights changes",
     "scripts.bus_corruption": "scripts.chaos weights flips",
     "scripts.bus_faults": "scripts.chaos bus",

@@ -27,11 +27,13 @@ import torch
 
 from configs import loading
 from configs.schema import Config
+from learner.examples.random_qwen3 import SHAPES, make
 from learner.launch import children
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
+from rollout_server.engines.torch.weights import read_folder
 from rollout_server.follower import WeightFollower
-from scripts.bench import core, model
+from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, Processes, Row
 from scripts.bench.server import make_engine
@@ -40,6 +42,7 @@ from weight_bus import Publisher
 from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
 
+Version = dict[str, torch.Tensor]
 RUN = "bench-bus"
 JOIN_S, END_S = 300.0, 20.0
 STEPS_BEFORE = 40
@@ -71,7 +74,36 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
     return loading.parse(json.dumps(tree), "bench bus", args.overrides)
 
 
-def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.Namespace) -> list[dict[str, Any]]:
+def make_versions(
+    folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int
+) -> list[Version]:
+    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
+
+    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
+    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
+    trained (docs/benchmarks/bus.md).
+    """
+    made: list[Version] = [{} for _ in range(count)]
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):
+        weight = torch.nn.Parameter(tensor.to(device))
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        weight.grad = torch.empty_like(weight)
+        for step in range(1, before + count):
+            weight.grad.normal_(generator=generator)
+            optimizer.step()
+            if step >= before:
+                made[step - before][name] = weight.detach().to(torch.bfloat16)
+    return made
+
+
+def density(old: Version, new: Version) -> float:
+    """Share of elements whose bits differ."""
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
+    return changed / sum(tensor.numel() for tensor in new.values())
+
+
+def publish_all(publisher: Publisher, made: list[Version], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
     digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
     rows = []
@@ -176,14 +208,14 @@ def updates(
 ) -> Updates:
     """Publish all versions from `host` to receivers; `enter` begins their commands. Raises CaseFailed, ConfigError."""
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
-    model.make(args.shape, path, args.seed)
+    make(args.shape, path, args.seed)
     config = settings(args, folder, path)
     cuda = args.device == "cuda"
     device = torch.device("cuda:0" if cuda else "cpu")
     if cuda:
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
-    made = model.versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
+    made = make_versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
     (folder / "config.yaml").write_text(loading.dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
     with Processes(folder, JOIN_S) as processes:
@@ -204,7 +236,7 @@ def updates(
         # they end with the publisher's goodbye
         children.wait_or_kill([child.process for child in processes.children], END_S)
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]
-    return Updates(config, rows, pauses, model.density(made[0], made[1]), busy)
+    return Updates(config, rows, pauses, density(made[0], made[1]), busy)
 
 
 async def receive(folder: Path, *, name: str, address: str, requests: int) -> None:
@@ -269,8 +301,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")
     parser.add_argument("--out", type=Path, help="also write the result there")
     args = parser.parse_args(argv)
-    if args.shape not in model.SHAPES:
-        parser.error(f"--shape {args.shape!r}: take one of {', '.join(model.SHAPES)}")
+    if args.shape not in SHAPES:
+        parser.error(f"--shape {args.shape!r}: take one of {', '.join(SHAPES)}")
     return args
 
 

@@ -14,6 +14,7 @@ from small_generator import PROMPT, config_of, generating
 from torch_served import Gates
 
 from configs import Config
+from learner.examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.lifeline import CANNOT_START
 from rollout_server import main as rollout_main
@@ -21,7 +22,6 @@ from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
-from scripts.bench.model import SHAPES, make
 from scripts.bench.server import forced_length
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus

@@ -16,6 +16,7 @@ from torch_oracle import check_versions, load_model
 from torch_served import Gate, Gates, update
 
 from configs import Config
+from learner.examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.channel.frames import decode, encode
 from replay.desks.leases import Slot, SlotState
@@ -24,7 +25,6 @@ from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.server import RolloutServer
-from scripts.bench.model import SHAPES, make
 from scripts.bench.server import forced_length
 from tests.support.waiting import eventually
 

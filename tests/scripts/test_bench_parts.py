@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs import Config
+from learner.examples import random_qwen3
 from learner.learner import Learner
 from replay import messages as m
 from replay.desks.leases import Slot
@@ -26,7 +27,7 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
-from scripts.bench import core, link, load, model, pipeline, replay
+from scripts.bench import bus, core, link, load, pipeline, replay
 from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
 from scripts.bench.load import Case, prepare
 from scripts.bench.replay import MIB, memory
@@ -39,13 +40,13 @@ PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(model.config(name))
+        made = AutoModelForCausalLM.from_config(random_qwen3.config(name))
     assert sum(parameter.numel() for parameter in made.parameters()) == PARAMETERS[name]
 
 
 def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "SHARD", "100KB")
-    assert model.make("tiny", tmp_path / "model", 0) and not model.make("tiny", tmp_path / "model", 1)
+    monkeypatch.setattr(random_qwen3, "SHARD", "100KB")
+    assert random_qwen3.make("tiny", tmp_path / "model", 0) and not random_qwen3.make("tiny", tmp_path / "model", 1)
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not any(report.values()), report
     for name, tensor in loaded.named_parameters():
@@ -57,13 +58,13 @@ def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pyte
 
 def test_a_prompt_has_exactly_so_many_tokens(tmp_path: Path) -> None:
     folder, data = tmp_path / "model", tmp_path / "prompts.jsonl"
-    model.make("tiny", folder, 0)
-    model.write_prompts(data, vocab=512, count=20, num_tokens=37, seed=0)
+    random_qwen3.make("tiny", folder, 0)
+    random_qwen3.write_prompts(data, vocab=512, count=20, num_tokens=37, seed=0)
     task = Task(Config.model_validate({"model": {"path": str(folder)}, "data": {"train": str(data)}}))
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     encoded = [task.encode(row) for row in rows]
     assert {len(ids) for ids in encoded} == {37} and len(set(map(tuple, encoded))) == 20
-    assert task.stop_token_ids == (model.EOS,)
+    assert task.stop_token_ids == (random_qwen3.EOS,)
     texts = [task.decode(ids) for ids in encoded]
     assert texts == [row["prompt"] for row in rows], "answers that differ read differently"
     rewards = {spread({"completion": text}) for text in texts}
@@ -71,12 +72,12 @@ def test_a_prompt_has_exactly_so_many_tokens(tmp_path: Path) -> None:
 
 
 def test_the_versions_are_those_of_adam(tmp_path: Path) -> None:
-    model.make("tiny", tmp_path / "model", 0)
+    random_qwen3.make("tiny", tmp_path / "model", 0)
     settings = {"count": 2, "device": torch.device("cpu"), "seed": 1}
-    made = model.versions(tmp_path / "model", before=40, lr=1e-6, **settings)
-    assert made[0].keys() == dict(model.read_folder(tmp_path / "model", tied=False, dtype=torch.float32)).keys()
-    assert 0.002 < model.density(*made) < 0.02, "about one element in a hundred after forty steps (PULSE, 2602.03839)"
-    assert model.density(*model.versions(tmp_path / "model", before=40, lr=1e-3, **settings)) > 0.5
+    made = bus.make_versions(tmp_path / "model", before=40, lr=1e-6, **settings)
+    assert made[0].keys() == dict(bus.read_folder(tmp_path / "model", tied=False, dtype=torch.float32)).keys()
+    assert 0.002 < bus.density(*made) < 0.02, "about one element in a hundred after forty steps (PULSE, 2602.03839)"
+    assert bus.density(*bus.make_versions(tmp_path / "model", before=40, lr=1e-3, **settings)) > 0.5
 
 
 @pytest.mark.parametrize(

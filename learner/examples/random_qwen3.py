@@ -1,6 +1,6 @@
-"""`python -m scripts.bench.model SHAPE FOLDER`: a Qwen3 folder of random weights; prompts and versions of it.
+"""`python -m learner.examples.random_qwen3 SHAPE FOLDER`: a Qwen3 folder of random weights, and prompts for it.
 
-Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
+Speed, memory and broadcasts do not depend on the values of weights: to try a shape on GPUs needs no download.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_server.engines.torch.weights import read_folder
-
 SHARD = "2GB"
 MAX_TOKENS = 40_960
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAD, EOS, UNK = range(3)
-COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-COLUMNS += ("head_dim", "vocab_size", "tie_word_embeddings")
+COLUMNS = """
+    hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size
+    tie_word_embeddings
+""".split()
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(COLUMNS, sizes, strict=True))
     for name, *sizes in (
@@ -32,7 +32,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     )
 }
 """Sizes of Qwen3 decoders, in the words of transformers."""
-Version = dict[str, torch.Tensor]
 
 
 def config(name: str) -> Any:
@@ -87,33 +86,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     write_tokenizer(beside, SHAPES[name]["vocab_size"])
     beside.rename(out)
     return True
-
-
-def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int) -> list[Version]:
-    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
-
-    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
-    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
-    trained (docs/benchmarks/bus.md).
-    """
-    made: list[Version] = [{} for _ in range(count)]
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):
-        weight = torch.nn.Parameter(tensor.to(device))
-        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        weight.grad = torch.empty_like(weight)
-        for step in range(1, before + count):
-            weight.grad.normal_(generator=generator)
-            optimizer.step()
-            if step >= before:
-                made[step - before][name] = weight.detach().to(torch.bfloat16)
-    return made
-
-
-def density(old: Version, new: Version) -> float:
-    """Share of elements whose bits differ."""
-    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
-    return changed / sum(tensor.numel() for tensor in new.values())
 
 
 if __name__ == "__main__":
