@@ -16,10 +16,8 @@ SHARD = "2GB"
 MAX_TOKENS = 40_960
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAD, EOS, UNK = range(3)
-COLUMNS = """
-    hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size
-    tie_word_embeddings
-""".split()
+COLUMNS = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+COLUMNS += ["head_dim", "vocab_size", "tie_word_embeddings"]
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(COLUMNS, sizes, strict=True))
     for name, *sizes in (
