@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import Config
 from learner.advantages import grpo
 from learner.batches import BatchReader
-from learner.checkpoint import Checkpointer, CheckpointError
+from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
 from learner.losses import build_loss
