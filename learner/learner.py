@@ -13,7 +13,7 @@ from configs.schema import Config
 from learner.advantages import AdvantageInputs, advantages_of, build_advantage
 from learner.aggregation import token_weights
 from learner.batches import BatchReader
-from learner.checkpoint import Checkpointer, CheckpointError
+from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
 from learner.model import build_policy

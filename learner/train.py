@@ -19,7 +19,7 @@ import torch.distributed as dist
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
-from learner.checkpoint import CheckpointError
+from learner.checkpoints.checkpointer import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
 from learner.losses import LossError

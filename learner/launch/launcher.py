@@ -19,7 +19,7 @@ from typing import Any
 from configs.loading import dump
 from configs.plan import Machine, Plan, assign
 from configs.schema import Config
-from learner.checkpoint_folders import latest_complete
+from learner.checkpoints.folders import latest_complete
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.machine import this_machine

@@ -32,7 +32,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     """The same bytes to as many receivers on the same devices. Raises CaseFailed."""
     share = config.shares[0]
     receivers = [engine[0] for engine in share.engines(config.placement.tensor_parallel)]
-    environment = {**os.environ, **NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
+    environment = {**NCCL_DEFAULTS, **config.network.env, "OMP_NUM_THREADS": "1"}
     if config.weight_bus.backend != "gloo":
         visible = visible_devices(os.environ)
         chosen = [share.learner[0], *receivers]
@@ -40,7 +40,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
     words = ["-m", "learner.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
     words += ["-m", "scripts.bench.broadcast", str(num_bytes), str(config.weight_bus.bucket_bytes)]
     words += [config.weight_bus.backend, config.network.host]
-    said = output_of("the raw broadcast", words, LIMIT_S, environment)
+    said = output_of("the raw broadcast", words, LIMIT_S, **environment)
     return dict(json.loads([line for line in said.splitlines() if line.startswith("{")][-1]))
 
 
@@ -51,24 +51,29 @@ def device_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def largest(value: float, device: torch.device) -> float:
+    """Of all ranks; also a barrier."""
+    values = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return float(values.item())
+
+
+def together(device: torch.device) -> float:
+    """Begin together with all ranks, the device idle; the time then."""
+    device_time(device)
+    largest(0.0, device)
+    return device_time(device)
+
+
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
     buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)
-
-    def slowest(seconds: float) -> float:
-        """Of all ranks; also a barrier."""
-        value = torch.tensor([seconds], dtype=torch.float64, device=device)
-        dist.all_reduce(value, op=dist.ReduceOp.MAX)
-        return float(value.item())
-
     found = []
     for _ in range(WARM_UP + REPEAT):
-        device_time(device)
-        slowest(0.0)
-        started = device_time(device)
+        started = together(device)
         for one in buckets:
             dist.broadcast(one, 0)
-        found.append(slowest(device_time(device) - started))
+        found.append(largest(device_time(device) - started, device))
     return found[WARM_UP:]
 
 

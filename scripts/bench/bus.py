@@ -12,10 +12,10 @@ minute. Standard output gets a line for each version, and as its last line one o
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -25,12 +25,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from configs.loading import ConfigError, apply_override, dump, load, validate
+from configs import loading
 from configs.schema import Config
+from learner.examples.random_qwen3 import SHAPES, make
+from learner.launch import children
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
+from rollout_server.engines.torch.weights import read_folder
 from rollout_server.follower import WeightFollower
-from scripts.bench import core, model
+from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, Processes, Row
 from scripts.bench.server import make_engine
@@ -39,13 +42,12 @@ from weight_bus import Publisher
 from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
 
+Version = dict[str, torch.Tensor]
 RUN = "bench-bus"
-JOIN_S = 300.0
+JOIN_S, END_S = 300.0, 20.0
 STEPS_BEFORE = 40
-BETWEEN_S = 0.3
-"""Pause between two versions."""
-AROUND_S = 0.1
-"""After an update the next token of every request has come."""
+BETWEEN_S = 0.3  # between two versions
+AROUND_S = 0.1  # so long after an update the next token of every request has come
 PROMPT = [3, 4, 5, 6]
 SIZES = {
     "shape": ("0.6B", "10M", "of the model"),
@@ -58,32 +60,57 @@ SIZES = {
 
 def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
     """The configuration of the job. Raises ConfigError."""
-    cuda = args.device == "cuda"
-    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(args.bucket_mib * 2**20)}
-    bus |= {"delta": True, "full_every": 2, "deadline_s": 120.0, "collective_timeout_s": 30.0}
-    engine = {"engine": "sglang" if cuda else "torch", "dtype": "bfloat16"}
+    rollout = {"dtype": "bfloat16", "max_new_tokens": args.tokens, "max_running": max(1, args.requests)}
+    bus: dict[str, Any] = {"bucket_bytes": int(args.bucket_mib * 2**20), "delta": True, "full_every": 2}
+    bus |= {"deadline_s": 120.0, "collective_timeout_s": 30.0}
     tree: dict[str, Any] = {
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 16},
-        "rollout": engine | {"max_new_tokens": args.tokens, "max_running": max(1, args.requests)},
-        "learner": {"compute_dtype": "bfloat16" if cuda else "float32"},
-        "weight_bus": bus | ({"stage_in": "engine"} if cuda else {}),
+        "rollout": rollout,
+        "weight_bus": bus | ({"stage_in": "engine"} if args.device == "cuda" else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
     }
-    for override in args.overrides:
-        apply_override(tree, override)
-    return validate(tree, "bench bus")
+    return loading.parse(json.dumps(tree), "bench bus", args.overrides)
 
 
-def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.Namespace) -> list[dict[str, Any]]:
+def make_versions(
+    folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int
+) -> list[Version]:
+    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
+
+    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
+    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
+    trained (docs/benchmarks/bus.md).
+    """
+    made: list[Version] = [{} for _ in range(count)]
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):
+        weight = torch.nn.Parameter(tensor.to(device))
+        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        weight.grad = torch.empty_like(weight)
+        for step in range(1, before + count):
+            weight.grad.normal_(generator=generator)
+            optimizer.step()
+            if step >= before:
+                made[step - before][name] = weight.detach().to(torch.bfloat16)
+    return made
+
+
+def density(old: Version, new: Version) -> float:
+    """Share of elements whose bits differ."""
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
+    return changed / sum(tensor.numel() for tensor in new.values())
+
+
+def publish_all(publisher: Publisher, made: list[Version], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
     digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
     rows = []
+    # to and fro: a jump from the last one back to the first would be a long step
+    order = [*range(len(made)), *range(len(made) - 2, 0, -1)]
     for number in range(args.versions):
-        # to and fro: a jump from the last one back to the first would be a long step
-        turn = number % (2 * len(made) - 2)
-        kept = min(turn, 2 * len(made) - 2 - turn)
+        kept = order[number % len(order)]
         began, cpu = time.monotonic(), time.process_time()
         digests = dict(zip(made[kept], digesters[kept].launch().sums(), strict=True))
         digested = time.monotonic() - began
@@ -98,15 +125,10 @@ def publish_all(publisher: Publisher, made: list[model.Version], args: argparse.
     return rows
 
 
-def median_of(rows: Sequence[Row], key: str) -> float:
-    """Median of a key; a row without it counts as 0."""
-    return statistics.median(row.get(key, 0.0) for row in rows)
-
-
 def by_kind(rows: Sequence[Row], enough: int) -> tuple[list[Row], list[Row]]:
     """Versions sent whole and as changes, without the first of each, which connects and allocates.
 
-    Raises CaseFailed when there are fewer than `enough` of a kind.
+    Raises CaseFailed when fewer than `enough` of a kind are left.
     """
     full = max(row["bytes"] for row in rows)
     whole, changes = [r for r in rows if r["bytes"] == full][1:], [r for r in rows if r["bytes"] < full][1:]
@@ -119,8 +141,8 @@ def summary(whole: Sequence[Row], changes: Sequence[Row]) -> dict[str, Any]:
     """Medians of versions sent whole (`full_`) and as changes (`delta_`)."""
     found: dict[str, Any] = {}
     for kind, its in (("full", whole), ("delta", changes)):
-        phases = {key: median_of(its, key) for key in sorted({key for row in its for key in row if key.endswith("_s")})}
-        found |= {f"{kind}_bytes": median_of(its, "bytes"), f"{kind}_sync_s": phases["total_s"]}
+        phases = core.medians(its)
+        found |= {f"{kind}_bytes": core.median(row["bytes"] for row in its), f"{kind}_sync_s": phases["total_s"]}
         found |= {f"{kind}_cpu_s": phases["cpu_s"], f"{kind}_phases": phases}
     found["delta_ratio"] = found["full_bytes"] / found["delta_bytes"]
     found["delta_over_full"] = found["delta_sync_s"] / found["full_sync_s"]
@@ -136,7 +158,7 @@ def engine_side(pauses: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "pause_ms_p50": core.median(gaps),
         "pause_ms_max": max(gaps, default=None),
-        "engine_phases": {key: median_of(seen, key) for key in names} if seen else {},
+        "engine_phases": {key: core.median(pause.get(key, 0.0) for pause in seen) for key in names} if seen else {},
     }
 
 
@@ -144,14 +166,10 @@ class Updates(NamedTuple):
     """What a publisher and its receivers have measured."""
 
     config: Config
-    rows: list[dict[str, Any]]
-    """Of the publisher, one a version."""
-    pauses: list[dict[str, Any]]
-    """Of the receivers, one a version and engine."""
-    density: float
-    """Share of elements that a version changes."""
-    busy: dict[str, Any]
-    """A raw broadcast while the engines answer, on GPUs."""
+    rows: list[dict[str, Any]]  # of the publisher, one a version
+    pauses: list[dict[str, Any]]  # of the receivers, one a version and engine
+    density: float  # share of elements that a version changes
+    busy: dict[str, Any]  # a raw broadcast while the engines answer, on GPUs
 
 
 def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, Any]:
@@ -188,95 +206,88 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
 def updates(
     args: argparse.Namespace, folder: Path, host: str = "127.0.0.1", enter: Sequence[str] = (), threads: int = 1
 ) -> Updates:
-    """Publish all versions from `host` to receivers, whose commands follow the words `enter`.
-
-    Raises CaseFailed and ConfigError.
-    """
+    """Publish all versions from `host` to receivers; `enter` begins their commands. Raises CaseFailed, ConfigError."""
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
-    model.make(args.shape, path, args.seed)
+    make(args.shape, path, args.seed)
     config = settings(args, folder, path)
     cuda = args.device == "cuda"
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = torch.device("cuda:0" if cuda else "cpu")
     if cuda:
         set_nccl_defaults(config.weight_bus)
         torch.cuda.set_device(device)
-    made = model.versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
-    (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    made = make_versions(path, before=STEPS_BEFORE, count=args.kept, lr=args.lr, device=device, seed=args.seed)
+    (folder / "config.yaml").write_text(loading.dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
-    with Processes(folder) as processes:
+    with Processes(folder, JOIN_S) as processes:
         identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
         with Publisher(config.weight_bus, host=host, **identity) as publisher:
             for number in range(args.receivers):
                 name = f"engine-{number}"
-                job = {"address": publisher.address, "name": name, "requests": args.requests, "parent": os.getpid()}
-                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), json.dumps(job)]
+                job = json.dumps({"name": name, "address": publisher.address, "requests": args.requests})
+                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
                 # each on a GPU of its own, after the publisher's
                 devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
-            everyone = f"{args.receivers} receivers to join"
-            processes.wait_until(everyone, lambda: len(publisher.members()) == args.receivers, JOIN_S)
+            what = f"{args.receivers} receivers to join"
+            processes.wait(what, lambda: len(publisher.members()) == args.receivers)
             rows = publish_all(publisher, made, args)
             if cuda and config.weight_bus.transport == "collective":
                 busy = raw_broadcast(config, max(row["bytes"] for row in rows))
-        core.until(processes.ended, 20)  # by themselves, with the publisher's goodbye
+        # they end with the publisher's goodbye
+        children.wait_or_kill([child.process for child in processes.children], END_S)
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]
-    return Updates(config, rows, pauses, model.density(made[0], made[1]), busy)
+    return Updates(config, rows, pauses, density(made[0], made[1]), busy)
 
 
-class Receiver:
-    """An engine that answers without end, and writes a line of JSON for each version gone live."""
+async def receive(folder: Path, *, name: str, address: str, requests: int) -> None:
+    """An engine that answers until the publisher says goodbye, and writes a line of JSON for each version gone live."""
+    config = loading.load(folder / "config.yaml")
+    engine, first_live, gaps_seen = make_engine(config), asyncio.Event(), 0.0
+    sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=())
 
-    def __init__(self, config: Config, name: str, out: Path, requests: int) -> None:
-        self.config, self.name, self.out, self.requests = config, name, out, requests
-        self.engine, self.first_live, self.gaps_seen = make_engine(config), asyncio.Event(), 0.0
-        self.follower = WeightFollower(config, self.engine, name, on_live=self._live, on_quarantine=self._dark)
+    async def answer(number: int) -> None:
+        await first_live.wait()
+        for again in itertools.count():
+            await engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
 
-    async def run(self, address: str) -> None:
-        """Until the publisher says goodbye."""
-        self.follower.follow(address, RUN)
-        async with asyncio.TaskGroup() as tasks:
-            work = [tasks.create_task(self._answer(number)) for number in range(self.requests)]
-            await asyncio.to_thread(self.follower._thread.join)  # it ends with the publisher's goodbye
-            for task in work:
-                task.cancel()
-        await self.engine.close()
-
-    async def _answer(self, number: int) -> None:
-        sampling = Sampling(max_new_tokens=self.config.rollout.max_new_tokens, stop_token_ids=())
-        await self.first_live.wait()
-        for again in range(1_000_000):
-            await self.engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
-
-    async def _live(self, version: int, _: int) -> None:
-        self.first_live.set()
-        asyncio.get_running_loop().create_task(self._note(version))
-
-    async def _note(self, version: int) -> None:
-        row = {"name": self.name, "version": version, "cpu_s": time.process_time()}
-        row |= {"paused_s": self.follower.gauges["pause_s"], "pausing_s": self.follower.gauges["pausing_s"]}
+    async def note(version: int) -> None:
+        nonlocal gaps_seen
+        row = {"name": name, "version": version, "cpu_s": time.process_time()}
+        row |= {"paused_s": follower.gauges["pause_s"], "pausing_s": follower.gauges["pausing_s"]}
         await asyncio.sleep(AROUND_S)
-        detail = (await self.engine.health()).detail
-        row |= {name: seconds for name, seconds in detail.items() if name.startswith("apply_")}
-        if detail.get("pause_samples", 0.0) > self.gaps_seen:  # the probe had a token on either side of the update
-            self.gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
-        with self.out.open("a", encoding="utf-8") as file:
+        detail = (await engine.health()).detail
+        row |= {key: seconds for key, seconds in detail.items() if key.startswith("apply_")}
+        if detail.get("pause_samples", 0.0) > gaps_seen:  # the probe had a token on either side of the update
+            gaps_seen, row["gap_ms"] = detail["pause_samples"], detail["pause_ms_last"]
+        with (folder / "pauses.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    async def _dark(self, reason: str) -> None:
+    async def live(version: int, _: int) -> None:
+        first_live.set()
+        tasks.create_task(note(version))
+
+    async def dark(reason: str) -> None:
         raise RuntimeError(reason)
+
+    follower = WeightFollower(config, engine, name, on_live=live, on_quarantine=dark)
+    async with asyncio.TaskGroup() as tasks:
+        follower.follow(address, RUN)
+        work = [tasks.create_task(answer(number)) for number in range(requests)]
+        await asyncio.to_thread(follower._thread.join)  # it ends with the publisher's goodbye
+        for task in work:
+            task.cancel()
+    await engine.close()
+    if follower.failure is not None:
+        raise follower.failure
 
 
 def main() -> None:
-    """One receiver: `python -m scripts.bench.bus FOLDER JOB`."""
-    folder, job = Path(sys.argv[1]), json.loads(sys.argv[2])
-    die_with_parent(job["parent"])
-    config = load(folder / "config.yaml")
-    set_up_logging(job["name"], None)
-
-    async def serve() -> None:  # the engine's loop is this one
-        await Receiver(config, job["name"], folder / "pauses.jsonl", job["requests"]).run(job["address"])
-
-    asyncio.run(serve())
+    """One receiver: `python -m scripts.bench.bus FOLDER JOB PARENT`."""
+    folder, job, parent = sys.argv[1:]
+    die_with_parent(int(parent))
+    settings = json.loads(job)
+    set_up_logging(settings["name"], None)
+    asyncio.run(receive(Path(folder), **settings))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -290,8 +301,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")
     parser.add_argument("--out", type=Path, help="also write the result there")
     args = parser.parse_args(argv)
-    if args.shape not in model.SHAPES:
-        parser.error(f"--shape {args.shape!r}: take one of {', '.join(model.SHAPES)}")
+    if args.shape not in SHAPES:
+        parser.error(f"--shape {args.shape!r}: take one of {', '.join(SHAPES)}")
     return args
 
 
@@ -303,7 +314,7 @@ def command(argv: Sequence[str]) -> int:
             found = updates(args, Path(folder))
             raw = raw_broadcast(found.config, max(row["bytes"] for row in found.rows))
             result = result_of(args, found, raw)
-    except (CaseFailed, ConfigError) as error:
+    except (CaseFailed, loading.ConfigError) as error:
         core.say(str(error))
         return 1
     if args.out is not None:

@@ -4,23 +4,26 @@ import argparse
 import json
 import math
 import os
+import platform
 import statistics
-import subprocess
 import sys
-import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
+from configs.base import ConfigError
 from learner.launch import children
 from learner.launch.children import Child
-from scripts.chaos.polling import Hung, wait_until
+from learner.report.metrics import MetricsError
+from scripts.chaos.polling import Hung, replace_text, wait_until
 
 LOG_LINES, LOG_WIDTH = 15, 240
 Row = Mapping[str, Any]
-Sizes = Mapping[str, tuple[Any, Any, str]]
-"""Options that --quick changes, by name: (default, default with --quick, help)."""
+Sizes = Mapping[str, tuple[Any, Any, str]]  # by option: (default, default with --quick, help)
 
 
 class CaseFailed(RuntimeError):
@@ -35,20 +38,27 @@ def say(text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Replace a JSON file as a whole, so that a later failure costs nothing that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-    beside.replace(path)
+    replace_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def tail(text: str) -> str:
-    """The last lines, each cut to a readable width."""
-    return "\n".join(line[:LOG_WIDTH] for line in text.splitlines()[-LOG_LINES:])
+@contextmanager
+def noted(result: dict[str, Any], key: str) -> Iterator[None]:
+    """What fails inside goes to the terminal, its first line into the result as well."""
+    try:
+        yield
+    except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
+        text = str(error) if isinstance(error, CaseFailed) else f"{type(error).__name__}: {error}"
+        say(text)
+        result[key] = text.splitlines()[0]
 
 
-def failed(why: str, logs: Iterable[Path]) -> CaseFailed:
-    """The error that says why, with the last lines of every log."""
-    texts = (f"--- {log}\n{tail(log.read_text(encoding='utf-8', errors='replace'))}" for log in logs)
-    return CaseFailed("\n".join([why, *texts]))
+def failed(why: str, folder: Path) -> CaseFailed:
+    """The error that says why, with the last lines of every log in a folder, each cut to a readable width."""
+    lines = [why]
+    for log in sorted(folder.glob("*.log")):
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+        lines += [f"--- {log}", *(line[:LOG_WIDTH] for line in last)]
+    return CaseFailed("\n".join(lines))
 
 
 def table(results: Sequence[Row], title: str) -> str:
@@ -56,7 +66,7 @@ def table(results: Sequence[Row], title: str) -> str:
     good = [result for result in results if "error" not in result]
     keys = dict.fromkeys(key for result in good for key in result if key != title)
     lines = [[title, *(str(result[title]) for result in good)], ["---"] * (1 + len(good))]
-    lines += [[key, *(_cell(result.get(key)) for result in good)] for key in keys]
+    lines += [[str(key), *(_cell(result.get(key)) for result in good)] for key in keys]
     failed = [f"{result[title]}: no result: {result['error']}" for result in results if "error" in result]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in lines if good), "", *failed])
 
@@ -82,9 +92,21 @@ def make_parser(name: str, description: str | None, sizes: Sizes, argv: Sequence
     return parser
 
 
+def versions(*packages: str) -> dict[str, str | None]:
+    """Of Python, and of packages; None for one that is not installed."""
+    installed = {found.name: found.version for found in distributions()}
+    return {"python": platform.python_version(), **{name: installed.get(name) for name in packages}}
+
+
 def median(values: Iterable[float]) -> float | None:
     found = list(values)
     return statistics.median(found) if found else None
+
+
+def medians(rows: Collection[Row]) -> dict[str, float | None]:
+    """Of every key that ends in `_s`, over the rows that have it."""
+    names = sorted({name for row in rows for name in row if name.endswith("_s")})
+    return {name: median(row[name] for row in rows if name in row) for name in names}
 
 
 def quantile(values: Iterable[float], share: float) -> float:
@@ -98,34 +120,12 @@ def spread(sample: dict[str, Any]) -> float:
     return zlib.crc32(sample["completion"].encode()) / 2**32
 
 
-def until(done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> bool:
-    """Poll `done` until it holds; False when that takes longer than `limit_s`."""
-    try:
-        return wait_until(done, "it", limit_s, look=lambda: time.sleep(look_s))
-    except Hung:
-        return False
-
-
-def output_of(what: str, words: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> str:
-    """Standard output of `python WORDS`, which ends well within `limit_s`. Raises CaseFailed."""
-    command = [sys.executable, *words]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit_s)
-    except subprocess.TimeoutExpired as expired:
-        raise CaseFailed(f"{what}: not done within {limit_s:g} s") from expired
-    if done.returncode:
-        raise CaseFailed(f"{what}: failed with exit code {done.returncode}\n{tail(done.stderr)}")
-    return done.stdout
-
-
 class Processes:
     """The processes of a case, each with a log; a context manager that leaves none behind."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, limit_s: float) -> None:
+        self.folder, self.limit_s = folder, limit_s
         self.children: list[Child] = []
-        self.may_end = False
-        """Whether a process that ends without an error is in order."""
 
     def __enter__(self) -> Self:
         return self
@@ -137,47 +137,39 @@ class Processes:
         self.children.append(children.start(name, command, self.folder / f"{name}.log", environment))
         return self.children[-1]
 
-    def fail(self, why: str) -> CaseFailed:
-        return failed(why, (child.log_path for child in self.children))
-
     def check(self) -> None:
-        """Raises CaseFailed when a process has ended that should not."""
+        """Raises CaseFailed when a process has ended with an error."""
         for child in self.children:
-            if child.exit_code() not in (None, 0 if self.may_end else None):
-                raise self.fail(f"{child.name} ended: {child.how_it_ended()}")
+            if child.exit_code() not in (None, 0):
+                raise failed(f"{child.name} ended: {child.how_it_ended()}", self.folder)
 
-    def wait_until(self, what: str, done: Callable[[], bool], limit_s: float, look_s: float = 0.05) -> None:
-        """Raises CaseFailed when `limit_s` pass, or a process ends."""
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Wait for it. Raises CaseFailed when `limit_s` pass, or a process fails."""
 
         def look() -> bool:
             self.check()
             return done()
 
-        if not until(look, limit_s, look_s):
-            raise self.fail(f"waited {limit_s:g} s for {what}")
-
-    def ended(self) -> bool:
-        return all(child.exit_code() is not None for child in self.children)
-
-
-class Cost(NamedTuple):
-    """CPU seconds since the start of a process."""
-
-    total: float
-    """All threads, those that have ended included."""
-    system: float
-    main: float
-    """The main thread: Python, the service, the batches."""
-    zmq_io: float
-    """ZeroMQ's thread: sockets, framing, CURVE."""
-    other: float
-
-    def since(self, before: "Cost") -> "Cost":
-        return Cost(*(now - then for now, then in zip(self, before, strict=True)))
+        try:
+            wait_until(look, what, self.limit_s)
+        except Hung as hung:
+            raise failed(f"waited {self.limit_s:g} s for {what}", self.folder) from hung
 
 
-def cost_of(pid: int) -> Cost:
-    """CPU seconds of a process. Raises FileNotFoundError when it is gone."""
+def output_of(what: str, words: Sequence[str], limit_s: float, **environment: str) -> str:
+    """What `python WORDS` prints, which ends well within `limit_s`. Raises CaseFailed."""
+    with TemporaryDirectory() as folder, Processes(Path(folder), limit_s) as processes:
+        child = processes.start(what, [sys.executable, *words], **environment)
+        processes.wait(what, lambda: child.exit_code() == 0)
+        return child.log_path.read_text(encoding="utf-8")
+
+
+def cost_of(pid: int) -> dict[str, float]:
+    """CPU seconds of a process since its start. Raises FileNotFoundError when it is gone.
+
+    `total` is that of all threads, those that have ended included, and `system` what of it the kernel took. `main` is
+    the main thread (Python, the service, the batches), `zmq_io` ZeroMQ's (sockets, framing, CURVE), `other` the rest.
+    """
     folder = Path("/proc") / str(pid)
     user, system = _times(folder / "stat")[1:]
     main = zmq_io = 0.0
@@ -190,11 +182,11 @@ def cost_of(pid: int) -> Cost:
             main = thread_user + thread_system
         elif name.startswith("ZMQbg/IO"):
             zmq_io += thread_user + thread_system
-    return Cost(user + system, system, main, zmq_io, user + system - main - zmq_io)
+    total = user + system
+    return {"total": total, "system": system, "main": main, "zmq_io": zmq_io, "other": total - main - zmq_io}
 
 
 def resident_bytes(pid: int) -> int:
-    """Resident memory of a process."""
     return int((Path("/proc") / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -19,8 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from replay.lifeline import die_with_parent
 from scripts.bench import bus
 from scripts.bench.core import CaseFailed, Row, say
@@ -28,33 +26,26 @@ from scripts.chaos.report import conclude, end_on_sigterm
 
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 DEVICE = "net0"
-BURST = "512kb"
-"""Above 256 KiB: what TCP hands down in one piece (TSO, GSO) must fit into it, or nothing passes."""
+BURST = "512kb"  # above 256 KiB: what TCP hands down in one piece (TSO, GSO) must fit into it, or nothing passes
 QUEUE = "8mb"
-ENOUGH = 5
-"""Versions of each kind, without the first, that a median needs."""
-
-
-class NoLink(RuntimeError):
-    """This machine cannot make the link. The text says what is missing."""
+ENOUGH = 5  # versions of each kind, without the first, that a median needs
 
 
 @contextmanager
 def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     """For each end, the words that run a command there; `mb_s` are 10^6 bytes a second in each direction.
 
-    Raises NoLink. A file of host names goes into the folder.
+    A file of host names goes into the folder. Raises CaseFailed, which says what this machine has not.
     """
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
-            raise NoLink(f"no `{command}` command; install iproute2")
+            raise CaseFailed(f"no `{command}` command; install iproute2")
     # torch asks for the names of addresses, and there is no name server in here
     lines = ["127.0.0.1 localhost", *(f"{address} end{n}" for n, address in enumerate(ADDRESSES))]
     (folder / "names").write_text("\n".join(lines) + "\n", encoding="utf-8")
     first, second = ends = [f"slip{os.getpid()}-{end}" for end in "ab"]
     script = f'mount --bind "{folder}/names" /etc/hosts && exec "$0" "$@"'
     enter = [["ip", "netns", "exec", end, "bash", "-c", script] for end in ends]
-    shape = f"tbf rate {round(8e6 * mb_s)}bit burst {BURST} limit {QUEUE}"
     try:
         for end in ends:
             _do(f"ip netns add {end}")
@@ -63,7 +54,7 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
         for end, address in zip(ends, ADDRESSES, strict=True):
             _do(f"ip -n {end} addr add {address}/24 dev {DEVICE}")
             _do(f"ip -n {end} link set {DEVICE} up")
-            _do(f"tc -n {end} qdisc add dev {DEVICE} root {shape}")
+            _do(f"tc -n {end} qdisc add dev {DEVICE} root tbf rate {round(8e6 * mb_s)}bit burst {BURST} limit {QUEUE}")
         _do("true", enter[0])
         yield enter[0], enter[1]
     finally:
@@ -74,23 +65,22 @@ def cable(mb_s: float, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
 def _do(command: str, enter: Sequence[str] = ()) -> None:
     done = subprocess.run([*enter, *command.split()], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise NoLink(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
+        raise CaseFailed(f"`{command}` failed: {done.stderr.strip()[:300]}; it needs root and iproute2")
 
 
-def measure(job: argparse.Namespace) -> dict[str, Any]:
-    """All passes, from this end of the link to the other; every second version travels whole. Raises CaseFailed."""
-    options = {"device": "cpu", "shape": job.model, "seed": job.seed, "lr": job.lr, "work": job.folder}
-    options |= {"versions": job.versions, "receivers": 1, "requests": 0, "bucket-mib": 8}
+def measure(job: argparse.Namespace) -> dict[str, bus.Updates]:
+    """By compression, a pass from this end of the link to the other; every second version travels whole."""
+    words = ["--device=cpu", f"--shape={job.model}", "--receivers=1", "--requests=0", "--bucket-mib=8"]
+    words += [f"--{name}={getattr(job, name)}" for name in ("seed", "lr", "versions")]
     # both namespaces are this job's own, so nothing is encrypted
-    words = [f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
-    words += [f"--{name}={value}" for name, value in options.items()]
+    words += [f"--work={job.folder}", f"--set=network.host={ADDRESSES[1]}", "--set=network.insecure=true"]
     passes = {}
     for compression in ("none", "zstd") if job.zstd else ("none",):
         folder = Path(job.folder) / compression
         folder.mkdir()
         args = bus.parse([*words, f"--set=weight_bus.compression={compression}"])
         passes[compression] = bus.updates(args, folder, ADDRESSES[0], job.far_end, job.threads)
-    return result_of(job, passes)
+    return passes
 
 
 def result_of(job: argparse.Namespace, passes: Mapping[str, bus.Updates]) -> dict[str, Any]:
@@ -124,9 +114,8 @@ def main() -> int:
     """Entry point of the publisher's end: `python -m scripts.bench.link JOB`."""
     job = argparse.Namespace(**json.loads(sys.argv[1]))
     die_with_parent(job.parent)
-    torch.set_num_threads(job.threads)
     try:
-        result = measure(job)
+        result = result_of(job, measure(job))
     except CaseFailed as error:
         say(str(error))
         return 2
@@ -158,8 +147,7 @@ def command(argv: Sequence[str]) -> int:
     job = parse(argv)
     end_on_sigterm()  # the namespaces go away on the way out
     # both ends are on one machine: threads that wait must not take cores from those that work
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job.threads), "OMP_WAIT_POLICY": "PASSIVE"}
     try:
         with (
             tempfile.TemporaryDirectory(prefix="bench-link-") as job.folder,
@@ -167,7 +155,7 @@ def command(argv: Sequence[str]) -> int:
         ):
             words = [sys.executable, "-m", "scripts.bench.link", json.dumps(vars(job) | {"parent": os.getpid()})]
             return subprocess.run([*here, *words], env=environment, check=False).returncode
-    except NoLink as error:
+    except CaseFailed as error:
         say(str(error))
         return 2
 

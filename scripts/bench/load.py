@@ -7,6 +7,8 @@ takes, commits and publishes; it trains nothing, and checks that no group comes 
 """
 
 import argparse
+import base64
+import itertools
 import json
 import os
 import shutil
@@ -33,35 +35,18 @@ RUN_ID = "bench"
 POLL_MS = 20
 SPARE_SOCKETS = 16
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
-VOCAB_SIZE = 151_936
 OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
-TEXT_BYTES_PER_TOKEN = 4
-"""Groups carry their decoded answers as well."""
-LETTERS = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_", dtype=np.uint8)
-TOOL_SHARE = 0.25
-"""Answers in which a fifth of the tokens, in one span, came from an environment."""
-MODEL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": VOCAB_SIZE}
-MODEL |= {"hidden_size": 64, "num_hidden_layers": 2}
-"""Replay reads what identifies a model; it needs no weights."""
-TOKENIZER = {"model": {"type": "WordLevel", "vocab": {"<eos>": 0}}, "added_tokens": []}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """What the producers send: lognormal answers in groups."""
-
-    median: int = 2000
-    sigma: float = 0.7
-    cap: int = 16_384
-    prompt: int = 256
-    """Tokens of every prompt; they are not counted as tokens of the result."""
-    group_size: int = 8
-    groups_per_step: int = 64
-    pool: int = 256
-    """Different groups that are prepared; a producer process goes through them in turn."""
-    rows: int = 8192
-    """Prompts of the data set."""
-    seed: int = 0
+ROWS = 8192  # prompts of the data set
+POOL = 256  # different groups that are prepared; the producers go through them in turn
+MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384  # of the lognormal lengths of answers, in tokens
+PROMPT_TOKENS = 256  # of every prompt; they are not counted as tokens of the result
+GROUP_SIZE, GROUPS_PER_STEP = 8, 64
+TEXT_BYTES_PER_TOKEN = 4  # groups carry their decoded answers as well
+TOOL_SHARE = 0.25  # answers in which a fifth of the tokens, in one span, came from an environment
+VOCAB_SIZE = 151_936
+# replay reads what identifies a model; it needs no weights
+MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VOCAB_SIZE}, "tokenizer.json": {}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,24 +64,21 @@ class Case:
         return f"{self.producers} producers, {curve}, fsync {self.fsync}" + (", buffer held" if self.hold else "")
 
 
-MAIN = Case()
-CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(fsync="never")]
+CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(fsync="never")]
 CASES += [Case(producers=count) for count in (1, 10, 300, 1000)]
 CASES += [Case(lag=8, hold=True), Case(producers=1000, lag=8, hold=True)]
-QUICK_CASES = [MAIN, Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
-QUICK_LOAD = Load(pool=48, rows=1024)
+QUICK_CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(producers=300), Case(lag=2, hold=True)]
 
 
 def write_files(options: argparse.Namespace) -> None:
     """Write the model folder, the prompts and the keys, anew each time."""
-    work, load = options.work, options.load
+    work, rng = options.work, np.random.default_rng(0)
     for folder in (work / "model", work / "keys"):
         shutil.rmtree(folder, ignore_errors=True)
     (work / "model").mkdir(parents=True)
-    (work / "model" / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    (work / "model" / "tokenizer.json").write_text(json.dumps(TOKENIZER), encoding="utf-8")
-    rng = np.random.default_rng(load.seed)
-    prompts = [random_text(rng, load.prompt * TEXT_BYTES_PER_TOKEN) for _ in range(load.rows)]
+    for name, content in MODEL.items():
+        (work / "model" / name).write_text(json.dumps(content), encoding="utf-8")
+    prompts = [random_text(rng, PROMPT_TOKENS * TEXT_BYTES_PER_TOKEN) for _ in range(ROWS)]
     rows = [json.dumps({"prompt": prompt, "answer": prompt[:8]}) + "\n" for prompt in prompts]
     (work / "prompts.jsonl").write_text("".join(rows), encoding="utf-8")
     make_keys.make(work / "keys", ["producers"], force=False)
@@ -104,19 +86,19 @@ def write_files(options: argparse.Namespace) -> None:
 
 def config_of(options: argparse.Namespace, case: Case) -> Config:
     """The configuration of one case. Raises ConfigError when the options do not fit together."""
-    load, work = options.load, options.work
+    work = options.work
+    steps = {"total_steps": 1_000_000, "batch_deadline_s": options.seconds + options.limit_s}
     tree: dict[str, Any] = {
-        "run": {"name": "case", "dir": str(work / "runs"), "seed": load.seed},
+        "run": {"name": "case", "dir": str(work / "runs")},
         "model": {"path": str(work / "model")},
-        "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": load.prompt},
-        "rollout": {"group_size": load.group_size, "groups_per_step": load.groups_per_step, "max_new_tokens": load.cap},
+        "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
+        "rollout": {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "max_new_tokens": CAP},
         "replay": {"async_lag": case.lag, "fsync": case.fsync},
-        "learner": {"total_steps": 1_000_000, "max_tokens_per_microbatch": load.prompt + load.cap},
+        "learner": steps | {"max_tokens_per_microbatch": PROMPT_TOKENS + CAP},
         "evaluation": {"every_steps": 0},
         "network": {"keys": str(work / "keys") if case.curve else None, "silent_after_s": 30.0},
         "placement": {"device": "cpu", "split": "1:1"},
     }
-    tree["learner"]["batch_deadline_s"] = options.seconds + options.limit_s
     return validate(tree, f"the settings of {case}")
 
 
@@ -124,10 +106,8 @@ def config_of(options: argparse.Namespace, case: Case) -> Config:
 class Prepared:
     """A group without what its lease decides: the id, the attempt and the versions."""
 
-    arrays: dict[str, Any]
-    """Fields of Group that no lease changes."""
-    young: NDArray[np.int32]
-    """1 for tokens that were sampled after the weights changed during the answer, else 0."""
+    arrays: dict[str, Any]  # fields of Group that no lease changes
+    young: NDArray[np.int32]  # 1 for tokens that were sampled after the weights changed during the answer, else 0
 
     def group(self, lease: m.Lease, version: int) -> m.Group:
         """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
@@ -138,19 +118,19 @@ class Prepared:
 
 
 def random_text(rng: np.random.Generator, length: int) -> str:
-    """ASCII text of six random bits a character."""
-    return LETTERS[rng.integers(0, len(LETTERS), length, dtype=np.uint8)].tobytes().decode("ascii")
+    """ASCII text of six random bits a character; the length is a multiple of four."""
+    return base64.b64encode(rng.bytes(length * 3 // 4)).decode("ascii")
 
 
-def prepare(load: Load) -> list[Prepared]:
-    """`load.pool` groups; the same load gives the same groups."""
-    rng = np.random.default_rng([load.seed, 1])
-    return [_one(load, rng) for _ in range(load.pool)]
+def prepare(count: int) -> list[Prepared]:
+    """So many groups, the same ones each time."""
+    rng = np.random.default_rng(1)
+    return [_one(rng) for _ in range(count)]
 
 
-def _one(load: Load, rng: np.random.Generator) -> Prepared:
-    drawn = load.median * np.exp(load.sigma * rng.standard_normal(load.group_size))
-    lengths = np.clip(drawn, 1, load.cap).astype(np.int32)
+def _one(rng: np.random.Generator) -> Prepared:
+    drawn = MEDIAN * np.exp(SIGMA * rng.standard_normal(GROUP_SIZE))
+    lengths = np.clip(drawn, 1, CAP).astype(np.int32)
     total = int(lengths.sum())
     mask, young = np.ones(total, dtype=np.uint8), np.ones(total, dtype=np.int32)
     for end, length in zip(np.cumsum(lengths), lengths, strict=True):
@@ -160,14 +140,14 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
             span = begin + int(rng.integers(0, length))
             mask[span : min(end, span + length // 5)] = 0
     arrays = {
-        "prompt_ids": rng.integers(0, VOCAB_SIZE, load.prompt, dtype=np.int32),
+        "prompt_ids": rng.integers(0, VOCAB_SIZE, PROMPT_TOKENS, dtype=np.int32),
         "lengths": lengths,
         "token_ids": rng.integers(0, VOCAB_SIZE, total, dtype=np.int32),
         "loss_mask": mask,
         "logprobs": -rng.standard_exponential(total, dtype=np.float32),
-        "rewards": rng.random(load.group_size, dtype=np.float32),
+        "rewards": rng.random(GROUP_SIZE, dtype=np.float32),
         "texts": [random_text(rng, int(n) * TEXT_BYTES_PER_TOKEN) for n in lengths],
-        "finish_reasons": ["length" if n == load.cap else "stop" for n in lengths],
+        "finish_reasons": ["length" if n == CAP else "stop" for n in lengths],
     }
     return Prepared(arrays, young)
 
@@ -176,17 +156,13 @@ def _one(load: Load, rng: np.random.Generator) -> Prepared:
 class Counts:
     """What has happened so far; each number has one thread that writes it."""
 
-    version: int = 0
-    """Newest version that the learner published; in a run the weight bus would deliver it to rollout servers."""
-    steps: int = 0
-    """Committed steps, their answer tokens, and the arrays of their batches."""
-    tokens: int = 0
-    batch_bytes: int = 0
-    joined: int = 0
-    groups: int = 0
-    """Accepted groups, their answer tokens and their frames."""
-    group_tokens: int = 0
-    group_bytes: int = 0
+    steps: int = 0  # committed; also the newest version
+    tokens: int = 0  # answer tokens of committed steps
+    batch_bytes: int = 0  # arrays of their batches
+    joined: int = 0  # producers that replay has welcomed
+    groups: int = 0  # accepted
+    group_tokens: int = 0  # their answer tokens
+    group_bytes: int = 0  # their frames
 
 
 @dataclass(slots=True)
@@ -196,8 +172,7 @@ class Producer:
     name: str
     socket: "zmq.Socket[bytes]"
     sequence: int = 0
-    incarnation: int = 0
-    """0 until replay has a learner; then leases may be asked for."""
+    incarnation: int = 0  # 0 until replay has a learner; then leases may be asked for
     version: int = -1
     joined: bool = False
 
@@ -210,10 +185,9 @@ class Producer:
 
 
 class Producers:
-    def __init__(self, config: Config, address: str, counts: Counts, pool: list[Prepared], count: int) -> None:
-        self.config, self.counts, self.pool, self.next = config, counts, pool, 0
-        self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}
-        """(tokens, bytes) of what was not acked yet, by lease."""
+    def __init__(self, config: Config, address: str, counts: Counts, count: int) -> None:
+        self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL))
+        self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}  # (tokens, bytes) of what is not acked, by lease
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
         identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
         self.hello = m.Hello(role="rollout_server", name="", **identity)
@@ -234,22 +208,19 @@ class Producers:
         """Until it is over. Raises CaseFailed when replay refuses something."""
         next_beat = 0.0
         while not over.is_set():
-            if time.monotonic() >= next_beat:
-                for producer in self.by_socket.values():
-                    # a connection that was given up during its handshake has lost its Hello
-                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
+            beat, version = time.monotonic() >= next_beat, self.counts.steps
+            if beat:
                 next_beat = time.monotonic() + self.config.network.heartbeat_s
+            for producer in self.by_socket.values():
+                if beat:  # a connection that was given up during its handshake has lost its Hello
+                    producer.send(BEAT if producer.joined else replace(self.hello, name=producer.name))
+                # in the place of the weight bus: every server gets the newest version, and says so
+                if producer.incarnation and producer.version < version:
+                    producer.version, incarnation = version, producer.incarnation
+                    producer.send(m.LeaseRequest(capacity=self.capacity, version=version, incarnation=incarnation))
             for ready, _ in self.poller.poll(POLL_MS):
                 self.drain(self.by_socket[ready])
-            self.follow(self.counts.version)
         self.context.destroy(linger=0)
-
-    def follow(self, version: int) -> None:
-        """In the place of the weight bus: every server gets the newest version, and says so."""
-        for producer in self.by_socket.values():
-            if producer.incarnation and producer.version < version:
-                producer.version, incarnation = version, producer.incarnation
-                producer.send(m.LeaseRequest(capacity=self.capacity, version=version, incarnation=incarnation))
 
     def drain(self, producer: Producer) -> None:
         """Everything that has arrived for one producer; each lease is answered with the next prepared group."""
@@ -260,8 +231,7 @@ class Producers:
                 return
             match decode(frames, m.FROM_REPLAY).message:
                 case m.Lease() as lease:
-                    prepared = self.pool[self.next % len(self.pool)]
-                    self.next += 1
+                    prepared = next(self.pool)
                     size = producer.send(prepared.group(lease, producer.version))
                     self.sent[lease.pass_, lease.index, lease.attempt] = (prepared.young.size, size)
                 case m.Ack(status="accepted") as ack:
@@ -303,7 +273,6 @@ class Learner:
             self.batches.cursor(step)
             send(m.Checkpointed(step=step, kept=[step]))
         send(m.Published(version=step, digest=digest))
-        self.counts.version = step
         self.counts.tokens += tokens
         self.counts.batch_bytes += sum(getattr(batch, name).nbytes for name in batch.ARRAYS)
         self.counts.steps = step

@@ -3,17 +3,23 @@
 import os
 import platform
 import statistics
-from collections.abc import Collection, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from learner.report.metrics import FILE, read_rows
-from scripts.bench.core import Row, median, quantile
+from learner.report.metrics import FILE, read_rows, tokens_by_lag
+from scripts.bench.core import Row, median, medians, quantile, versions
 from scripts.bench.train import Finished, Phase
 
-WARM_UPDATES = 2
-"""A server's first weight updates allocate and connect; their pauses are not counted."""
+SYNC = "weight_sync/"
+SETTINGS = """
+    prompt=data.max_prompt_tokens length_cap=rollout.max_new_tokens lag=replay.async_lag seed=run.seed lr=learner.lr
+    groups=rollout.groups_per_step group_size=rollout.group_size engine=rollout.engine max_running=rollout.max_running
+    dtype=rollout.dtype backend=weight_bus.backend apply=weight_bus.apply bucket_bytes=weight_bus.bucket_bytes
+    microbatch_tokens=learner.max_tokens_per_microbatch
+"""
+WARM_UPDATES = 2  # a server's first weight updates allocate and connect; their pauses are not counted
 
 
 def result_of(case: str, run: Finished) -> dict[str, Any]:
@@ -22,10 +28,12 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     idle, full = durations(run, "idle"), durations(run, "full")
     counted = [rows[step] for step in run.measured("full")]
     alone = run.learner["trained"].get("seconds")
+    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
     seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
     # Means: with a lag bound of one, steps come in pairs, a long wait and none.
     roll, train, step = map(statistics.mean, seconds.values())
     tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
+    settings = {name: attrgetter(key)(run.config) for name, key in (pair.split("=") for pair in SETTINGS.split())}
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
         "config": case,
@@ -34,7 +42,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
         **{f"t_{name}_p90": quantile(found, 0.9) for name, found in seconds.items()},
         "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
-        "cut_short": run.cut_short,
+        "cut_short": run.watcher.cut_short,
         "roll_over_train": roll / train,
         "seconds": seconds,
         "steps": len(full),
@@ -42,11 +50,16 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         **idleness(run, counted, full),
         **sync(run, list(rows.values()), counted),
         **pauses(run),
-        "max_lag": max(int(lag) for row in rows.values() for lag, n in row["training/lag_histogram"].items() if n),
+        "max_lag": max(lag for lag, tokens in tokens_by_lag(rows.values()).items() if tokens),
         "updates_applied": all(row["training/update_applied"] for row in counted),
         "engines_quiet": run.learner.get("quiet"),
-        "memory": memory(run, counted),
-        **circumstances(run),
+        # peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held
+        "memory": run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {}),
+        "settings": {"length_median": run.options.median, "length_sigma": run.options.sigma, **settings},
+        "versions": {**versions("torch", "transformers", "sglang", "pyzmq"), "nccl": run.learner["nccl"]},
+        "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
+        "run_seconds": run.seconds,
+        "run_dir": run.config.run_dir,
     }
 
 
@@ -59,12 +72,11 @@ def durations(run: Finished, phase: Phase) -> list[float]:
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
     """Tokens of the full phase; lengths of both phases, because each has draws of its own."""
     generated = sum(row["response_length/mean"] for row in counted) * run.config.trajectories_per_step
-    processed = sum(row["perf/total_num_tokens"] for row in counted)
     ranks = run.config.num_learner_ranks
     return {
         "tokens_per_s": generated / seconds,
         "tokens_per_s_per_gpu": generated / seconds / (run.config.num_rollout_devices + ranks),
-        "trained_tokens_per_s_per_learner_gpu": processed / seconds / ranks,
+        "trained_tokens_per_s_per_learner_gpu": sum(row["perf/total_num_tokens"] for row in counted) / seconds / ranks,
         "mean_length": statistics.mean(row["response_length/mean"] for row in counted),
         "mean_length_idle": statistics.mean(row["response_length/mean"] for row in idle_rows),
         "longest": max(row["response_length/max"] for row in counted),
@@ -98,22 +110,18 @@ def sync(run: Finished, rows: Sequence[Row], counted: Sequence[Row]) -> dict[str
     `sync_s` is from the start of the gather to the last engine's proof; `update_to_verified_s` adds the digests of the
     learner's shards before it, and what of the optimizer step the device still had to do.
     """
-    synced = [row for row in counted if "weight_sync/seconds" in row]
-    phases = {
-        name.removeprefix("weight_sync/"): seconds
-        for name, seconds in medians(synced).items()
-        if name.startswith("weight_sync/")
-    }
+    whole = [row for row in counted if f"{SYNC}seconds" in row]
+    synced = [{name.removeprefix(SYNC): row[name] for name in row if name.startswith(SYNC)} for row in whole]
     alone = {f"{name}_alone_s": median(seconds) for name, seconds in run.learner.get("alone", {}).items()}
-    equal = [bool(row["weight_sync/digests_equal"]) for row in rows if "weight_sync/digests_equal" in row]
-    seconds = [row["weight_sync/seconds"] for row in synced]
+    equal = [bool(row[f"{SYNC}digests_equal"]) for row in rows if f"{SYNC}digests_equal" in row]
+    seconds = [row["seconds"] for row in synced]
     commit = statistics.median(row["timing_s/commit"] for row in counted)
     return {
         "sync_s": median(seconds),
         "update_to_verified_s": statistics.median(seconds) + commit if seconds else None,
         "sync_max_s": max(seconds, default=None),
-        "bus_phases": phases | alone,
-        "bus_bytes": synced[-1]["weight_sync/bytes"] if synced else None,
+        "bus_phases": medians(synced) | alone,
+        "bus_bytes": synced[-1]["bytes"] if synced else None,
         "digests_equal": bool(equal) and all(equal),
         "syncs": len(equal),
     }
@@ -137,41 +145,6 @@ def pauses(run: Finished) -> dict[str, Any]:
     return found
 
 
-def medians(rows: Collection[Row]) -> dict[str, float | None]:
-    """Of every key that ends in `_s`, over the rows that have it."""
-    names = sorted({name for row in rows for name in row if name.endswith("_s")})
-    return {name: median(row[name] for row in rows if name in row) for name in names}
-
-
-def memory(run: Finished, counted: Sequence[Row]) -> dict[str, float]:
-    """Peaks of the learner's fullest GPU by torch, in GB: what is reserved, and what of it tensors held."""
-    gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
-    return run.learner["memory"] | ({"learner_allocated_gb": max(gib) * 2**30 / 1e9} if gib else {})
-
-
-def circumstances(run: Finished) -> dict[str, Any]:
-    options, rollout, bus, learner = run.options, run.config.rollout, run.config.weight_bus, run.config.learner
-    versions = {name: installed(name) for name in ("torch", "transformers", "sglang", "pyzmq")}
-    return {
-        "settings": {
-            "prompt": run.config.data.max_prompt_tokens,
-            **{f"length_{name}": getattr(options, name) for name in ("median", "sigma")},
-            "length_cap": rollout.max_new_tokens,
-            "groups": rollout.groups_per_step,
-            "lag": run.config.replay.async_lag,
-            **{name: getattr(rollout, name) for name in ("group_size", "engine", "max_running", "dtype")},
-            **{name: getattr(bus, name) for name in ("backend", "apply", "bucket_bytes")},
-            "microbatch_tokens": learner.max_tokens_per_microbatch,
-            "lr": learner.lr,
-            "seed": run.config.run.seed,
-        },
-        "versions": {**versions, "python": platform.python_version(), "nccl": run.learner["nccl"]},
-        "hardware": [run.learner.get("gpu") or f"{platform.machine()}, {os.cpu_count()} cores"],
-        "run_seconds": run.seconds,
-        "run_dir": run.config.run_dir,
-    }
-
-
 def with_raw(result: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     """The result with the bus held against the raw broadcast of the same bytes."""
     wire = result["bus_phases"].get("wire_s", result["bus_phases"].get("send_s"))
@@ -183,11 +156,3 @@ def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
     """The result with what the admission barrier costs: the same rollouts at lag 8, with a learner that only takes."""
     stream = statistics.mean(durations(run, "idle"))
     return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}
-
-
-def installed(name: str) -> str | None:
-    """Version of a package, or None."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

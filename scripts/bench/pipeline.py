@@ -8,8 +8,7 @@ with answers of forced lognormal lengths, and measures in that one run
     T_train   an update alone, on the batches of T_step, with the engines standing still
 
 and eta = max(T_roll, T_train) / T_step: 1 means that the shorter side and the broadcast are hidden whole. After the
-run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against. Where the answers'
-lengths, the batch or the split are not yours, take --median, --cap, --groups or --configs.
+run, on the same devices, a bare broadcast of the same bytes is what the weight bus is held against.
 
 Standard output gets a markdown table, and as its last line one object of JSON (of several cases: {"results": [...]}).
 `--device cpu --quick` does all of it with a tiny model, the torch engine and gloo, in less than a minute.
@@ -22,24 +21,24 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from configs.loading import ConfigError, apply_override, validate
+from configs import loading
 from configs.schema import Config
+from learner.examples.random_qwen3 import SHAPES, write_prompts
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
-from learner.report.metrics import MetricsError
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
-from scripts.bench.core import CaseFailed, say, write_json
-from scripts.bench.model import SHAPES, write_prompts
+from scripts.bench.core import say, write_json
 from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
+PROMPTS = "prompts.jsonl"
 MODEL_LIMIT_S = 240.0
 SIZES = {
     "shape": ("0.6B", "tiny", "of the only case"),
@@ -61,12 +60,7 @@ SIZES = {
 }
 
 
-class TimeUp(RunFailed):
-    """The run did not end within --limit-s."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One line of the table: a shape, and devices for rollout servers and learner ranks."""
 
     shape: str
@@ -92,16 +86,15 @@ class Watcher:
 
     limit_s: float
     started: float = field(default_factory=time.monotonic)
-    gauges: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
-    """Of each rollout server after each of its weight updates, by (name, updates)."""
+    gauges: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)  # of servers, by (name, updates)
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
     step: int = 0
-    death: str = ""
+    cut_short: str = ""  # why the run did not end by itself
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Called by the launcher ten times a second. Raises RunFailed: a server has died, or the time is up."""
+        """Called by the launcher ten times a second. Raises RunFailed when the time is up."""
         self.step = max([self.step, *(row["step"] for row in rows if "step" in row)])
         if status is not None and status is not self._status:
             self._status = status
@@ -110,44 +103,38 @@ class Watcher:
                 if peer["role"] == "rollout_server" and "weight_updates" in gauges:
                     self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
                     self.idle.append((self.step + 1, gauges["idle_ratio"]))
-        if self.death:
-            raise RunFailed(self.death)
         if time.monotonic() - self.started > self.limit_s:
-            raise TimeUp(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
+            self.cut_short = f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}"
+            raise RunFailed(self.cut_short)
 
     def event(self, text: str) -> None:
-        """A child died: the numbers of a run without it would be of another case."""
+        """Raises RunFailed when a child died: the numbers of a run without it would be of another case."""
         if "died" in text:
-            self.death = text
+            raise RunFailed(text)
 
 
 def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
-    cuda = options.device == "cuda"
-    dtype = "bfloat16" if cuda else "float32"
-    engine = {"engine": "sglang" if cuda else "torch", "dtype": dtype}
-    engine |= {"max_new_tokens": options.cap, "max_running": options.max_running}
-    learner = {"total_steps": plan_of(options, stream).total_steps, "compute_dtype": dtype}
+    rollout = {"group_size": options.group_size, "groups_per_step": options.groups, "max_new_tokens": options.cap}
+    learner = {"total_steps": plan_of(options, stream).total_steps, "batch_deadline_s": options.limit_s}
     learner |= {"max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap)}
-    bus = {"backend": "nccl" if cuda else "gloo", "bucket_bytes": int(options.bucket_mib * 2**20)}
+    bus = {"bucket_bytes": int(options.bucket_mib * 2**20), "deadline_s": 60.0, "collective_timeout_s": 30.0}
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(options.work / "runs"), "seed": options.seed},
         "model": {"path": str(options.work / "models" / case.shape)},
-        "data": {"train": str(prompts_of(options, case)), "max_prompt_tokens": options.prompt, "shuffle": False},
+        "data": {"train": str(options.work / PROMPTS), "max_prompt_tokens": options.prompt, "shuffle": False},
         "reward": {"function": f"{core.__file__}:spread"},
-        "rollout": engine | {"group_size": options.group_size, "groups_per_step": options.groups, "restarts": 0},
+        "rollout": rollout | {"max_running": options.max_running, "restarts": 0},
         "replay": {"async_lag": STREAM_LAG if stream else options.lag},
-        "learner": learner | {"batch_deadline_s": options.limit_s, "lr": 1e-6, "warmup_steps": 0},
+        "learner": learner | {"lr": 1e-6, "warmup_steps": 0},
         "evaluation": {"every_steps": 0},
-        "weight_bus": bus | {"deadline_s": 60.0, "collective_timeout_s": 30.0},
+        "weight_bus": bus,
         "network": {"silent_after_s": 60.0, "heartbeat_s": 0.5},
         "placement": {"device": options.device, "split": f"{case.rollout}:{case.learner}"},
         "tracking": {"live": "off", "plot": False},
         "limits": {"flat_reward_steps": 0},
     }
-    for override in options.set:
-        apply_override(tree, override)
-    return validate(tree, f"the settings of {case}")
+    return loading.parse(json.dumps(tree), f"the settings of {case}", options.set)
 
 
 def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
@@ -156,20 +143,16 @@ def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
     return Plan(warmup=options.warmup, idle=options.steps, full=full, quiet_s=options.quiet_s)
 
 
-def prompts_of(options: argparse.Namespace, case: Case) -> Path:
-    return Path(options.work / f"prompts-{case.shape}.jsonl")
-
-
 def make_inputs(options: argparse.Namespace, case: Case) -> None:
     """The model, once, and prompts for all steps and what is in flight at the end, none twice. Raises CaseFailed."""
     folder = options.work / "models" / case.shape
     if not (folder / "config.json").is_file():
-        words = ["-m", "scripts.bench.model", case.shape, str(folder)]
-        core.output_of(f"writing the model of shape {case.shape}", words, MODEL_LIMIT_S)
+        words = ["-m", "learner.examples.random_qwen3", case.shape, str(folder)]
+        core.output_of(f"the model of shape {case.shape}", words, MODEL_LIMIT_S)
     lag = max(options.lag, STREAM_LAG if options.stream else 0)
     count = options.groups * (plan_of(options).total_steps + 2 + lag)
     vocab = SHAPES[case.shape]["vocab_size"]
-    write_prompts(prompts_of(options, case), vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
+    write_prompts(options.work / PROMPTS, vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
 
 
 def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
@@ -180,63 +163,43 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
     config = config_of(options, case, name=name, stream=stream)
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
     watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
-    try:
-        launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
-    except ConfigError as error:
-        raise CaseFailed(str(error)) from error
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True)
-    run = Finished(options, config, plan_of(options, stream), watcher)
-    write_json(run_dir / PLAN, asdict(run.plan))
-    cut_short = ""
+    launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
+    plan = plan_of(options, stream)
+    result, logs = Path(config.run_dir) / RESULT, Path(config.run_dir) / "logs"
+    write_json(result.with_name(PLAN), asdict(plan))
     try:
         launcher.start()
         launcher.watch()
         launcher.leave()
-    except TimeUp as late:
-        cut_short = str(late)
-    except (RunFailed, ConfigError, OSError, ValueError) as error:
-        raise core.failed(str(error), logs_of(run_dir)) from error
+    except (RunFailed, OSError, ValueError) as error:
+        if str(error) != watcher.cut_short:
+            raise core.failed(str(error), logs) from error
     finally:
         launcher.stop()
-    measured = json.loads((run_dir / RESULT).read_text(encoding="utf-8")) if (run_dir / RESULT).is_file() else {}
-    if not measured:
-        raise core.failed(cut_short or f"the learner has left no {RESULT}", logs_of(run_dir))
-    run = replace(run, learner=measured, seconds=time.monotonic() - watcher.started, cut_short=cut_short)
-    if cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise core.failed(cut_short, logs_of(run_dir))
+    if not result.is_file():
+        raise core.failed(watcher.cut_short or f"the learner has left no {RESULT}", logs)
+    measured = json.loads(result.read_text(encoding="utf-8"))
+    run = Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started)
+    if watcher.cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
+        raise core.failed(watcher.cut_short, logs)
     return run
-
-
-def logs_of(run_dir: Path) -> list[Path]:
-    return sorted((run_dir / "logs").glob("*.log"))
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     """All numbers of one case; what failed is in `error`, or in `raw_error` and `stream_error` beside the rest."""
     steps = plan_of(options)
     say(f"{case}: {steps.total_steps} steps, then {steps.full} updates alone")
-    try:
-        result = result_of(str(case), run := run_case(options, case))
-    except (CaseFailed, ConfigError, MetricsError, KeyError) as error:
-        return {"config": str(case), "error": f"{type(error).__name__}: {reason(case, error)}"}
-    try:
-        if result["bus_bytes"]:
-            result = with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
-    except CaseFailed as error:
-        result["raw_error"] = reason(case, error)
-    try:
-        if options.stream:
-            result = with_stream(result, run_case(options, case, stream=True))
-    except (CaseFailed, KeyError) as error:
-        result["stream_error"] = reason(case, error)
+    result: dict[str, Any] = {"config": str(case)}
+    with core.noted(result, "error"):
+        run = run_case(options, case)
+        result |= result_of(str(case), run)
+        with core.noted(result, "raw_error"):
+            if result["bus_bytes"]:
+                result |= with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
+        with core.noted(result, "stream_error"):
+            if options.stream:
+                result |= with_stream(result, run_case(options, case, stream=True))
     return result
-
-
-def reason(case: Case, error: Exception) -> str:
-    """The first line of an error; all of it goes to the terminal."""
-    say(f"{case}: {error}")
-    return str(error).splitlines()[0]
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:

@@ -104,22 +104,13 @@ class TokenGaps:
     """Gaps between two tokens of the probe; those that an update fell into stand apart."""
 
     def __init__(self) -> None:
-        self._probe, self._resumed = "", False
+        self.probe, self._resumed = "", False
         self._last: float | None = None
         self._gaps, self._pauses = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
 
-    def is_probe(self, rid: str) -> bool:
-        return rid == self._probe
-
-    def claim(self, rid: str) -> bool:
-        """Make a request the probe where there is none."""
-        if self._probe:
-            return False
-        self._probe, self._last = rid, None
-        return True
-
-    def release(self) -> None:
-        self._probe, self._last = "", None
+    def watch(self, probe: str) -> None:
+        """From now on the probe is this request, or none."""
+        self.probe, self._last = probe, None
 
     def token(self, now: float) -> None:
         if self._last is not None:
@@ -134,54 +125,53 @@ class TokenGaps:
         """Milliseconds: the median gap, and gaps over an update less that."""
         median = quantile(self._gaps, 0.5)
         pauses = [max(0.0, gap - median) for gap in self._pauses]
-        found = {
-            "token_gap_ms_p50": median,
-            "pause_ms_p50": quantile(pauses, 0.5),
-            "pause_ms_p99": quantile(pauses, 0.99),
-        }
-        found |= {"pause_ms_max": max(pauses, default=0.0), "pause_ms_last": pauses[-1] if pauses else 0.0}
+        found = {"token_gap_ms_p50": median, "pause_ms_max": max(pauses, default=0.0)}
+        found |= {f"pause_ms_p{percent}": quantile(pauses, percent / 100) for percent in (50, 99)}
+        found["pause_ms_last"] = pauses[-1] if pauses else 0.0
         return {name: 1e3 * seconds for name, seconds in found.items()} | {"pause_samples": float(len(pauses))}
 
 
 class ProbedProcess(SGLangProcess):
     """SGLang with one request at a time that reports every token; the others report every so many."""
 
-    def __init__(self, config: Config, *, gaps: TokenGaps) -> None:
-        self._gaps = gaps
+    def __init__(self, config: Config) -> None:
+        self.gaps = TokenGaps()
         super().__init__(config)
 
     def sampling_parameters(self, part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
-        interval = {"stream_interval": 1} if self._gaps.is_probe(part.rid) else {}
+        interval = {"stream_interval": 1} if self.gaps.probe == part.rid else {}
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
     async def generate(
         self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
     ) -> AsyncIterator[dict[str, Any]]:
-        probe = self._gaps.claim(part.rid)
+        if not self.gaps.probe:
+            self.gaps.watch(part.rid)
         try:
             async for output in super().generate(part, token_ids, sampling, new_tokens):
-                if probe:
-                    self._gaps.token(time.monotonic())
+                if self.gaps.probe == part.rid:
+                    self.gaps.token(time.monotonic())
                 yield output
         finally:
-            if probe:
-                self._gaps.release()
+            if self.gaps.probe == part.rid:
+                self.gaps.watch("")
 
     async def resume(self) -> None:
         await super().resume()
-        self._gaps.resume()
+        self.gaps.resume()
 
 
 class ProbedEngine(SGLangEngine):
     """SGLang whose health has what updates cost the probe."""
 
+    sglang: ProbedProcess
+
     def __init__(self, config: Config) -> None:
-        self._gaps = TokenGaps()
-        super().__init__(config, partial(ProbedProcess, gaps=self._gaps))
+        super().__init__(config, ProbedProcess)
 
     async def health(self) -> Health:
         found = await super().health()
-        return replace(found, detail={**found.detail, **self._gaps.detail()})
+        return replace(found, detail={**found.detail, **self.sglang.gaps.detail()})
 
 
 make_engine = partial(build_engine, sglang=ProbedEngine)

@@ -9,12 +9,11 @@ import argparse
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from configs.schema import Config
 from learner.batches import BatchReader
@@ -22,13 +21,14 @@ from learner.learner import Learner, Update
 from learner.ranks import Ranks
 from learner.train import main
 from replay import messages as m
-from scripts.bench.broadcast import device_time
-from scripts.bench.core import until, write_json
+from scripts.bench.broadcast import device_time, largest, together
+from scripts.bench.core import write_json
 
 Phase = Literal["warmup", "idle", "full"]
 PLAN = "bench_plan.json"
 RESULT = "bench_learner.json"
 ALONE_REPEATS = 3
+LOOK_S = 0.2
 NOTHING = Update({}, applied=False, has_advantage=False)
 
 
@@ -40,14 +40,10 @@ class Plan:
     after step 10 four updates on the batches of 8 to 10, without rollouts, give T_train.
     """
 
-    warmup: int
-    """Whole steps that nobody counts."""
-    idle: int
-    """Counted steps in which the update is left out: T_roll."""
-    full: int
-    """Counted steps as a run makes them: T_step; afterwards as many counted updates on their batches: T_train."""
-    quiet_s: float
-    """How long the engines have to finish what they hold before the updates are timed."""
+    warmup: int  # whole steps that are not counted
+    idle: int  # counted steps in which the update is left out: T_roll
+    full: int  # counted steps as a run makes them: T_step; afterwards as many updates on their batches: T_train
+    quiet_s: float  # how long the engines have to finish what they hold before the updates are timed
 
     @property
     def phases(self) -> list[Phase]:
@@ -72,16 +68,13 @@ class Finished:
     config: Config
     plan: Plan
     watcher: Any
-    learner: Mapping[str, Any] = field(default_factory=dict)
-    """What the learner ranks wrote."""
-    seconds: float = 0.0
-    cut_short: str = ""
-    """Why the run did not end by itself; empty when it did."""
+    learner: Mapping[str, Any]  # what the learner ranks wrote
+    seconds: float
 
     def measured(self, phase: Phase) -> list[int]:
         """Counted steps that were made; of a run that was cut short an even number, for they are pairs."""
         made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
-        return made[: len(made) // 2 * 2] if self.cut_short else made
+        return made[: len(made) // 2 * 2] if self.watcher.cut_short else made
 
 
 class BenchLearner(Learner):
@@ -117,7 +110,7 @@ class BenchLearner(Learner):
         if batch.step == self.plan.total_steps and self.plan.full:
             self.wait_for_broadcast()
             if self.ranks.is_first:
-                self.result["quiet"] = until(self._is_quiet, self.plan.quiet_s, look_s=0.2)
+                self.result["quiet"] = self._becomes_quiet()
             self._measure_updates()
             self._measure_parts()
 
@@ -125,25 +118,29 @@ class BenchLearner(Learner):
         super().finish(version)
         if self.ranks.device.type == "cuda":
             # of the fullest rank; the allocator gives nothing back by itself, so at the end this is its peak
-            reserved = torch.tensor(float(torch.cuda.memory_reserved(self.ranks.device)), device=self.ranks.device)
-            dist.all_reduce(reserved, op=dist.ReduceOp.MAX)
-            self.result["memory"] = {"learner_reserved_gb": float(reserved.item()) / 1e9}
+            reserved = largest(float(torch.cuda.memory_reserved(self.ranks.device)), self.ranks.device)
+            self.result["memory"] = {"learner_reserved_gb": reserved / 1e9}
         self._write()
 
     def _write(self) -> None:
         if self.ranks.is_first:
             write_json(Path(self.config.run_dir) / RESULT, self.result)
 
-    def _is_quiet(self) -> bool:
-        """Whether no lease is out and there is no room for one: the engines have nothing to do."""
-        groups = self.batches._ask(m.StatusRequest(), m.Status, "its status").state["groups"]
-        return bool(groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"])
+    def _becomes_quiet(self) -> bool:
+        """Whether, in time, no lease is out and there is no room for one: the engines have nothing to do."""
+        deadline = time.monotonic() + self.plan.quiet_s
+        while time.monotonic() < deadline:
+            groups = self.batches._ask(m.StatusRequest(), m.Status, "its status").state["groups"]
+            if groups["leased"] == 0 and groups["buffered"] + groups["taken"] >= groups["max"]:
+                return True
+            time.sleep(LOOK_S)
+        return False
 
     def _measure_updates(self) -> None:
         """The same batches as in the full phase; the first one twice, because the first update is not counted."""
         seconds = []
         for batch in [self.kept[0], *self.kept]:
-            started = self._together()
+            started = together(self.ranks.device)
             super().update(batch)
             seconds.append(device_time(self.ranks.device) - started)
         self.result["trained"] = {"seconds": seconds[1:], "steps": [batch.step for batch in self.kept]}
@@ -152,7 +149,7 @@ class BenchLearner(Learner):
         """Parts of a publication by themselves: the gather of all tensors, and the digests of the shards."""
         parts: dict[str, list[float]] = {"gather": [], "digest": []}
         for _ in range(ALONE_REPEATS):
-            started = self._together()
+            started = together(self.ranks.device)
             for _ in self.policy.named_full_tensors(self.config.rollout.dtype):
                 pass
             gathered = device_time(self.ranks.device)
@@ -160,11 +157,6 @@ class BenchLearner(Learner):
             parts["gather"].append(gathered - started)
             parts["digest"].append(device_time(self.ranks.device) - gathered)
         self.result["alone"] = parts
-
-    def _together(self) -> float:
-        """Begin together with all ranks, the device idle; the time then."""
-        dist.all_reduce(torch.zeros(1, device=self.ranks.device))
-        return device_time(self.ranks.device)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,32 @@
 import logging
 import random
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
 from scripts.chaos.polling import wait_until
-from scripts.chaos.probe import halfway
-from weight_bus import BusClosed, Event, Publisher, RemovedFromBus, Subscriber
+from scripts.chaos.probe import Wrapped, wrapping
+from weight_bus import BusClosed, Event, Publisher, PublishReport, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
+from weight_bus.manifest import Entry
+from weight_bus.transports import Transport
+from weight_bus.transports.base import ignore
 
 HOST, RUN = "127.0.0.1", "chaos-bus"
 KEPT = 64  # versions whose bytes are remembered; an older one that is activated is wrong in any case
 END_S = 60.0
 
 Weights = dict[str, torch.Tensor]
+Places = Sequence[Sequence[Entry]]
+Come = Callable[[int, Places | None, list[torch.Tensor]], None]
+"""Called with a version, the tensors of each bucket (None for a change of the version before), and the buckets, which
+it may change before they are read."""
+Spoil = Callable[[str, str, torch.Tensor], None]
 
 # versions of a small policy under a real AdamW, with the odd one that is no ordinary step
 LR, LEAP_LR = 1e-6, 3e-3  # a leap moves more than half of all elements in one step
@@ -40,14 +49,13 @@ class Oracle:
     """Copies what is published, and compares it byte by byte with what an engine is to serve."""
 
     def __init__(self) -> None:
-        self._truth: OrderedDict[int, dict[str, bytes]] = OrderedDict()
+        self._truth: dict[int, dict[str, bytes]] = {}
         self.activated: defaultdict[str, list[int]] = defaultdict(list)  # by receiver, in order
         self.wrong: list[str] = []
 
     def publish(self, version: int, named: Weights) -> None:
         self._truth[version] = bytes_of(named)
-        if len(self._truth) > KEPT:
-            self._truth.popitem(last=False)
+        self._truth.pop(version - KEPT, None)
 
     def look(self, name: str, version: int, live: Weights) -> None:
         before, held, true = self.activated[name], bytes_of(live), self._truth.get(version, {})
@@ -66,28 +74,33 @@ class Oracle:
         self.wrong += [f"the publisher takes {name!r} for one that serves v{version}" for name in false]
 
 
+class SpoiledTransport(Wrapped):
+    """A subscriber's transport: `come` is called when all buckets of a version have come."""
+
+    def __init__(self, inner: Transport, come: Come) -> None:
+        super().__init__(inner)
+        self._come, self._buckets = come, list[torch.Tensor]()
+
+    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
+        self.inner.broadcast(bucket, index)
+        self._buckets = [*self._buckets[:index], bucket]  # anew with the first one
+
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self.inner.finish(arrived)
+        self._come(self.version, self.places, self._buckets)
+
+
 class Receiver(threading.Thread):
     """A rollout server whose engine holds copies of what it is sent; one that is removed for good starts anew.
 
-    `observe` is called with name, version and live weights when the engine is to serve a version; `spoil` with place
-    (staged, base, live), tensor name and tensor, as each is loaded.
+    `spoil` is called with place (staged, base, live), tensor name and tensor, as each is loaded.
     """
 
-    def __init__(
-        self,
-        address: str,
-        name: str,
-        config: WeightBus,
-        observe: Callable[[str, int, Weights], None],
-        *,
-        spoil: Callable[[str, str, torch.Tensor], None] = lambda *_: None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, name: str, subscriber: Callable[[], Subscriber], oracle: Oracle, spoil: Spoil) -> None:
         super().__init__(name=name, daemon=True)
         self.live: Weights = {}
         self.removals, self.closed = 0, ""  # why the bus ended
-        self._subscriber = lambda: Subscriber(address, name=name, config=config, host=HOST, run_id=RUN, **options)
-        self._observe, self._spoil = observe, spoil
+        self._subscriber, self._oracle, self._spoil = subscriber, oracle, spoil
 
     def run(self) -> None:
         while not self.closed:
@@ -95,7 +108,7 @@ class Receiver(threading.Thread):
                 try:
                     while True:
                         # a quarantined engine serves nothing here that could be stopped
-                        subscriber.receive(self._load, activate=self._activate, quarantine=lambda *_: None)
+                        subscriber.receive(self._load, activate=self._serve, quarantine=lambda *_: None)
                 except BusClosed as closed:
                     self.closed = str(closed)
                 except RemovedFromBus:
@@ -109,18 +122,18 @@ class Receiver(threading.Thread):
             self._spoil("live", name, self.live[name])
         return digests_of(self.live)
 
-    def _activate(self, version: int, _evaluate: bool) -> None:
-        self._observe(self.name, version, self.live)
+    def _serve(self, version: int, _evaluate: bool) -> None:
+        self._oracle.look(self.name, version, self.live)
 
 
 class BusCluster(logging.Handler):
     """A publisher, its receivers in threads, an oracle, and what the bus logs here; a context manager."""
 
-    def __init__(self, config: WeightBus, **options: Any) -> None:
+    def __init__(self, config: WeightBus) -> None:
         super().__init__(logging.INFO)
-        self.config, self._options, self.oracle = config, options, Oracle()
+        self.config, self.oracle = config, Oracle()
         self.lines: list[str] = []  # of the log
-        self.removed: list[Event] = []
+        self.events: list[Event] = []
         self.receivers: dict[str, Receiver] = {}
         self._logger = logging.getLogger("weight_bus")
 
@@ -131,8 +144,8 @@ class BusCluster(logging.Handler):
         self._logged_from = self._logger.level
         self._logger.setLevel(logging.INFO)
         self._logger.addHandler(self)
-        self.publisher = Publisher(self.config, host=HOST, run_id=RUN, incarnation=1, **self._options)
-        self.publisher.on_event.append(lambda event: self.removed.append(event) if event.kind == "removed" else None)
+        self.publisher = Publisher(self.config, host=HOST, run_id=RUN, incarnation=1)
+        self.publisher.on_event.append(self.events.append)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -145,25 +158,17 @@ class BusCluster(logging.Handler):
         for receiver in self.receivers.values():
             receiver.join(END_S)
 
-    def add(self, name: str, *, address: str = "", **options: Any) -> None:
-        address = address or self.publisher.address
-        self.receivers[name] = Receiver(address, name, self.config, self.oracle.look, **options)
+    def add(self, name: str, come: Come, *, address: str = "", spoil: Spoil = lambda *_: None) -> None:
+        options: dict[str, Any] = {"name": name, "config": self.config, "host": HOST, "run_id": RUN}
+        data = wrapping(SpoiledTransport, come)
+        subscriber = partial(Subscriber, address or self.publisher.address, transport_factory=data, **options)
+        self.receivers[name] = Receiver(name, subscriber, self.oracle, spoil)
         self.receivers[name].start()
+        self.wait(lambda: name in self.publisher.members(), f"{name!r} has joined", END_S)
 
-    def wait_for_all(self) -> None:
-        names = set(self.receivers)
-        self.wait(lambda: names <= self.publisher.members().keys(), f"{sorted(names)} have joined", END_S)
-
-    @property
-    def next_version(self) -> int:
-        return max(self.publisher.version, 0) + 1
-
-    def start_publish(self, named: Weights, *, reach: Callable[[], None] = lambda: None) -> int:
-        """Hand the next version to the bus; `reach` is called when half of it is put together. The version."""
-        version = self.next_version
+    def publish(self, version: int, named: Weights) -> PublishReport:
         self.oracle.publish(version, named)
-        self.publisher.start_publish(version, halfway(list(named.items()), reach), digests_of(named))
-        return version
+        return self.publisher.publish(version, named.items(), digests_of(named))
 
     def serves(self, version: int, name: str) -> bool:
         """Whether a receiver was told to serve a version last, and holds it now."""
@@ -180,12 +185,12 @@ class Policy:
     Master weights are float32. Vectors and `gate` are published as they are, the others in bfloat16.
     """
 
-    def __init__(self, seed: int, *, hidden: int = 256, layers: int = 4, kinds: Mapping[str, int] = KINDS) -> None:
+    def __init__(self, seed: int, *, hidden: int = 256, kinds: Mapping[str, int] = KINDS) -> None:
         self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
         shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
-        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(layers) for matrix in "qkvo"}
+        shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(4) for matrix in "qkvo"}
         named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
-        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(layers)} | {"scale": torch.ones(1)}
+        named |= {f"layers.{layer}.norm": torch.ones(hidden) for layer in range(4)} | {"scale": torch.ones(1)}
         self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         for _ in range(STEPS_BEFORE):
@@ -194,26 +199,20 @@ class Policy:
 
     def next(self) -> tuple[str, Weights]:
         """(kind, tensors as they are published), which stay as they are."""
-        kind = self._rng.choices(list(self._kinds), list(self._kinds.values()))[0]
-        last, before = self.last, self._before
+        (kind,) = self._rng.choices(list(self._kinds), list(self._kinds.values()))
         if kind in ("step", "leap"):
             self._step(LEAP_LR if kind == "leap" else LR)
-            self.last = self._rounded()
-        else:
-            self.last = last if kind == "same" else before
-        self._before = last
-        return kind, self.last
+        published = {"same": self.last, "back": self._before}.get(kind) or self._rounded()
+        self._before, self.last = self.last, published
+        return kind, published
 
     def _step(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
+        self._adam.param_groups[0]["lr"] = lr
         for weight in self._masters.values():
             weight.grad = torch.randn(weight.shape, generator=self._numbers)
         self._adam.step()
 
     def _rounded(self) -> Weights:
-        keep = {name for name, weight in self._masters.items() if weight.ndim < 2 or name == "gate"}
-        return {
-            n: w.detach().to(torch.float32 if n in keep else torch.bfloat16, copy=True)
-            for n, w in self._masters.items()
-        }
+        kept = {name: weight.ndim < 2 or name == "gate" for name, weight in self._masters.items()}
+        dtypes = {name: torch.float32 if keep else torch.bfloat16 for name, keep in kept.items()}
+        return {name: weight.detach().to(dtypes[name], copy=True) for name, weight in self._masters.items()}

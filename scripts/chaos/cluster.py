@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import SIGKILL
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 START_S = 60.0  # how long a process may take to start on a busy machine; no key of the configuration says that
 SERVERS = ("rollout-a", "rollout-b")
 SHOWN = ("tracking.live=plain", "tracking.plot=false")
-TICK_S, PACE_EVERY_S = 0.004, 0.3
+TICK_S = 0.004
 LAUNCHER = "launcher"
 CLOCKS = ("replay", "learner", "server", LAUNCHER)  # roles whose clock can be shifted, in the order of site_start.ROLES
 
@@ -72,34 +71,14 @@ def reward(sample):
 '''
 
 
-def set_pace(work: Path, seconds: float) -> None:
-    """How long the reward of one trajectory takes from now on; every rollout server has one reward process."""
-    replace_text(work / "pace", f"{seconds:.6f}")
-
-
-def run_settings(work: Path, data: Path) -> list[str]:
-    """Settings of every run in a work folder; writes the paced reward."""
-    set_pace(work, 0.0)
-    (work / "paced_reward.py").write_text(REWARD.format(pace=str(work / "pace")), encoding="utf-8")
-    paths = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.jsonl"}
-    run = [f"run.dir={work}", "run.name=run", f"reward.function={work}/paced_reward.py:reward"]
-    return [*run, *(f"{key}={data}/{name}" for key, name in paths.items()), *SHOWN]
-
-
-def variant_settings(variant: Variant, work: Path) -> list[str]:
-    """Settings of a small run; writes the keys that they name."""
-    values = ["placement.split=2:1", *SMALL.split(), *variant.settings]
-    if variant.keys:
-        command = (sys.executable, "-m", "replay.keys", "--out", str(work / "keys"))
-        subprocess.run(command, cwd=ROOT, check=True, timeout=START_S, stdout=subprocess.DEVNULL)
-        values.append(f"network.keys={work}/keys")
-    return values
+def make(module: str, *words: str) -> None:
+    command = (sys.executable, "-m", module, *words)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
 
 
 def make_data(folder: Path, *, seed: int = 0) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(seed)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    make("learner.examples.sort6", "--out", str(folder), "--seed", str(seed))
     return (ROOT / folder).resolve()
 
 
@@ -110,35 +89,26 @@ def recovery_s(config: Config) -> float:
     return waits + START_S
 
 
-def naming_s(config: Config) -> float:
-    return config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
-
-
-@dataclass(slots=True)
-class Started:
-    process: "subprocess.Popen[bytes]"
-    again: Callable[[], None] | None  # how it is started again when it ends, where it is
-    may_end: bool = False
-
-
 class Cluster:
     """The launcher, rollout servers, proxies, probes; a context manager that leaves no process behind.
 
-    The run is in work/run. With `probes`, rollout servers and learner rank 0 get probes. `pace` is asked again and
-    again for the seconds that the reward of one trajectory takes.
+    The run is in work/run; rollout servers and learner rank 0 have probes. `pace` is asked again and
+    again for the seconds that the reward of one trajectory takes; every rollout server has one reward process.
     """
 
     config: Config
 
-    def __init__(self, work: Path, *, probes: bool = True, pace: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, work: Path, *, pace: Callable[[], float] = lambda: 0.0) -> None:
         (work / "site").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(site_start.__file__, work / "site" / "sitecustomize.py")
         self.work, self.folder = work, work / "run"
         self.watch = Watch(self.folder, work / "journal")
         self.history, self.logs, self.proxy = self.watch.history, Logs(self.folder / "logs", []), Proxy()
         self.links: dict[str, Link] = {}
-        self.started: dict[str, Started] = {}
-        self._pace, self._paced_at = pace, 0.0
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+        self._again: dict[str, Callable[[], None]] = {}  # how a process is started again when it ends
+        self._may_end: set[str] = set()
+        self._pace, self._paced = pace, -1.0
         self._clock = work / "clock"
         self._clock.write_bytes(bytes(site_start.DOUBLE.size * len(CLOCKS)))
         self._environment = {
@@ -147,7 +117,7 @@ class Cluster:
             "SLIPSTREAM_PYTHON": sys.executable,
             "PYTHONPATH": f"{work}/site:{ROOT}",
             "CHAOS_CLOCK": str(self._clock),
-            **({"CHAOS_PROBES": str(work / "probes")} if probes else {}),
+            "CHAOS_PROBES": str(work / "probes"),
         }
 
     def __enter__(self) -> Self:
@@ -155,7 +125,7 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        roots = [started.process for started in self.started.values()]
+        roots = self.started.values()
         for pid in [pid for root in roots for pid in (root.pid, *processes.below(root.pid))]:
             processes.send(pid, SIGKILL)
         for root in roots:
@@ -168,17 +138,18 @@ class Cluster:
         if output not in self.logs.others:
             self.logs.others.append(output)
         with output.open("ab") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=self._environment | environment,
-                start_new_session=True,
-            )
-        again = partial(self.start, name, *command, restarts=True, **environment)
-        self.started[name] = Started(process, again if restarts else None)
+            ends: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            env = self._environment | environment
+            self.started[name] = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **ends)
+        if restarts:
+            self._again[name] = partial(self.start, name, *command, **environment)
+
+    def settings(self, data: Path) -> list[str]:
+        """Of every run; writes the reward that they name."""
+        reward = self.work / "paced_reward.py"
+        reward.write_text(REWARD.format(pace=str(self.work / "pace")), encoding="utf-8")
+        paths = [f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
+        return [*paths, f"run.dir={self.work}", "run.name=run", f"reward.function={reward}:reward", *SHOWN]
 
     def launch(self, settings: Sequence[str] = (), *command: str, local: bool = False, **environment: str) -> None:
         """Start the learner side, until it says where replay listens; with `local` rollout servers it does not."""
@@ -191,8 +162,11 @@ class Cluster:
 
     def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
         """Start a small run with rollout servers behind proxies, until its first step."""
-        steps = f"learner.total_steps={total_steps}"
-        self.launch([*run_settings(self.work, data), *variant_settings(variant, self.work), steps])
+        settings = ["placement.split=2:1", *SMALL.split(), *variant.settings, f"learner.total_steps={total_steps}"]
+        if variant.keys:
+            make("replay.keys", "--out", f"{self.work}/keys")
+            settings.append(f"network.keys={self.work}/keys")
+        self.launch([*self.settings(data), *settings])
         for name in SERVERS:
             self.links[name] = self.proxy.link(self.address)
             self.serve(name, self.links[name].address, restarts=True)
@@ -206,10 +180,10 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        output = self.output(LAUNCHER)
-        text = output.read_text(errors="replace") if output.exists() else ""
-        found = re.search(r"replay listens at (tcp://\S+):? start", text)
-        return found[1].rstrip(":") if found else ""
+        """Where replay listens, as the launcher says."""
+        text = self.output(LAUNCHER).read_text(errors="replace")
+        found = re.search(r"replay listens at (tcp://\S+?):? start", text)
+        return found[1] if found else ""
 
     def output(self, name: str) -> Path:
         return self.work / f"{name}.out"
@@ -222,30 +196,22 @@ class Cluster:
         return hasattr(self, "config") and self.history.version >= self.config.learner.total_steps
 
     def tick(self) -> None:
+        """See how the run goes, between other things. Raises Ended where a process has ended that must not."""
         self.watch.poll()
-        for started in list(self.started.values()):
-            if started.again is not None and started.process.poll() is not None and not self.is_over:
-                started.again()
-        if time.monotonic() - self._paced_at > PACE_EVERY_S:
-            self.set_pace()
+        for name, process in list(self.started.items()):
+            if process.poll() is None or name in self._may_end or self.is_over:
+                continue
+            if name not in self._again:
+                raise Ended(f"{name!r} ended with exit code {process.returncode}: {self.last_words(name)}")
+            self._again[name]()
+        seconds, self._paced = self._paced, self._pace()
+        if seconds != self._paced:
+            replace_text(self.work / "pace", f"{self._paced:.6f}")
         time.sleep(TICK_S)
 
-    def set_pace(self) -> None:
-        self._paced_at = time.monotonic()
-        set_pace(self.work, self._pace())
-
     def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
-        """Tick until the condition holds; what it is then. Raises Hung, or Ended where a process ends that must not."""
-
-        def look() -> None:
-            for name, started in self.started.items():
-                gone = started.process.poll() is not None
-                if gone and not (started.again or started.may_end or self.is_over):
-                    code = started.process.returncode
-                    raise Ended(f"{name!r} ended with exit code {code} before {what}: {self.last_words(name)}")
-            self.tick()
-
-        return wait_until(condition, what, deadline_s, look=look, state=lambda: f"version {self.history.version}")
+        """Tick until the condition holds; what it is then. Raises Hung."""
+        return wait_until(condition, what, deadline_s, look=self.tick, state=lambda: f"version {self.history.version}")
 
     def rest(self, seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -271,12 +237,15 @@ class Cluster:
 
     def finish(self) -> int:
         """Let the run come to its end; its exit code. Raises Hung."""
-        launcher = self.started[LAUNCHER].process
-        self.started[LAUNCHER].may_end = True
         left = self.config.learner.total_steps - self.history.version
-        self.wait(lambda: launcher.poll() is not None, "the end of the run", recovery_s(self.config) + 2.0 * left)
+        return self.end_of(LAUNCHER, recovery_s(self.config) + 2.0 * left)
+
+    def end_of(self, name: str, deadline_s: float) -> int:
+        """Wait until a process that may end by now has ended; its exit code."""
+        self._may_end.add(name)
+        self.wait(lambda: self.started[name].poll() is not None, f"the end of {name!r}", deadline_s)
         self.watch.poll()
-        return int(launcher.returncode)
+        return int(self.started[name].returncode)
 
     def check(self) -> checker.Report:
         self.watch.poll()
@@ -284,14 +253,12 @@ class Cluster:
         return checker.check(self.folder, journal=self.watch.archive, acks=records)
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of a role: replay, learner (its ranks), `rank N`, torchrun, or a started process's name."""
+        """Living processes of a role: replay, learner (its ranks), `rank 1`, torchrun, or a started process's name."""
         if role in self.started:
-            process = self.started[role].process
-            return [process.pid] if process.poll() is None else []
-        if role.startswith("rank "):  # ranks start in their order
-            number = int(role.removeprefix("rank "))
-            return self.pids("learner")[number : number + 1]
-        return processes.of_role(self.started[LAUNCHER].process.pid, role)
+            return [self.started[role].pid] if self.started[role].poll() is None else []
+        if role == "rank 1":
+            return self.pids("learner")[1:2]  # ranks start in their order
+        return processes.of_role(self.started[LAUNCHER].pid, role)
 
     def kill(self, role: str) -> int | None:
         """SIGKILL the first process of a role; its pid."""

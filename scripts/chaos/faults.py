@@ -1,28 +1,27 @@
-"""The table of faults and the symptom that each shows as, which docs/faults.md prints; plans drawn from it."""
+"""The table of faults, which docs/faults.md prints, and how each is injected at its point."""
 
 import random
-from collections import Counter
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from resource import RLIM_INFINITY, RLIMIT_FSIZE, prlimit
+from signal import SIGKILL
 from typing import Literal
 
-from scripts.chaos.cluster import SERVERS, VARIANTS, Variant
+from scripts.chaos import processes
+from scripts.chaos.checker.journal import HEAD, MAGIC, segments
+from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
+from scripts.chaos.polling import Hung
+from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage, times
 
 Needs = Literal["", "open", "keys", "two ranks"]
 """What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
 
-POINTS = {
-    "any": "at any moment",
-    "in flight": "a group, or its ack, is on its way",
-    "formed": "a batch is formed and its step not committed",
-    "committed": "a step is committed and its version at no engine",
-    "broadcast": "a broadcast is in its middle",
-    "checkpoint": "a checkpoint is being written",
-    "reading": "replay was started again and reads its journal",
-    "repeating": "the learner repeats journalled steps",
-}
+POINTS = ("any", "in flight", "formed", "committed", "broadcast", "checkpoint", "reading", "repeating")
+"""Of the protocol, at which a fault is aimed; docs/faults.md says what is going on at each."""
 INSTANT = ("kill", "torn")  # faults that are over at once begin with these words
-EVERYWHERE = tuple(POINTS)
 RUNNING = tuple(point for point in POINTS if point != "reading")
 WIRE = ("any", "in flight", "formed", "broadcast")
 GONE = frozenset({"closed", "silent", "slow"})
@@ -56,9 +55,9 @@ LONG, BRIEFLY = "for longer than network.silent_after_s", "for half of network.s
 
 FAULTS = (
     Fault("kill server", "SIGKILL of a rollout server", (LOST_CLOSED,), RUNNING),
-    Fault("kill learner", "SIGKILL of learner rank 0", (LEARNER_DIED,), EVERYWHERE),
+    Fault("kill learner", "SIGKILL of learner rank 0", (LEARNER_DIED,), POINTS),
     Fault("kill rank", "SIGKILL of the last learner rank", (LEARNER_DIED,), RUNNING, needs="two ranks"),
-    Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), EVERYWHERE),
+    Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), POINTS),
     Fault("kill replay and learner", "SIGKILL of both at once", (REPLAY_DIED,), RUNNING),
     Fault("torn journal", "SIGKILL of replay; half a record stands at the end of its journal", (REPLAY_DIED,), ANY),
     Fault("stop server briefly", f"SIGSTOP {BRIEFLY}", (), ("any", "broadcast")),
@@ -112,43 +111,213 @@ class Planned:
     server: str
 
 
-PlannedRun = tuple[Variant, list[Planned]]
+AIM_S = 15.0  # how long to wait for a point before the fault happens at any moment
+HOLD_S = 1.0
+"""Longest that a gate holds a process: less than the collective timeout, so that holding alone breaks nothing."""
+MIN_REPEATED = 3  # steps that must be there to repeat before the learner is killed for it
+CLOCK_S = {"forward": 3600.0, "backward": -3600.0}
+CUT_S, SLOW_FOR_S, SLOW_BY_S, SKEW_FOR_S, FULL_FOR_S = 3.0, 3.0, 0.1, 2.0, 2.0
+MESSAGE_S = 20.0  # how long an intercept waits for the message that it changes
+FILLING_S = 20.0  # how long a journal may take to reach the end of its disk
+LOG_ROOM_BYTES = 4 * 1024
+KINDS: dict[str, tuple[str, ...]] = {
+    "up": ("Group", "LeaseRequest", "Renew", "Heartbeat"),
+    "down": ("Lease", "Ack", "Heartbeat"),
+}
+"""Messages that come often enough to wait for one."""
+FLIPS: dict[str, tuple[Direction, tuple[str, ...]]] = {
+    "up": ("up", ("Group",)),
+    "header up": ("up", KINDS["up"]),
+    "lease request": ("up", ("LeaseRequest",)),
+    "hello": ("up", ("Hello",)),
+    "welcome": ("down", ("Welcome",)),
+    "down": ("down", KINDS["down"]),
+}
+STARTING = ("hello", "welcome")  # which come once in a process's life
 
 
-def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
-    """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
+class Injector:
+    """One fault of one run: `reach` its point, `do` it, see what `was_hit`, `release`.
 
-    `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
+    The first word of a fault's name is a method here, which takes the others.
     """
-    rng = random.Random(seed)
-    decks = {variant: deck for variant in VARIANTS if (deck := list(pairs(variant, only)))}
-    if not decks:
-        raise ValueError(f"--only {only!r}: no fault of the table has such a name; see --table")
-    for deck in decks.values():
-        rng.shuffle(deck)
-    used: Counter[tuple[str, str]] = Counter()
-    runs: list[PlannedRun] = []
-    for first in range(0, num_faults, per_run):
-        variant = list(decks)[len(runs) % len(decks)]
-        faults = []
-        for _ in range(min(per_run, num_faults - first)):
-            deck = decks[variant]
-            pair = min(deck, key=used.__getitem__)  # the first of those that came least often
-            deck.remove(pair)
-            deck.append(pair)
-            used[pair] += 1
-            faults.append(Planned(*pair, server=rng.choice(SERVERS)))
-        runs.append((variant, faults))
-    return runs
 
+    def __init__(self, cluster: Cluster, planned: Planned, rng: random.Random) -> None:
+        self.cluster, self.planned, self.rng = cluster, planned, rng
+        self.detail = ""  # what was done in particular, for the protocol of the run
+        silent_s = cluster.config.network.silent_after_s
+        self._briefly_s, self._long_s = silent_s / 2, silent_s + 2.0
+        self._link, self._gate = cluster.links[planned.server], cluster.watch.probes[planned.server].gate
+        self._direction: Direction = rng.choice(["up", "down"])  # of the message that is held in flight
+        self._mark, self._reached = cluster.logs.mark(), False
+        watch, history = cluster.watch, cluster.history
+        self._is_there: Callable[[], bool] = {
+            "any": lambda: True,
+            "in flight": self._link.held[self._direction].is_set,
+            "formed": lambda: history.newest_take == history.version + 1,
+            "committed": lambda: max(probe.live for probe in watch.probes.values()) < history.version,
+            "broadcast": lambda: self._gate.arrived,
+            "checkpoint": lambda: watch.writes_checkpoint,
+            "reading": lambda: cluster.logs.first([r"replay ready at"], self._mark) is None,
+            "repeating": lambda: history.version < history.high,
+        }[planned.point]
 
-def pairs(variant: Variant, only: str = "") -> Iterator[tuple[str, str]]:
-    """(fault, point) that a run of this variant can have."""
-    two_ranks = any(setting.endswith(":2") for setting in variant.settings)
-    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks}
-    for fault in FAULTS:
-        if possible[fault.needs] and any(word.strip() in fault.name for word in only.split(",")):
-            for point in fault.points:
-                # what is sealed cannot be held by its kind
-                if not (variant.keys and point == "in flight"):
-                    yield fault.name, point
+    def reach(self) -> None:
+        """Wait for the point; one that does not come in time is given up, and `was_hit` says so."""
+        with suppress(Hung):
+            self._bring_about(self.cluster)
+            if self.planned.point != "reading":  # which may be over already
+                self._until(self._is_there)
+            self._reached = True
+
+    def _bring_about(self, cluster: Cluster) -> None:
+        match self.planned.point:
+            case "any":
+                cluster.rest(self.rng.uniform(0.0, 0.5))
+            case "in flight":
+                self._link.held[self._direction].clear()
+                self._link.holding[self._direction] = "Group" if self._direction == "up" else "Ack"
+            case "broadcast":
+                self._gate.aim("middle bucket", HOLD_S)
+            case "reading":
+                old = cluster.kill("replay")
+                self._until(lambda: bool(set(cluster.pids("replay")) - {old}), START_S)
+                self._mark = cluster.logs.mark()
+                time.sleep(self.rng.uniform(0.0, 1.0))
+            case "repeating":
+                watch, history = cluster.watch, cluster.history
+                self._until(lambda: history.version - max(watch.checkpoints(complete=True), default=0) >= MIN_REPEATED)
+                before = history.incarnations
+                cluster.kill("learner")
+                self._until(lambda: history.incarnations > before, START_S)
+
+    def _until(self, condition: Callable[[], bool], deadline_s: float = AIM_S) -> None:
+        self.cluster.wait(condition, f"the point {self.planned.point!r}", deadline_s)
+
+    def was_hit(self) -> str:
+        """The point at which the fault has really met the run: asked right before or after it."""
+        self.cluster.watch.poll()
+        return self.planned.point if self._reached and self._is_there() else "any"
+
+    def release(self) -> None:
+        self._link.holding.pop(self._direction, None)
+        self._link.frozen.discard(self._direction)
+        self._gate.release()
+
+    def do(self) -> None:
+        verb, _, rest = self.planned.fault.partition(" ")
+        getattr(self, f"do_{verb}")(rest)
+
+    def _pids(self, role: str) -> list[int]:
+        """The process of a role, if it is there: of the learner's ranks the first, where it is not `rank`."""
+        return self.cluster.pids({"server": self.planned.server, "rank": "rank 1"}.get(role, role))[:1]
+
+    def do_kill(self, roles: str) -> None:
+        pids = [pid for role in roles.split(" and ") for pid in self._pids(role)]
+        for pid in pids:
+            processes.send(pid, SIGKILL)
+        self.detail = f"pids {pids}"
+
+    def do_stop(self, role: str) -> None:
+        role, _, briefly = role.partition(" ")
+        seconds = self._briefly_s if briefly else self._long_s
+        self.detail = f"{seconds:g} s"
+        with ExitStack() as stack:
+            for pid in self._pids(role):
+                stack.enter_context(processes.stopped(pid))
+            self.cluster.rest(seconds)
+
+    def do_torn(self, _: str) -> None:
+        """The launcher stands still, so that the dead replay's journal can be written to before the next one starts."""
+        with processes.stopped(self.cluster.pids(LAUNCHER)[0]):
+            replay = self.cluster.kill("replay")
+            assert replay is not None
+            self.cluster.wait(lambda: processes.state(replay) in ("", "Z"), "the end of replay", 10.0)
+            # what a write that was cut off leaves: a whole head, and less meta than it says; or not even a head
+            head = HEAD.pack(MAGIC, 200, self.rng.randrange(1 << 32))
+            torn = (head + self.rng.randbytes(150))[: self.rng.randrange(1, len(head) + 150)]
+            path = segments(self.cluster.folder / "journal")[-1]
+            with path.open("ab") as file:
+                file.write(torn)
+            self.detail = f"{len(torn)} bytes behind {path.name}"
+
+    def do_full(self, _: str) -> None:
+        """No file of replay may grow past what the largest has and what its log may need."""
+        (replay,) = self.cluster.pids("replay")
+        log = self.cluster.folder / "logs" / "replay.log"
+        newest = segments(self.cluster.folder / "journal")[-1]
+        limit = max(newest.stat().st_size, log.stat().st_size + LOG_ROOM_BYTES)
+        self.detail = f"{limit} bytes"
+        logs, mark = self.cluster.logs, self.cluster.logs.mark()
+        prlimit(replay, RLIMIT_FSIZE, (limit, RLIM_INFINITY))
+        try:
+            with suppress(Hung):  # then no log has named it, which is for the caller to see
+                self.cluster.wait(lambda: logs.first([r"\[full\]"], mark) is not None, "[full]", FILLING_S)
+            self.cluster.rest(FULL_FOR_S)
+        finally:
+            with suppress(ProcessLookupError):
+                prlimit(replay, RLIMIT_FSIZE, (RLIM_INFINITY, RLIM_INFINITY))
+
+    def do_clock(self, direction: str) -> None:
+        self.detail = self.rng.choice(CLOCKS)
+        self.cluster.skew(self.detail, CLOCK_S[direction])
+        self.cluster.rest(SKEW_FOR_S)
+        self.cluster.skew(self.detail, 0.0)
+
+    def do_cut(self, _: str, seconds: float = CUT_S) -> None:
+        self.cluster.proxy.cut(self._link, closed_for_s=seconds)
+        self.cluster.rest(seconds)
+
+    def do_blink(self, _: str) -> None:
+        self.do_cut("", 0.0)
+
+    def do_slow(self, _: str) -> None:
+        self._link.delay_s = SLOW_BY_S
+        self.cluster.rest(SLOW_FOR_S)
+        self._link.delay_s = 0.0
+
+    def do_freeze(self, direction: Literal["up", "down", ""]) -> None:
+        self._link.frozen.update([direction] if direction else ["up", "down"])
+        self.cluster.rest(self._long_s)
+        self._link.frozen.clear()
+
+    def do_vanish(self, _: str) -> None:
+        self._link.orphans = True
+        self.do_kill("server")
+        self.cluster.rest(self._long_s)
+        self._link.orphans = False
+
+    def do_flip(self, what: str) -> None:
+        direction, kinds = FLIPS[what]
+        if what in STARTING:
+            self.do_kill("server")
+        self._change(direction, kinds, partial(self._flip, of_array=what == "up"))
+
+    def do_tamper(self, _: str) -> None:
+        self._change(self.rng.choice(["up", "down"]), ("sealed",), self.rng.choice([self._flip, times(2)]))
+
+    def do_duplicate(self, direction: Direction) -> None:
+        self._change(direction, KINDS[direction], times(2))
+
+    def do_reorder(self, direction: Direction) -> None:
+        self._change(direction, KINDS[direction], times(1), late=True)
+
+    def _change(self, direction: Direction, kinds: tuple[str, ...], change: Change, *, late: bool = False) -> None:
+        """Change the next message of one of these kinds; where none comes, and many may, any message."""
+        kind = self.rng.choice(kinds)
+        intercept = Intercept(lambda message: message.kind == kind, change, hold_for_next=late)
+        intercepts = self._link.intercepts[direction]
+        intercepts.append(intercept)
+        is_start = kind.lower() in STARTING
+        try:
+            self.cluster.wait(intercept.done.is_set, f"a {kind} to change", START_S if is_start else MESSAGE_S)
+        except Hung:
+            if is_start:
+                intercepts.clear()
+                raise
+            intercept.wanted = lambda _: True  # this kind does not come now; heartbeats always do
+            self.cluster.wait(intercept.done.is_set, "any message to change", MESSAGE_S)
+        self.detail = intercept.kind
+
+    def _flip(self, message: ZmtpMessage, *, of_array: bool = False) -> list[bytes]:
+        return [message.flipped(message.largest_array if of_array else 0, self.rng.random()).wire()]

@@ -5,10 +5,10 @@ the folder of all probes. Subclasses are handed to the product's own entry point
 
     join                                a place on the weight bus was asked for
     welcome    version                  the publisher's newest version at that moment
-    begin      version, digest          a version is about to be sent
+    begin      version                  a version is about to be sent
     proven     version, digest          what the engine holds after loading, digested in place, not yet compared
     live       version                  leases are asked for
-    dark                                none are asked for any more: quarantined
+    dark       version                  none are asked for any more: quarantined
     lease      group, attempt           a prompt came
     ack        group, attempt, status   replay keeps a group, or does not
 
@@ -30,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, mis
 from configs.infrastructure import WeightBus
 from replay import messages as m
 from replay.channel import AsyncDealer, Envelope, Message, WireError
-from scripts.chaos.watch import Gate
+from scripts.chaos.watch import SPOIL, Gate
 from weight_bus import Subscriber, messages
 from weight_bus.control import Dealer
 from weight_bus.digest import combined
@@ -42,37 +42,30 @@ from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
 
-class Recorder:
+class Recorder(Gate):
     """The process's end of a probe."""
-
-    def __init__(self, folder: Path) -> None:
-        self.gate = Gate(folder)
-        self._path = folder / "events.jsonl"
 
     def note(self, event: str, **fields: Any) -> None:
         """One line, with the kernel before anything follows from it: SIGKILL does not take it back."""
-        with self._path.open("a", encoding="utf-8") as file:
+        with (self.folder / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, "at": time.monotonic(), **fields}) + "\n")
 
 
 def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
     class RecordedDealer(AsyncDealer):
         async def send(self, message: Message) -> None:
-            if isinstance(message, m.LeaseRequest) and message.capacity:
-                recorder.note("live", version=message.version)
-            elif isinstance(message, m.LeaseRequest):
-                recorder.note("dark")
+            if isinstance(message, m.LeaseRequest):
+                recorder.note("live" if message.capacity else "dark", version=message.version)
             await super().send(message)
 
         async def receive(self, timeout_s: float) -> Envelope | None:
             """Record a message before the server acts on it: after an Ack it may forget the group."""
             envelope = await super().receive(timeout_s)
             message = envelope.message if envelope is not None else None
-            if isinstance(message, m.Lease):
-                recorder.note("lease", group=[message.pass_, message.index], attempt=message.attempt)
-            elif isinstance(message, m.Ack):
-                group = [message.pass_, message.index]
-                recorder.note("ack", group=group, attempt=message.attempt, status=message.status)
+            if isinstance(message, m.Lease | m.Ack):
+                status = {"status": message.status} if isinstance(message, m.Ack) else {}
+                group, kind = [message.pass_, message.index], type(message).__name__.lower()
+                recorder.note(kind, group=group, attempt=message.attempt, **status)
             return envelope
 
     return RecordedDealer
@@ -80,39 +73,35 @@ def replay_dealer(recorder: Recorder) -> type[AsyncDealer]:
 
 def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     """The rollout server's end of the weight bus, recorded and gated."""
-    gate = recorder.gate
 
     class GatedDealer(Dealer):
-        """Behind each message, sent or come, there is a moment of its name."""
+        """Behind each message, sent or come, there is a moment of its name; and one before it is sent."""
 
         def send(self, message: Message) -> bool:
-            if isinstance(message, messages.Join):
-                gate.reach("before Join")
+            kind = type(message).__name__
+            recorder.reach(f"before {kind}")
             sent = super().send(message)
-            if isinstance(message, messages.Join):
+            if kind == "Join":
                 recorder.note("join")
-                gate.reach("joining")
-            gate.reach(type(message).__name__)
+            recorder.reach(kind)
             return sent
 
         def poll(self, timeout_s: float) -> Message | WireError | None:
             message = super().poll(timeout_s)
-            if isinstance(message, messages.Welcome):
-                recorder.note("welcome", version=message.version)
-            elif isinstance(message, messages.Begin):
-                recorder.note("begin", version=message.version, digest=message.digest)
-            gate.reach(type(message).__name__)
+            if isinstance(message, messages.Welcome | messages.Begin):
+                recorder.note(type(message).__name__.lower(), version=message.version)
+            recorder.reach(type(message).__name__)
             return message
 
     class GatedSubscriber(Subscriber):
         def __init__(self, address: str, **options: Any) -> None:
-            super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(gate), **options})
+            super().__init__(address, **{"dealer": GatedDealer, "transport_factory": gated(recorder), **options})
 
         def receive(self, load: Load, **callbacks: Any) -> int:
             def loaded(version: int, named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
-                held = load(version, halfway(list(named), lambda: gate.reach("applying")))
+                held = load(version, applied(list(named), recorder))
                 recorder.note("proven", version=version, digest=combined(held))
-                gate.reach("proving")
+                recorder.reach("proving")
                 return held
 
             return super().receive(loaded, **callbacks)
@@ -120,11 +109,10 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     return GatedSubscriber
 
 
-def halfway(named: Sequence[tuple[str, torch.Tensor]], reach: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors one by one; `reach` is called when half of them were taken."""
+def applied(named: Sequence[tuple[str, torch.Tensor]], gate: Gate) -> Iterator[tuple[str, torch.Tensor]]:
     for number, pair in enumerate(named):
         if number == len(named) // 2:
-            reach()
+            gate.reach("applying")
         yield pair
 
 
@@ -141,6 +129,9 @@ def gated(gate: Gate) -> TransportFactory:
 class Wrapped:
     """A transport that differs from another one in what its subclass says."""
 
+    version = -1
+    places: Sequence[Sequence[Entry]] | None = None  # the tensors of each bucket; none of a change
+
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
 
@@ -148,6 +139,7 @@ class Wrapped:
         return getattr(self.inner, name)
 
     def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
+        self.version, self.places = version, entries
         if isinstance(self.inner, Labelled):
             self.inner.label(version, entries)
 
@@ -160,17 +152,14 @@ def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> T
 class GatedTransport(Wrapped):
     def __init__(self, inner: Transport, gate: Gate) -> None:
         super().__init__(inner)
-        self._gate, self._buckets = gate, 1
-
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        self._buckets = len(entries) if entries is not None else 1
-        super().label(version, entries)
+        self._gate = gate
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
+        buckets = len(self.places) if self.places is not None else 1
+        moments = {0: "first bucket", buckets - 1: "last bucket", buckets // 2: "middle bucket"}
         self._gate.reach(moments.get(index, ""))
         self.inner.broadcast(bucket, index)
-        if moments.get(index) == "middle bucket" and self._gate.take_spoil():
+        if moments.get(index) == "middle bucket" and self._gate.reach(SPOIL):
             bucket[0] ^= 1
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
@@ -224,7 +213,7 @@ def main() -> int:
     if module == "learner.train":
         from learner import train
 
-        gate = Recorder(folder / "learner").gate
+        gate = Gate(folder / "learner")
 
         class GatedLearner(train.Learner):
             """While rank 0 is held here, the other ranks wait for it in the gather."""

@@ -3,20 +3,22 @@
 import ctypes
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from stat import S_ISSOCK
 
 PROC = Path("/proc")
-ROLES = {"replay": (" replay.main ", ""), "learner": (" learner.train ", " learner.launch.torchrun "),
-         "torchrun": (" learner.launch.torchrun ", "")}  # fmt: skip
-"""What the command line of a role has, and has not."""
+TORCHRUN = r" learner\.launch\.torchrun "
+ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}
+"""What the command line of a role matches."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
@@ -45,8 +47,7 @@ def below(root: int) -> dict[int, str]:
 
 def of_role(root: int, role: str) -> list[int]:
     """Pids of replay, of torchrun, or of the learner ranks in the order of their start, below the launcher."""
-    has, has_not = ROLES[role]
-    return sorted(p for p, c in below(root).items() if has in c and not (has_not and has_not in c))
+    return sorted(pid for pid, command in below(root).items() if re.search(ROLES[role], command))
 
 
 def send(pid: int, sig: signal.Signals) -> bool:
@@ -62,10 +63,6 @@ def state(pid: int) -> str:
     with suppress(*GONE):
         return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
     return ""
-
-
-def is_alive(pid: int) -> bool:
-    return state(pid) not in ("", "Z")
 
 
 @contextmanager
@@ -88,9 +85,9 @@ def stopped(pid: int) -> Iterator[None]:
 def slowed(pid: int) -> AbstractContextManager[None]:
     """SIGSTOP and SIGCONT in turns, as on a machine that is too busy: the process is never silent for long."""
 
-    def turn(over: threading.Event) -> None:
+    def turn() -> None:
         with stopped(pid):
-            over.wait(SLOW_STOPPED_S)
+            time.sleep(SLOW_STOPPED_S)
 
     return _repeated(turn, SLOW_RUNNING_S)
 
@@ -98,19 +95,19 @@ def slowed(pid: int) -> AbstractContextManager[None]:
 def cut_off(pid: int) -> AbstractContextManager[None]:
     """Every TCP connection of the process ends, at both ends, and so does each that it makes meanwhile."""
     close_connections(pid)
-    return _repeated(lambda _: close_connections(pid), CUT_EVERY_S)
+    return _repeated(partial(close_connections, pid), CUT_EVERY_S)
 
 
 @contextmanager
-def _repeated(turn: Callable[[threading.Event], object], pause_s: float) -> Iterator[None]:
+def _repeated(turn: Callable[[], object], pause_s: float) -> Iterator[None]:
     """A thread that does something again and again while the process is there."""
     over = threading.Event()
 
     def run() -> None:
         with suppress(*GONE):
-            turn(over)
+            turn()
             while not over.wait(pause_s):
-                turn(over)
+                turn()
 
     thread = threading.Thread(target=run, name="fault", daemon=True)
     thread.start()

@@ -19,10 +19,8 @@ import msgpack
 
 Direction = Literal["up", "down"]  # `up` is from the rollout server to replay
 LOOK_S = 0.02
-LIMIT_BYTES = 1 << 22
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
-MAX_BODY_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +51,9 @@ class ZmtpMessage:
         if not self.is_message:
             return "command"
         try:
-            header = msgpack.unpackb(self.frames[0].body)
-        except (ValueError, msgpack.exceptions.UnpackException):
+            return str(msgpack.unpackb(self.frames[0].body)["kind"])
+        except (ValueError, TypeError, LookupError, msgpack.exceptions.UnpackException):
             return "sealed"
-        return str(header.get("kind", "sealed")) if isinstance(header, dict) else "sealed"
 
     def wire(self) -> bytes:
         return b"".join(frame.wire() for frame in self.frames)
@@ -75,15 +72,21 @@ class ZmtpMessage:
 
 
 async def read_message(reader: asyncio.StreamReader) -> ZmtpMessage:
-    """The next command or whole message. Raises asyncio.IncompleteReadError at the end, ValueError for no ZMTP 3."""
+    """The next command or whole message. Raises asyncio.IncompleteReadError at the end."""
     frames: list[Frame] = []
     while not frames or frames[-1].flags & MORE:
         flags = (await reader.readexactly(1))[0]
         length = int.from_bytes(await reader.readexactly(8 if flags & LONG else 1), "big")
-        if flags & ~(MORE | LONG | COMMAND) or length > MAX_BODY_BYTES:
-            raise ValueError(f"a frame of {length} bytes with flags {flags:#04x}")
         frames.append(Frame(flags, await reader.readexactly(length)))
     return ZmtpMessage(tuple(frames))
+
+
+Change = Callable[[ZmtpMessage], list[bytes]]
+"""The bytes that go on instead of a message, a message each; none loses it."""
+
+
+def times(number: int) -> Change:
+    return lambda message: [message.wire()] * number
 
 
 @dataclass(slots=True)
@@ -91,7 +94,7 @@ class Intercept:
     """What happens to the next message of a direction that `wanted` names, once. Example: give it twice."""
 
     wanted: Callable[[ZmtpMessage], bool]
-    change: Callable[[ZmtpMessage], list[bytes]]  # the bytes that go on instead, a message each; none loses it
+    change: Change
     hold_for_next: bool = False  # give it after the message that follows it
     done: threading.Event = field(default_factory=threading.Event)
     kind: str = ""  # of the message that was changed
@@ -131,8 +134,7 @@ class Proxy:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
-        self._servers: list[asyncio.Server] = []
-        self._links: list[Link] = []
+        self._links: dict[Link, asyncio.Server] = {}
 
     def __enter__(self) -> "Proxy":
         self._thread.start()
@@ -146,9 +148,9 @@ class Proxy:
     def link(self, address: str) -> Link:
         """A new link to `tcp://host:port`; its `address` is what the rollout server is given."""
         host, _, port = address.removeprefix("tcp://").rpartition(":")
-        self._links.append(Link((host, int(port))))
-        self._call(self._listen(self._links[-1]))
-        return self._links[-1]
+        link = Link((host, int(port)))
+        self._call(self._listen(link))
+        return link
 
     def cut(self, link: Link, *, closed_for_s: float = 0.0) -> None:
         link.closed_until = time.monotonic() + closed_for_s
@@ -158,14 +160,13 @@ class Proxy:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
 
     async def _listen(self, link: Link) -> None:
-        server = await asyncio.start_server(lambda r, w: _serve(link, r, w), "127.0.0.1", 0, limit=LIMIT_BYTES)
+        server = await asyncio.start_server(lambda r, w: _serve(link, r, w), "127.0.0.1", 0)
         link.address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        self._servers.append(server)
+        self._links[link] = server
 
     async def _close(self) -> None:
-        for server in self._servers:
+        for link, server in self._links.items():
             server.close()
-        for link in self._links:
             link.frozen, link.orphans = set(), False
             link.abort()
 
@@ -174,7 +175,7 @@ async def _serve(link: Link, reader: asyncio.StreamReader, writer: asyncio.Strea
     try:
         if time.monotonic() < link.closed_until:
             raise ConnectionRefusedError
-        up_reader, up_writer = await asyncio.open_connection(*link.upstream, limit=LIMIT_BYTES)
+        up_reader, up_writer = await asyncio.open_connection(*link.upstream)
     except OSError:
         writer.transport.abort()  # cut, or replay is not there: the client meets a closed connection
         return
@@ -198,13 +199,10 @@ async def _pump(link: Link, direction: Direction, reader: asyncio.StreamReader, 
     """Pass one direction of a connection on, message by message, until it ends."""
     late: Intercept | None = None
     behind: list[bytes] = []
-    left = GREETING_BYTES
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, ValueError):
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
         # as it comes: each side sends the rest of its greeting only when it has seen how the other's begins
-        while left:
-            piece = await reader.read(left) or await reader.readexactly(left)  # which raises where it has ended
-            left -= len(piece)
-            writer.write(piece)
+        for _ in range(GREETING_BYTES):
+            writer.write(await reader.readexactly(1))
         while True:
             message = await read_message(reader)
             await _wait(link, direction, message)

@@ -72,13 +72,12 @@ def drive(campaign: ModuleType, name: str, argv: Sequence[str]) -> int:
     run(plan, state, args)      does what the state has not, and adds each part to it as it ends
     verdict(state, hung, args)  the line of JSON, and everything that is wrong; `hung` is what ended the run early
     """
-    options = {**OPTIONS, **campaign.OPTIONS}
-    parser = make_parser(name, str(campaign.__doc__), options)
+    parser = make_parser(name, str(campaign.__doc__), {**OPTIONS, **campaign.OPTIONS})
     args = parser.parse_args(argv)
-    for option, value in vars(args).items():
-        if type(value) is int and value < 1 and option != "seed":
-            parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
     try:
+        for option, value in vars(args).items():
+            if type(value) is int and value < 1 and option != "seed":
+                raise ValueError(f"--{option.replace('_', '-')} {value}: must be at least 1")
         plan = campaign.plan(args)
         arguments = {option: value for option, value in vars(args).items() if option not in ELSEWHERE}
         state = State(args.work, name.replace(" ", "-"), arguments)

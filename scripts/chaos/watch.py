@@ -16,20 +16,23 @@ CLASSES = ("closed", "silent", "slow", "corrupt", "full", "duplicate")
 """The symptom classes, which stand in brackets in a log line."""
 CLASS = re.compile(rf"\[({'|'.join(CLASSES)})\]")
 GATE_POLL_S = 0.002
+SPOIL = "spoil"
+"""Moment behind a receiver's middle bucket: when it is aimed at, a bit of the bucket flips."""
 
 
 class Gate:
     """Holds the process that it is in at a moment that the harness has aimed at.
 
     A folder of files: `aim` names a moment and the longest wait there; a process that reaches it writes `at`, and goes
-    on when `aim` is gone. `spoil` asks a receiver to flip a bit of what it receives next, in its middle bucket.
+    on when `aim` is gone.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._aim, self._at, self._spoil = folder / "aim", folder / "at", folder / "spoil"
+        self.folder, self._aim, self._at = folder, folder / "aim", folder / "at"
 
-    def reach(self, moment: str) -> None:
+    def reach(self, moment: str) -> bool:
+        """Wait here if the harness has aimed at this moment; whether it has."""
         with suppress(FileNotFoundError):
             limit, aimed = self._aim.read_text(encoding="utf-8").split(" ", 1)
             if aimed == moment:
@@ -37,11 +40,8 @@ class Gate:
                 until = time.monotonic() + float(limit)
                 while self._aim.exists() and time.monotonic() < until:
                     time.sleep(GATE_POLL_S)
-
-    def take_spoil(self) -> bool:
-        asked = not self.spoiled
-        self._spoil.unlink(missing_ok=True)
-        return asked
+                return True
+        return False
 
     def aim(self, moment: str, limit_s: float) -> None:
         self._at.unlink(missing_ok=True)
@@ -50,34 +50,26 @@ class Gate:
     def release(self) -> None:
         self._aim.unlink(missing_ok=True)
 
-    def spoil(self) -> None:
-        self._spoil.touch()
-
     @property
     def arrived(self) -> bool:
         return self._at.exists()
 
-    @property
-    def spoiled(self) -> bool:
-        return not self._spoil.exists()
 
-
-class Probe:
+class Probe(JsonLines):
     """The harness's end of a probe (scripts/chaos/probe.py): its record and its gate."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.gate, self.record = folder, Gate(folder), JsonLines(folder / "events.jsonl")
-        self.live = -1  # newest version that leases were asked for with
+        super().__init__(folder / "events.jsonl")
+        self.gate, self.live = Gate(folder), -1  # newest version that leases were asked for with
 
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        for event in self.record.poll():
-            if event["event"] == "live":
-                self.live = event["version"]
-        return self.record.events
+    def poll(self) -> list[dict[str, Any]]:
+        new = super().poll()
+        self.live = next((event["version"] for event in reversed(new) if event["event"] == "live"), self.live)
+        return new
 
-    def first(self, event: str) -> dict[str, Any] | None:
-        return next((e for e in self.events if e["event"] == event), None)
+    def first(self, event: str, version: int = -1) -> dict[str, Any] | None:
+        """The first event of a kind, of this version or a later one."""
+        return next((e for e in self.events if e["event"] == event and e.get("version", -1) >= version), None)
 
 
 class Watch:
@@ -95,11 +87,7 @@ class Watch:
         for record in self._tail.poll():
             self.history.apply(record)
         for probe in self.probes.values():
-            _ = probe.events
-
-    @property
-    def newest_is_live(self) -> bool:
-        return any(probe.live >= self.history.version for probe in self.probes.values())
+            probe.poll()
 
     @property
     def served(self) -> int:
@@ -107,19 +95,13 @@ class Watch:
         return min(probe.live for probe in self.probes.values())
 
     @property
-    def steps_to_repeat(self) -> int:
-        """Steps that a learner would repeat if it died now."""
-        return self.history.version - max(self._checkpoints(complete=True), default=0)
-
-    @property
     def writes_checkpoint(self) -> bool:
         """A checkpoint folder of a step above all complete ones is there without its mark."""
-        return any(step >= self.history.version for step in self._checkpoints(complete=False))
+        return any(step >= self.history.version for step in self.checkpoints(complete=False))
 
-    def _checkpoints(self, *, complete: bool) -> Iterator[int]:
-        for path in (self.folder / "checkpoints").glob("step_*"):
-            if (path / "COMPLETE").exists() == complete:
-                yield int(path.name.removeprefix("step_"))
+    def checkpoints(self, *, complete: bool) -> list[int]:
+        paths = (self.folder / "checkpoints").glob("step_*")
+        return [int(path.name.removeprefix("step_")) for path in paths if (path / "COMPLETE").exists() == complete]
 
 
 class Line(NamedTuple):

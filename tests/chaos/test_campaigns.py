@@ -8,11 +8,10 @@ import pytest
 
 from scripts.chaos.__main__ import main
 from scripts.chaos.campaigns.bus import totals
-from scripts.chaos.campaigns.chaos import as_json, new_part
+from scripts.chaos.campaigns.chaos import as_json, make_plan, new_part, pairs
 from scripts.chaos.campaigns.resume import compare
 from scripts.chaos.cluster import VARIANTS
-from scripts.chaos.faults import FAULTS, POINTS, as_markdown, make_plan, pairs
-from scripts.chaos.injection import FLIPS, Injector
+from scripts.chaos.faults import FAULTS, FLIPS, POINTS, Injector, as_markdown
 from scripts.chaos.polling import Hung, JsonLines, wait_until
 from scripts.chaos.report import State
 from scripts.chaos.watch import CLASSES, Logs

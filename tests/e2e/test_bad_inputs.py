@@ -125,13 +125,6 @@ def test_a_reward_function_that_is_not_there_is_refused(refused, tmp_path, spec,
     refused(settings=[f"reward.function={spec.format(folder=tmp_path)}"], words=["reward.function", *words])
 
 
-def test_the_names_of_built_in_rewards_are_those_of_the_rollout_server():
-    from learner.launch import reward_source
-    from rollout_server.rewards import loading
-
-    assert set(reward_source.BUILT_IN) == set(loading.BUILT_IN)
-
-
 def stopped_by(launch, folder, text):
     """The last line of a run that stops for its reward function, before any step and without restarts."""
     (folder / "mine.py").write_text(text)

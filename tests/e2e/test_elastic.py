@@ -9,7 +9,7 @@ import zlib
 import msgpack
 import pytest
 
-from scripts.chaos.campaigns.elastic_judge import Facts, Judge
+from scripts.chaos.campaigns.elastic import Facts, Judge
 from scripts.chaos.checker.journal import MAGIC, read
 from tests.support.campaigns import run_campaign
 

@@ -9,10 +9,8 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -82,27 +80,22 @@ def switch():
     made.remove()
 
 
-EACH = "rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0 tracking.live=plain"
 FOUR_HOSTS = f"""
+rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0 tracking.live=plain
 run.name=run network.replay_port=5757 network.heartbeat_s=0.5 network.silent_after_s=3 weight_bus.heartbeat_s=0.5
 weight_bus.collective_timeout_s=2 weight_bus.deadline_s=8 rollout.restart_backoff_s=0.5 learner.total_steps={STEPS}
 tracking.plot=false
 """
-TWO_NODES = """
-placement.device=cpu placement.learner=node0:0-1 placement.rollout=node1:0-1 data.max_prompt_tokens=16
-rollout.engine=torch rollout.dtype=float32 rollout.group_size=8 rollout.max_new_tokens=10 learner.compute_dtype=float32
-learner.total_steps=10000 weight_bus.backend=gloo checkpoint.every_steps=5 tracking.plot=false
-"""
 
 
-def settings_of(tmp_path, untrained, *own):
-    values = [*untrained.settings, f"run.dir={tmp_path}", f"network.keys={tmp_path}/keys", *EACH.split(), *own]
+def settings_of(tmp_path, untrained, own):
+    values = [*untrained.settings, f"run.dir={tmp_path}", f"network.keys={tmp_path}/keys", *own]
     return [word for value in values for word in ("--set", value)]
 
 
 @contextlib.contextmanager
-def started(tmp_path, switch, name, arguments):
-    """A run of that name by the two start scripts: (it, its rollout nodes, their output)."""
+def started(tmp_path, switch, arguments):
+    """A run by the two start scripts: (it, its rollout nodes, their output)."""
     make_keys = [sys.executable, "-m", "replay.keys", "--out", str(tmp_path / "keys"), "--clients", "node1,node2,node3"]
     subprocess.run(make_keys, cwd=ROOT, check=True, capture_output=True, timeout=60)
     for node in HOSTS:
@@ -121,7 +114,7 @@ def started(tmp_path, switch, name, arguments):
         terminal(rollouts_said, "bash", "scripts/start_rollout_nodes.sh", *over, **ends) as rollouts,
         terminal(said, "bash", "scripts/start_learner.sh", *over, **ends) as learner,
     ):
-        yield Run(learner, tmp_path / name, said), rollouts, rollouts_said
+        yield Run(learner, tmp_path / "run-2", said), rollouts, rollouts_said
 
 
 def key_files(tmp_path, switch, node):
@@ -150,23 +143,23 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
     taken.touch()
     own = [f"reward.function={patient_reward(tmp_path, go_on, pause_s=0.06)}", *FOUR_HOSTS.split()]
     own += ["placement.learner=node0:0; node3:0", "placement.rollout=node1:0; node2:0"]
-    with started(tmp_path, switch, "run-2", settings_of(tmp_path, untrained, *own)) as (run, rollouts, said):
+    with started(tmp_path, switch, settings_of(tmp_path, untrained, own)) as (run, rollouts, said):
         run.wait_until(lambda: run.steps() and groups_of(run, "node1") and groups_of(run, "node2"), "both servers", 120)
         # both may have answered with the first weights before an update found both on the bus
-        run.wait_until(lambda: max(row["weight_sync/members"] for row in run.steps()) == 2, "both on the bus", 60)
+        run.wait_until(lambda: max(row["weight_sync/members"] for row in run.steps()) == 2, "both on the bus", 120)
 
         assert is_ready(run, tmp_path, switch, "node1") and is_ready(run, tmp_path, switch, "node2")
 
         switch.cut("node2")
         before = run.steps()[-1]["training/global_step"]
         run.wait_until(lambda: re.search(r"lost 'rollout-node2-0'.*\[silent\]", run.log("replay")), "the loss", 60)
-        run.wait_for_step(before + 5, 60)  # with the other server alone
+        run.wait_for_step(before + 5, 120)  # with the other server alone
         assert re.search(r"rollout-node2-0.*\[(silent|closed)\]", run.log("learner-0")), "the bus names it as well"
         after = groups_of(run, "node1")
         assert not is_ready(run, tmp_path, switch, "node2")
 
         switch.heal("node2")
-        run.wait_until(lambda: len(re.findall(r"'rollout-node2-0' \(pid", run.log("replay"))) > 1, "its return", 60)
+        run.wait_until(lambda: len(re.findall(r"'rollout-node2-0' \(pid", run.log("replay"))) > 1, "its return", 120)
         returned = groups_of(run, "node2")
         run.wait_until(lambda: groups_of(run, "node2") > returned, "a trained group of its second life", 60)
         assert groups_of(run, "node1") > after
@@ -195,20 +188,4 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
     for node in ("node1", "node2", "node3"):
         own = {"server.key", f"clients/{node}.key", f"clients/{node}.key_secret"}
         assert key_files(tmp_path, switch, node) == own, "its own key, and no secret of anybody else"
-    assert left_over(str(tmp_path)) == []
-
-
-@pytest.mark.slow  # test_in_place kills a rank beside a bus of a fixed port, on one host
-def test_the_two_node_preset_goes_on_after_the_death_of_a_learner_rank(tmp_path, untrained, switch):
-    """Its node names, ports and keys; two CPU devices a node and a tiny model."""
-    arguments = ["--config", "qwen3-8b-2nodes", *settings_of(tmp_path, untrained, *TWO_NODES.split())]
-    with started(tmp_path, switch, "qwen3-8b-2nodes", arguments) as (run, _, _):
-        run.wait_for_step(7, 150)
-        rank = next(
-            pid for pid in run.pids("learner.train") if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        )
-        os.kill(rank, signal.SIGKILL)
-        before = run.steps()[-1]["training/global_step"]
-        run.wait_for_step(before + 3, 60)
-        assert "incarnation 2 starts at version" in run.log("replay")
     assert left_over(str(tmp_path)) == []

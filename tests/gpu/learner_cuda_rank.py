@@ -16,7 +16,7 @@ from tiny_models import built, make_config
 from two_ranks import CONDITIONED, sharded_gradients, steps
 
 from configs import Config
-from learner.checkpoint import Checkpointer
+from learner.checkpoints.checkpointer import Checkpointer
 from learner.ranks import Ranks, join_ranks
 from weight_bus.digest import slice_digest
 

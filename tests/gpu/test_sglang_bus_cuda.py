@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_sglang_cuda import GPUS, altered, following, make_folder, run, settings, until
+from test_sglang_cuda import GPUS, altered, following, make_folder, run, settings
 
 from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import Sampling
+from tests.support.waiting import eventually
 from weight_bus import EngineSpoiled, TransportError
 from weight_bus.digest import slice_digest
 from weight_bus.transports.direct import DirectNccl
@@ -103,7 +104,7 @@ async def staged_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_
             async with decoding(run.engine) as seconds:
                 began = time.monotonic()
                 report = await asyncio.to_thread(run.bus.publish, version, tensors.items(), want)
-                await until(lambda now=version: now in run.live, f"v{version} is live")  # type: ignore[misc]
+                await eventually(lambda now=version: now in run.live, f"v{version} is live", 90.0)  # type: ignore[misc]
                 took = time.monotonic() - began
             if version == CUT:
                 assert took > TIMEOUT_S and len(seconds) > TIMEOUT_S and max(seconds) < AT_ONCE_S, (
@@ -166,7 +167,7 @@ async def direct_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_
         assert run.live == list(range(1, DIRECT_UPDATES + 1))
         assert all("spoiled" in reason for reason in run.dark), "of one that waits in the broken group, if at all"
         assert report.served == [] and "one" in report.failed, report
-        await until(lambda: run.follower.failure, "an engine that received a part ends its server")
+        await eventually(lambda: run.follower.failure, "an engine that received a part ends its server", 90.0)
         assert isinstance(run.follower.failure, EngineSpoiled), run.follower.failure
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import PauseMode, Sampling
 from rollout_server.follower import WeightFollower
+from tests.support.waiting import eventually
 from weight_bus import Publisher
 from weight_bus.digest import slice_digest
 
@@ -73,13 +73,6 @@ async def started(config: Config) -> AsyncIterator[Any]:
         await engine.close()
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.05)
-
-
 def altered(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Every element of them."""
     return {n: (t.float() + 0.01 * torch.randn(t.shape)).to(t.dtype) for n, t in tensors.items()}
@@ -121,7 +114,7 @@ async def following(config: Config, transport: Callable[[WeightBus, str], Any]) 
         ):
             follower = WeightFollower(config, engine, "one", on_live=went_live, on_quarantine=went_dark)
             follower.follow(publisher.address, "cuda")
-            await until(lambda: publisher.members() or follower.failure, "it joins")
+            await eventually(lambda: publisher.members() or follower.failure, "it joins", 90.0)
             assert follower.failure is None, follower.failure
             yield Run(engine, publisher, ends[0], follower, live, dark)
             await asyncio.to_thread(follower.stop)

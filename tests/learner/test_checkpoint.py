@@ -15,9 +15,9 @@ from tiny_models import built, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner import checkpoint
-from learner.checkpoint import Checkpointer, CheckpointError
-from learner.checkpoint_folders import latest_complete
+from learner.checkpoints import checkpointer
+from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints.folders import latest_complete
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
 
 def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatch):
     older = keeper.save(1, replay={})
-    monkeypatch.setattr(checkpoint, "_complete", Mock(side_effect=KeyboardInterrupt))  # stands for kill -9
+    monkeypatch.setattr(checkpointer, "_complete", Mock(side_effect=KeyboardInterrupt))  # stands for kill -9
     with pytest.raises(KeyboardInterrupt):
         keeper.save(2, replay={})
     assert latest_complete(Path(config.run_dir))[0] == older

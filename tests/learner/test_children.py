@@ -118,19 +118,6 @@ def test_each_death_right_after_a_start_doubles_the_wait_up_to_a_bound(monkeypat
     assert restarts.plan() == "restart 9 of 9", "one that lived for long starts at once again"
 
 
-def test_a_good_run_gives_the_restarts_back(monkeypatch):
-    restarts, clock = made(monkeypatch, 2)
-    for _ in range(2):
-        restarts.plan()
-        clock.now += LONGEST_WAIT_S
-        assert restarts.is_due()
-    clock.now += GOOD_RUN_S - 1
-    assert restarts.are_used_up
-    clock.now += 1
-    assert not restarts.are_used_up
-    assert restarts.plan() == "restart 1 of 2" and restarts.is_due(), "at once, as after a first death"
-
-
 def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
     clock, said = made(monkeypatch, 1)[1], []
     monkeypatch.setattr(servers, "Restarts", partial(Restarts, _started=clock.now))

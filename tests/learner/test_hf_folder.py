@@ -11,8 +11,8 @@ from tiny_models import built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from learner import export
-from learner.export import plan_files, write_hf_folder
+from learner.checkpoints import export
+from learner.checkpoints.export import plan_files, write_hf_folder
 from learner.model import Policy, build_policy
 from learner.pretrained import PolicyError
 

@@ -5,8 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
 from replay.channel import KeysError
 from tests.support.runs import ROOT, environment, left_over, processes
+from tests.support.waiting import until
 
 NODES = ["placement.learner='node0:0'", "placement.rollout='node1:0; node2:0'", "network.insecure=true"]
 HOSTS = "node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\nnode2 10.0.0.3 ssh=c\n"
@@ -51,13 +50,6 @@ def start(tmp_path):
         process.wait()
 
 
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize(
     ("ssh", "settings", "reason"),
     [
@@ -81,7 +73,7 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     while "node1 (10.0.0.2) failed" not in (line := process.stdout.readline()):
         assert line, "the output has ended"
     assert "exit code 3: broken; the run goes on with the servers of other nodes" in line
-    wait_for(lambda: order.exists() and order.read_text().endswith("\n"), "the order of node2")
+    until(lambda: order.exists() and order.read_text().endswith("\n"), "the order of node2")
     assert read_spec(order.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
@@ -93,10 +85,10 @@ def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
     process = start("start_rollout_nodes", 'exec bash -c "$2"', "placement.device=cpu", "rollout.wait_for_servers_s=60")
     needle = f"{tmp_path}/runs/"
     servers = re.compile(f"rollout_server.main.*{needle}")
-    wait_for(lambda: sum(bool(servers.search(command)) for _, command in processes()) == 2, "two rollout servers")
+    until(lambda: sum(bool(servers.search(command)) for _, command in processes()) == 2, "two rollout servers")
     process.kill()
     process.wait()
-    assert left_over(needle, within=40) == []
+    assert left_over(needle) == []
 
 
 # ---- a node and its spec --------------------------------------------------------------------------------

@@ -116,24 +116,6 @@ def test_eta_follows_the_speed_of_the_last_steps_without_a_restart():
     assert eta is not None and math.isclose(eta, 40.0)
 
 
-@pytest.mark.parametrize(
-    ("made", "wanted"),
-    [
-        (live_text.duration, {None: "–", 0.04: "0.0s", 9.94: "9.9s", 59.4: "59s", 59.6: "1m00s", 7500: "2h05m"}),
-        (live_text.count, {None: "–", 0: "0", 870: "870", 5132: "5.1k", 1.25e6: "1.2M"}),
-    ],
-)
-def test_numbers_for_people(made, wanted):
-    assert {value: made(value) for value in wanted} == wanted
-
-
-def test_sparkline_is_as_wide_as_it_may_and_keeps_the_order():
-    low, high = live_text.BLOCKS[0], live_text.BLOCKS[-1]
-    drawn = live_text.sparkline([7.0, 0.0, None, 10.0, 5.0], 4)
-    assert (drawn[0], drawn[1], drawn[2]) == (low, "·", high) and low < drawn[3] < high and len(drawn) == 4
-    assert live_text.sparkline([None, None], 4) == live_text.sparkline([], 4) == ""
-
-
 def test_the_panel_shows_what_a_person_must_know():
     shown = view("rich", force_terminal=True)
     shown.update(STATUS, ROWS)

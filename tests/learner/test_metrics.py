@@ -124,18 +124,6 @@ def test_tensorboard_gets_every_scalar(tmp_path):
     assert "actor/pg_loss" not in read
 
 
-@pytest.mark.parametrize(
-    ("tracking", "module", "extra"),
-    [({"tensorboard": True}, "torch.utils.tensorboard", "tensorboard"), ({"wandb": "offline"}, "wandb", "wandb")],
-)
-def test_a_missing_package_is_named_with_its_extra_and_nothing_is_moved(tmp_path, monkeypatch, tracking, module, extra):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MetricsError, match=rf"tracking\.{extra}.*slipstream-rl\[{extra}\]"):
-        open_metrics(tmp_path, **tracking)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
 def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path, monkeypatch):
     starts, rows = [], []
 

@@ -103,21 +103,14 @@ def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path):
 
 
 def test_keys_that_cannot_serve_are_refused(tmp_path):
-    def refused(folder, match):
-        with pytest.raises((ConfigError, KeysError), match=match):
-            check_keys(load("quickstart", [f"network.keys={folder}"]))
-
     folder = tmp_path / "keys"
     make_keys.make(folder, ["node1"], force=False)
-    check_keys(load("quickstart", [f"network.keys={folder}"]))
-    check_keys(load("quickstart"))
-    refused(tmp_path / "nowhere", r"network\.keys: no folder")
     make_keys.export(folder, "node1", tmp_path / "node1")
-    refused(tmp_path / "node1", r"node1/server\.key_secret is missing")
+    check_keys(load("quickstart", [f"network.keys={folder}"]))
     (folder / "clients" / "learner.key").unlink()
-    refused(folder, r"admits node1, but not the key 'learner'")
-    (folder / "server.key_secret").chmod(0o644)
-    refused(folder, r"chmod 600 .*server\.key_secret")
+    for given, match in (("node1", r"node1/server\.key_secret is missing"), ("keys", "but not the key 'learner'")):
+        with pytest.raises((ConfigError, KeysError), match=match):
+            check_keys(load("quickstart", [f"network.keys={tmp_path}/{given}"]))
 
 
 def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from tiny_models import CONFIGS, SIZES, built, save_model
 from transformers import AutoModelForCausalLM
 from two_ranks import NUM_STEPS, configured, steps
 
-from learner.checkpoint import Checkpointer
+from learner.checkpoints.checkpointer import Checkpointer
 from tests.support.ranks import two_ranks
 from weight_bus.digest import combined, slice_digest
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner import sharding
-from learner.checkpoint import Checkpointer, CheckpointError
-from learner.export import write_hf_folder
+from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints.export import write_hf_folder
 from learner.memory import Budget
 from learner.model import Policy, build_policy
 from learner.objective import Objective

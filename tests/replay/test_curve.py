@@ -11,28 +11,15 @@ import pytest
 import zmq
 
 from replay import keys as make_keys
-from replay.channel import (
-    AsyncDealer,
-    AsyncRouter,
-    ChannelError,
-    Dealer,
-    Keys,
-    KeysError,
-    Limits,
-    WireError,
-    bind,
-    configure,
-    handshake,
-    load_keys,
-    registry,
-)
-from replay.channel.frames import Message
+from replay.channel import AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys, KeysError, Limits, handshake, load_keys
+from replay.channel.frames import Message, WireError, registry
+from replay.channel.sockets import bind, configure
 from tests.support.runs import free_port
+from tests.support.waiting import PATIENT_S
 from weight_bus import control
 
 RUN = "curve-test"
 MARK = "a-prompt-that-nobody-else-may-read"
-PATIENT_S = 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +108,7 @@ def test_refused_peers_are_named_on_both_sides(
             dealer.close()
 
     async def refused_by_a_router() -> dict[str, int]:
-        async with asyncio.timeout(30.0), echoing(serving) as router:
+        async with asyncio.timeout(60.0), echoing(serving) as router:
             await (asks if kind == "blocking" else asks_too)(router)
             return dict(router._gate.refused) if router._gate else {}
 
@@ -143,7 +130,7 @@ def test_a_server_that_comes_later_or_again_is_found(keys: dict[str, Keys]) -> N
         assert dealer.poll(0.3) is None
 
         async def served() -> None:
-            async with asyncio.timeout(30.0), echoing(keys["learner"], port):
+            async with asyncio.timeout(60.0), echoing(keys["learner"], port):
                 dealer.send(Note(text=MARK))
                 assert (await asyncio.to_thread(dealer.poll, PATIENT_S)) is not None
 
@@ -169,7 +156,7 @@ def test_the_limit_of_messages_is_the_same_with_keys(keys: dict[str, Keys]) -> N
     own, limits = keys["learner"], Limits(max_message_bytes=20_000)
 
     async def asks() -> None:
-        async with asyncio.timeout(30.0), echoing(own, limits=limits) as router:
+        async with asyncio.timeout(60.0), echoing(own, limits=limits) as router:
             for size, arrives in ((19_800, True), (20_100, False)):
                 dealer = AsyncDealer(router.address, f"of-{size}", KINDS, keys=own)
                 await dealer.send(Note(text="x" * size))
@@ -210,7 +197,7 @@ def test_the_wire_shows_nothing(keys: dict[str, Keys], name: str | None) -> None
             target.write(data)
 
     async def asks_through_a_tap() -> None:
-        async with asyncio.timeout(30.0), echoing(keys["learner"] if name else None) as router:
+        async with asyncio.timeout(60.0), echoing(keys["learner"] if name else None) as router:
             host, port = router.address.removeprefix("tcp://").split(":")
 
             async def forward(client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:

@@ -18,6 +18,7 @@ from journal_files import Books, a_journal, entries, entry, fill_up, frames_of, 
 from replay.journal import JournalDamaged, JournalError, JournalFull, JournalReader, JournalWriter, writer
 from replay.journal.format import path_of, segments
 from replay.journal.reader import BLOCK_BYTES
+from tests.support.waiting import until
 
 
 def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
@@ -104,7 +105,7 @@ def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
 def test_interval_syncs_by_itself(tmp_path, syncs, monkeypatch):
     monkeypatch.setattr(writer, "SYNC_S", 0.01)
     made = written(tmp_path, "interval")
-    wait_until(lambda: syncs and syncs[-1] == size_of(tmp_path))
+    until(lambda: syncs and syncs[-1] == size_of(tmp_path), "a sync")
     made.close()
 
 
@@ -125,15 +126,6 @@ def test_a_folder_that_cannot_be_synced_gets_no_file(tmp_path, monkeypatch):
     made.begin_segment()
     assert (segments(tmp_path), made.segment) == ([1, 2], 2)
     made.close()
-
-
-def wait_until(condition, timeout_s=10.0):
-    waiter = threading.Event()
-    for _ in range(int(timeout_s / 0.01)):
-        if condition():
-            return
-        waiter.wait(0.01)
-    raise AssertionError("it did not come")
 
 
 @pytest.fixture
@@ -188,7 +180,7 @@ def test_a_background_sync_that_fails_is_said_and_done_again_with_its_bytes(tmp_
     broken = failing(errno.EIO, 2, os.fdatasync)
     monkeypatch.setattr(os, "fdatasync", broken)
     made = written(tmp_path, "interval")
-    wait_until(lambda: len(broken.calls) >= 3)
+    until(lambda: len(broken.calls) >= 3, "a third sync")
     made.close()
     assert "the journal was not synced, which is tried again: Input/output error [full]" in caplog.text
     assert copied[-1] == (0, size_of(tmp_path))

@@ -84,16 +84,6 @@ def test_after_a_divergence_only_what_older_policies_sampled_counts():
     assert (new.pass_, new.index, 2) in [(x.pass_, x.index, x.attempt) for x in again]
 
 
-def test_a_batch_after_the_divergence_is_dissolved_and_comes_first():
-    made = service()
-    for step in (1, 2, 3):
-        ids = make_step(made, step, versions=[step - 1])
-    lease(made, version=3, capacity=2)
-    resumed_at(made, 1)
-    trains(made, "l2", 2, "other")
-    assert list(made.buffer.slots)[:4] == ids and made.buffer.taken == 0
-
-
 def test_no_group_waits_for_itself_when_the_groups_before_it_are_dropped():
     """After a divergence more groups are queued than the bound admits, the last of them for versions to come."""
     made = service()
@@ -135,28 +125,6 @@ def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_g
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=2), 0.0)
     made.handle("a", group_message(first, [1]), 0.0)
     assert sent(made, "a", m.Ack)[-1].status == "superseded"
-
-
-def test_a_learner_that_starts_with_other_weights_diverges_at_once():
-    made = service()
-    make_step(made, 1, versions=[0])
-    resumed_at(made, 1, digest="other")
-    assert made.counters["diverged"] == 1 and made.buffer.line.digest(1) == "other"
-
-
-def test_an_earlier_loss_is_remembered_after_a_later_one():
-    made = service()
-    made.run.lose(2, last=1)
-    made.run.lose(5, last=2)
-    peer = made.peers.get("a")
-    peer.incarnation, peer.version = 1, 3
-    assert not made.granting.is_on_line(peer)
-    peer.incarnation = 2
-    assert made.granting.is_on_line(peer)
-    peer.version = 5
-    assert not made.granting.is_on_line(peer)
-    made.run.lose(1, last=3)
-    assert made.run.policies.lost == [(0, 3, 1)]
 
 
 def unproven(made):

@@ -277,16 +277,6 @@ def test_a_server_of_an_earlier_learner_is_told_of_the_present_one_until_it_has_
     assert not sent(made, "a", m.Welcome)
 
 
-def test_a_cursor_waits_for_a_commit_that_was_lost():
-    made = service()
-    make_step(made, 1)
-    made.handle("l", m.CursorRequest(step=2), 1.0)
-    assert not sent(made, "l", m.Cursor)
-    assert sent(made, "l", m.Refused)[-1].reason.startswith("say Hello first")
-    made.handle("l", m.CursorRequest(step=1), 1.0)
-    assert sent(made, "l", m.Cursor)[-1].state["version"] == 1
-
-
 def test_only_a_server_that_was_asked_evaluates():
     made = service(evaluated=1)
     made.handle("l", m.Evaluate(version=0), 0.0)

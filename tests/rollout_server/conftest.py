@@ -56,7 +56,7 @@ def new(models: tuple[Path, Any, Any]) -> Any:
 @pytest.fixture
 def gate_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a `Gate` of the torch engine's decode thread."""
-    from torch_oracle import Gate
+    from torch_served import Gate
 
     return functools.partial(Gate, monkeypatch)
 

@@ -60,7 +60,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def alive(pids: list[int], within_s: float = 5.0) -> list[int]:
+def alive(pids: list[int], within_s: float = 20.0) -> list[int]:
     """Those that still run when this long has passed."""
     deadline = time.monotonic() + within_s
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < deadline:

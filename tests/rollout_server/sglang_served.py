@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch_oracle import logprobs_of, make_model, save_folder
+from torch_oracle import hf_tensors, logprobs_of, make_model, save_folder
 
 from configs.loading import load
 from rollout_server.engines.base import Completion, EngineError, Sampling
@@ -124,19 +124,13 @@ def random_model(seed: int) -> Any:
     return make_model(seed=seed, **SHAPE)
 
 
-def update_of(model: Any) -> dict[str, torch.Tensor]:
-    """What an update of this model carries: HF names, a tied lm_head left out."""
-    tied = model.config.tie_word_embeddings
-    return {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-
 def digests(model: Any) -> dict[str, int]:
-    return {name: slice_digest(tensor) for name, tensor in update_of(model).items()}
+    return {name: slice_digest(tensor) for name, tensor in hf_tensors(model).items()}
 
 
 def staged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The update as the weight bus hands it over: views into the buckets that were received."""
-    manifest, buckets = Packer(BUCKET_BYTES).pack(update_of(model).items(), 0)
+    manifest, buckets = Packer(BUCKET_BYTES).pack(hf_tensors(model).items(), 0)
     for entry in manifest.entries:
         yield entry.name, view_of(buckets, entry)
 

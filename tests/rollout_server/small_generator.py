@@ -1,7 +1,6 @@
 """A generator on a small model in the torch engine, with its tokenizer and rewards."""
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,11 +39,3 @@ async def generating(config: Config, median: int = 0, sigma: float = 0.7) -> Asy
             yield ForcedLengths(*parts, median=median, sigma=sigma) if median else Generator(*parts)
     finally:
         await engine.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("waited in vain")

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_generator import until
 from torch_oracle import hf_tensors
 
 from configs import Config
@@ -23,6 +22,7 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.server import RolloutServer
 from tests.support.runs import free_port
+from tests.support.waiting import eventually
 from weight_bus import Publisher
 from weight_bus.digest import slice_digest
 
@@ -86,7 +86,7 @@ def config(models: tuple[Path, Any, Any]) -> Config:
         {
             "model": {"path": str(models[0])},
             "data": {"train": "none.jsonl"},
-            "weight_bus": {"port": free_port(), "heartbeat_s": 0.1, "collective_timeout_s": 10, "deadline_s": 20},
+            "weight_bus": {"port": free_port(), "heartbeat_s": 0.4, "collective_timeout_s": 10, "deadline_s": 20},
         }
     )
 
@@ -127,7 +127,7 @@ async def test_the_next_learner_at_the_same_port_is_announced_as_the_next_incarn
     with learner_process(config, models[1]) as process:
         async with serving(config) as (server, wire):
             await handle(server, welcome(config, 1))
-            await until(lambda: wire.policies)
+            await eventually(lambda: wire.policies, "it asks for leases")
             end(process)
             process.join()
             with Learner(config, 2) as second:
@@ -154,9 +154,9 @@ async def test_an_update_in_work_is_announced_under_its_own_incarnation_after_th
         server.engine.resume = held_up  # type: ignore[method-assign]
         with Learner(config, 1) as first:
             await handle(server, welcome(config, 1))
-            await until(first.members)
+            await eventually(first.members, "it joins")
             sending = asyncio.create_task(first.send(1, new))
-            await until(reached.is_set)
+            await eventually(reached.is_set, "the update is in work")
             await handle(server, welcome(config, 2))
             go_on.set()
             await sending
@@ -180,7 +180,7 @@ async def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engin
         for incarnation in (1, 2):
             with Learner(at_any_port, incarnation) as learner:
                 await handle(server, m.Welcome(incarnation=incarnation, version=0, bus_address=learner.address))
-                await until(learner.members)
+                await eventually(learner.members, "it joins")
                 await learner.send(incarnation, models[incarnation])
     first, second = ({tensor.untyped_storage().data_ptr() for _, tensor in tensors} for tensors in mapped)
     assert first == second

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, config_of, generating, until
+from small_generator import PROMPT, config_of, generating
+from torch_served import Gates
 
 from configs import Config
+from learner.examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.lifeline import CANNOT_START
 from rollout_server import main as rollout_main
@@ -20,8 +22,8 @@ from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
-from scripts.bench.model import SHAPES, make
 from scripts.bench.server import forced_length
+from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
 EVALUATION = m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
@@ -148,9 +150,7 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
     async with generating(config, MEDIAN, SIGMA) as generator:
         generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
         first, again, other = await asyncio.gather(
-            generator.group(lease(3), "0/3/1"),
-            generator.group(lease(3), "0/3/2"),
-            generator.group(lease(4), "0/4/1"),
+            generator.group(lease(3), "0/3/1"), generator.group(lease(3), "0/3/2"), generator.group(lease(4), "0/4/1")
         )
         assert generator.running_tokens() == {}
     assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)
@@ -162,15 +162,18 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
 
 
 @pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])
-async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int) -> None:
+async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, median: int, gate_at: Gates) -> None:
     async with generating(config, median, sigma=0.0) as generator:
         await generator.engine.pause("keep_kv")
         doomed = asyncio.create_task(generator.group(lease(1), "0/1/1"))
         other = asyncio.create_task(generator.group(lease(11), "0/11/1"))
-        await until(lambda: len(generator.running_tokens()) == 2)
+        await eventually(lambda: len(generator.running_tokens()) == 2, "both are there")
+        gate = gate_at(3)
         await generator.engine.resume()
-        await until(lambda: generator.running_tokens().get("0/1/1"))
-        await generator.engine.pause("keep_kv")
+        await gate.reached()
+        pausing = await gate.posted(generator.engine.pause("keep_kv"))
+        gate.release()
+        await pausing
         assert set(generator.running_tokens()) == {"0/1/1", "0/11/1"}
         generator.abort("0/1/1")
         generator.abort("nobody")
@@ -186,10 +189,10 @@ async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None
         blocker = asyncio.create_task(
             generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
         )
-        await until(generator.running_tokens)
+        await eventually(generator.running_tokens, "it is there")
         with pytest.raises(EngineError, match="already running"):
             await generator.group(lease(1), "0/1/1")
         await generator.engine.resume()
-        await until(lambda: not generator.running_tokens())
+        await eventually(lambda: not generator.running_tokens(), "all have ended")
         assert (await blocker)[0].finish_reason == "abort"
         assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"

@@ -209,7 +209,7 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
         with lost(f"v1 was not staged: {ended}"):
             pair.intake.take(Sender(1).begin)
         assert "the receiver ends; no more updates arrive in this engine" in caplog.text
-        pair.receiver.join(5)
+        pair.receiver.join(20)
         assert not pair.receiver.is_alive()
         pair.intake.forget()
         with lost(f"v2 was not staged, the receiver in the engine is lost: .*{ended}"):

@@ -84,11 +84,7 @@ def test_secrets_stay_out_of_the_environment() -> None:
 
 @pytest.mark.parametrize(
     ("how", "started", "error"),
-    [
-        ("bomb", 64, "timed out after 1 s"),
-        ("daemon_then_die", 1, "exit code 9"),
-        ("daemon", 1, None),
-    ],
+    [("bomb", 64, "timed out after 1 s"), ("daemon_then_die", 1, "exit code 9"), ("daemon", 1, None)],
 )
 async def test_what_a_worker_started_is_killed_with_it(
     grader: str, tmp_path: Path, how: str, started: int, error: str | None
@@ -191,23 +187,23 @@ def test_scores_come_in_order_with_metrics(grader: str) -> None:
 
 def test_only_the_culprits_get_an_error(grader: str) -> None:
     named = {
-        "hang": "timed out after 0.4 s",
-        "hold": "timed out after 0.4 s",
-        "throw endless": "timed out after 0.4 s",
+        "hang": "timed out after 0.8 s",
+        "hold": "timed out after 0.8 s",
+        "throw endless": "timed out after 0.8 s",
         "closed": "died (signal SIGKILL)",
         "segfault": "died (signal SIGSEGV); its last output: about to fall",
         "exit": "died (exit code 3)",
     }
-    check_culprits(f"{grader}:grade", named, workers=3, timeout_s=0.4)
+    check_culprits(f"{grader}:grade", named, workers=3, timeout_s=0.8)
 
 
 async def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:
-    async with pool_of(f"{grader}:grade", workers=4, timeout_s=0.5) as pool:
+    async with pool_of(f"{grader}:grade", workers=4, timeout_s=1.0) as pool:
         start = time.monotonic()
-        outcomes = await pool.score([sample("sleep 0.3")] * 8)
+        outcomes = await pool.score([sample("sleep 0.6")] * 8)
         assert [outcome.score for outcome in outcomes] == [1.0] * 8
-        # One after another they would take 2.4 s, and a timeout for the whole request would fail them.
-        assert time.monotonic() - start < 1.8
+        # One after another they would take 4.8 s, and a timeout for the whole request would fail them.
+        assert time.monotonic() - start < 4.0
 
 
 async def test_quick_calls_of_a_group_are_one_request(grader: str) -> None:
@@ -233,14 +229,14 @@ async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
 ) -> None:
     monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", 0.3)
 
-    async with pool_of(f"{grader}:later", timeout_s=0.4) as pool:
+    async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
         start = time.monotonic()
         outcomes = await pool.score([sample("ok")] * 20)
         assert [outcome.score for outcome in outcomes] == [1.0] * 20
-        assert time.monotonic() - start < 1.5, "one after another they would take 2 s"
+        assert time.monotonic() - start < 1.9, "one after another they would take 2 s"
         for slow, kills in (("wait 600", False), ("hang", True)):
             outcomes = await pool.score([sample("ok"), sample(slow), sample("ok")])
-            assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.4 s", None]
+            assert [outcome.error for outcome in outcomes] == [None, "timed out after 0.8 s", None]
             assert ("started anew" in caplog.text) == kills
 
 
@@ -271,18 +267,18 @@ async def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> No
             await waiting
         with pytest.raises(RewardError, match="not running"):
             await pool.score([sample("score 1")])
-        assert len(set(pids)) == 2 and not alive(pids, within_s=0.1)
+        assert len(set(pids)) == 2 and not alive(pids)
 
 
 async def test_a_cancelled_call_does_not_hurt_the_next(grader: str) -> None:
-    async with pool_of(f"{grader}:grade", timeout_s=0.5) as pool:
+    async with pool_of(f"{grader}:grade", timeout_s=1.0) as pool:
         start = time.monotonic()
-        calls = [asyncio.create_task(pool.score([sample("sleep 0.2")] * 3)) for _ in range(3)]
+        calls = [asyncio.create_task(pool.score([sample("sleep 0.3")] * 3)) for _ in range(3)]
         await asyncio.sleep(0.02)
         for call in calls:
             call.cancel()
         assert (await pool.score([sample("score 2")]))[0].score == 2.0
-        assert time.monotonic() - start < 1.5, "all nine would take 1.8 s"
+        assert time.monotonic() - start < 2.6, "all nine would take 2.7 s"
 
 
 def test_a_function_that_cannot_be_loaded_fails_start(tmp_path: Path) -> None:
@@ -304,7 +300,8 @@ async def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) ->
     async with pool_of(f"{grader}:grade") as pool:
         (outcome,) = await pool.score([sample("score 1")])
         os.kill(int(outcome.metrics["pid"]), signal.SIGKILL)
-        await asyncio.sleep(0.05)
+        assert not alive([int(outcome.metrics["pid"])])
+        await asyncio.sleep(0.05)  # for the loop to see its pipes closed
         (outcome,) = await pool.score([sample("score 1")])
         assert outcome.error is None
 

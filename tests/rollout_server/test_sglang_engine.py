@@ -13,16 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_served import (
-    NEW_TOKENS,
-    PROMPT_TOKENS,
-    TOLERANCE,
-    Served,
-    check_logprobs,
-    digests,
-    random_model,
-    staged,
-)
+from sglang_served import NEW_TOKENS, PROMPT_TOKENS, TOLERANCE, Served, check_logprobs, digests, random_model, staged
 from torch_oracle import error, logprobs_of, logprobs_over_kept_kv
 
 from rollout_server.engines.base import Completion, EngineError, Partial, Sampling
@@ -215,17 +206,6 @@ async def test_an_evaluation_keeps_its_version_until_it_is_over(served: Served) 
 def check_cached(served: Served, expected: int) -> None:
     """How many tokens of the last request's prompt came from the prefix cache."""
     assert served.cached[-1] == expected, f"{served.cached[-1]} cached tokens, expected {expected}"
-
-
-async def test_no_request_meets_kv_of_older_weights(served: Served) -> None:
-    await served.sample(PROMPT)
-    await served.sample(PROMPT)
-    check_cached(served, len(PROMPT) - 1)
-    await served.update(101, "keep_kv")
-    for cached in (0, len(PROMPT) - 1):  # computed anew once, then shared
-        (answer,) = await served.sample(PROMPT)
-        check_cached(served, cached)
-        check_logprobs(served.model, PROMPT, answer)
 
 
 async def test_what_a_request_computed_over_an_update_serves_no_other(served: Served) -> None:

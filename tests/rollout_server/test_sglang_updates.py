@@ -15,12 +15,14 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model, update_of
+from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
+from torch_oracle import hf_tensors
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import REQUEST
 from rollout_server.follower import WeightFollower
+from tests.support.waiting import eventually
 from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation
@@ -28,17 +30,10 @@ from weight_bus.transports.direct import DirectGloo
 from weight_bus.transports.gloo import Collective
 
 RUNS = itertools.count()
-TIMEOUT_S = 4.0
-AT_ONCE_S = 3.0
+TIMEOUT_S = 7.0
+AT_ONCE_S = 6.0
 """Less than that, and more than anything takes that does not wait for a broadcast."""
-COMMON = (f"weight_bus.bucket_bytes={BUCKET_BYTES}", "weight_bus.heartbeat_s=0.25")
-
-
-async def until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.02)
+COMMON = (f"weight_bus.bucket_bytes={BUCKET_BYTES}", "weight_bus.heartbeat_s=0.5")
 
 
 class Faulty:
@@ -101,7 +96,7 @@ class Learner(Publisher):
 
     async def send(self, version: int, model: Any) -> PublishReport:
         """Publish a model."""
-        return await asyncio.to_thread(self.publish, version, update_of(model).items(), digests(model))
+        return await asyncio.to_thread(self.publish, version, hf_tensors(model).items(), digests(model))
 
     async def serve(self, served: Served, model: Any) -> PublishReport:
         """Publish a model as the next version, which the engine then holds and decodes with."""
@@ -141,7 +136,7 @@ class Follower(WeightFollower):
     async def join(self, learner: Learner) -> None:
         """Follow this one from now on."""
         self.follow(learner.address, learner.run_id)
-        await until(lambda: learner.members() or self.failure, "it joins")
+        await eventually(lambda: learner.members() or self.failure, "it joins")
         assert self.failure is None, self.failure
 
     async def _went_live(self, version: int, incarnation: int) -> None:
@@ -187,7 +182,7 @@ async def test_bytes_that_changed_on_the_way_are_found_and_sent_again(served: Se
     async with following(served, end) as (learner, follower):
         learner.end.fault = flip
         await learner.send(version, model)
-        await until(lambda: follower.live, "it is healed")
+        await eventually(lambda: follower.live, "it is healed")
         assert follower.live == [version] and learner.stats()["heals"] == 1
         assert len(follower.dark) == learner.stats()["quarantines"] == (end is Direct)
         assert all("1 tensors of the engine differ" in reason for reason in follower.dark)
@@ -217,7 +212,7 @@ async def test_a_round_that_another_member_calls_off_sends_nothing_and_is_done_a
         run: dict[str, Any] = {"config": learner.config, "host": "127.0.0.1", "run_id": learner.run_id}
         other = Subscriber(learner.address, name="other", direct=Reluctant(), **run)
         receiving = asyncio.create_task(asyncio.to_thread(_receive, other))
-        await until(lambda: len(learner.members()) == 2, "it joins")
+        await eventually(lambda: len(learner.members()) == 2, "it joins")
         version, model = served.version + 1, random_model(7)
         report = await learner.send(version, model)
         assert report.served == ["one"] and "no pause" in report.failed["other"], report
@@ -239,9 +234,9 @@ async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_r
         await served.under_way(running)
         report = await learner.send(version, model)
         assert (report.served, report.failed) == ([], {}) and "drains" in report.held["one"], report
-        await until(lambda: not served.engine._open.is_set(), "new requests wait")
+        await eventually(lambda: not served.engine._open.is_set(), "new requests wait")
         waiting = [served.start_sample([5, 6, 7]) for _ in range(3)]
-        await until(lambda: follower.live == [version], "it is updated when it has drained")
+        await eventually(lambda: follower.live == [version], "it is updated when it has drained")
         assert learner.epoch == 2 and learner.stats()["lost_peers"] == 0
         assert set((await running)[0].versions) == {version - 1}
         for task in waiting:
@@ -261,7 +256,7 @@ async def test_a_publisher_lost_in_a_transfer_ends_the_engine_by_name(served: Se
         report = await learner.send(version, random_model(4))
         assert report.served == [] and "bucket 2 did not arrive in the engine" in report.failed["one"], report
         assert "its engine is spoiled and restarts" in report.failed["one"] and learner.members() == {}
-        await until(lambda: follower.failure, "the follower fails")
+        await eventually(lambda: follower.failure, "the follower fails")
         assert isinstance(follower.failure, EngineSpoiled)
         assert "it must be restarted: SGLang refuses 'update_weights_from_distributed'" in str(follower.failure)
         assert (follower.live, follower.dark) == ([], [])
@@ -287,7 +282,7 @@ async def stuck(learner: Learner, version: int, model: Any) -> AsyncIterator[Non
     learner.end.fault = wait
     sending = asyncio.create_task(learner.send(version, model))
     try:
-        await until(reached.is_set, "the second bucket")
+        await eventually(reached.is_set, "the second bucket")
         yield
     finally:
         learner.end.broken = True
@@ -338,7 +333,7 @@ async def test_a_publisher_lost_in_a_broadcast_costs_its_version_and_the_next_on
                 assert set(answer.versions) == {before}, "it goes on decoding"
                 assert time.monotonic() - started < AT_ONCE_S
                 named = f"v{version} did not arrive: broadcast of bucket 2 failed: "
-                await until(lambda: any(named in line for line in said), "the receiver gives up")
+                await eventually(lambda: any(named in line for line in said), "the receiver gives up")
             with Learner(served, Staging, after=learner) as restarted:
                 await follower.join(restarted)
                 await restarted.serve(served, model)
@@ -359,7 +354,7 @@ async def test_a_receiver_that_cannot_receive_ends_the_follower_by_name(served: 
     with Learner(served, Staging) as learner:
         follower = Follower(served, *learner.overrides, "weight_bus.backend=nccl")
         follower.follow(learner.address, learner.run_id)
-        await until(lambda: follower.failure, "it ends")
+        await eventually(lambda: follower.failure, "it ends")
         assert isinstance(follower.failure, NotAvailable), "which the launcher does not start again"
         assert "nothing can be staged in the engine" in str(follower.failure)
         assert "weight_bus.backend 'nccl' cannot be used: there is no CUDA device" in str(follower.failure)
@@ -378,7 +373,7 @@ async def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(served: Served
             await served.under_way(task)
             os.kill(pid, signal.SIGKILL)
             named = f"v{version} did not arrive: v{version} was not staged: the receiver in the engine hung up [closed]"
-            await until(lambda: any(named in line for line in said), "it is named", AT_ONCE_S)
+            await eventually(lambda: any(named in line for line in said), "it is named", AT_ONCE_S)
             dead = rf"SGLang is dead: .*pid {pid}\) ended with -9.* \[closed\]"
             with pytest.raises(EngineError, match=dead):
                 while True:

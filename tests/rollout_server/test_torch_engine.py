@@ -8,20 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import (
-    DEADLINE_S,
-    VARIANTS,
-    Gates,
-    error,
-    load_model,
-    logprobs_of,
-    sample,
-    save_folder,
-    serving,
-)
+from torch_oracle import VARIANTS, error, load_model, logprobs_of, save_folder
+from torch_served import Gates, sample, serving
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
-from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, stream_key, uniforms
@@ -135,17 +125,6 @@ async def test_requests_that_cannot_be_served_are_refused_by_number(case: str, f
             await engine.generate(prompt, sampling, 1, request_id="a")
         (answer,) = await sample(engine, [1] * 10, "a", max_new_tokens=6)
         assert len(answer.token_ids) == 6
-
-
-async def test_two_event_loops_may_use_one_engine(folder: Path) -> None:
-    engine = TorchEngine(folder, max_context=64, max_running=8)
-
-    async def work(name: str) -> list[Completion]:
-        return await asyncio.wait_for(sample(engine, [1, 2], name), DEADLINE_S)
-
-    here, there = await asyncio.gather(work("here"), asyncio.to_thread(asyncio.run, work("there")))
-    assert same(here[0], there[0])
-    await engine.close()
 
 
 async def test_four_times_more_requests_than_rows(folder: Path, old: Any) -> None:

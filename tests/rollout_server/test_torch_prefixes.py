@@ -7,24 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import (
-    LONG,
-    PROMPT,
-    STEP,
-    Gates,
-    error,
-    hf_tensors,
-    load_model,
-    logprobs_of,
-    make_model,
-    sample,
-    save_folder,
-    serving,
-    stopped_midway,
-    update,
-)
+from torch_oracle import check_versions, hf_tensors, load_model, make_model, save_folder
+from torch_served import LONG, PROMPT, STEP, Gates, sample, serving, stopped_midway, update
 
-from rollout_server.engines import Completion, EngineError, Partial, Sampling
+from rollout_server.engines import EngineError, Partial, Sampling
 from rollout_server.engines.prefixes import settled
 
 LIMIT = LONG.max_new_tokens
@@ -50,13 +36,6 @@ async def died_midway(folder: Path, gate_at: Gates, n: int = 3) -> list[Partial]
     return shown
 
 
-def check(answer: Completion, models: dict[int, Any], prompt: list[int] = PROMPT) -> None:
-    """Every token's logprob is what the weights of its version say of it, with all before it read by them."""
-    expected = torch.stack([logprobs_of(model, prompt, answer) for model in models.values()])
-    row = [list(models).index(version) for version in answer.versions.tolist()]
-    assert error(answer, expected[torch.tensor(row), torch.arange(len(row))]) <= 1e-5
-
-
 async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
     folder: Path, old: Any, new: Any, gate_at: Gates
 ) -> None:
@@ -79,12 +58,12 @@ async def test_a_prefix_is_kept_over_later_updates_and_over_a_second_death(
         for part, answer in zip(shown, await answers, strict=True):
             assert answer.token_ids[: STEP + 1].tolist() == part.token_ids.tolist()
             assert answer.versions.tolist() == [0] * (STEP + 1) + [1] * 6 + [2] * (LIMIT - STEP - 7)
-            check(answer, {0: old, 1: new, 2: third})
+            check_versions({0: old, 1: new, 2: third}, PROMPT, answer)
     async with serving(folder) as engine:
         await update(engine, third, 2)
         for answer in await engine.generate(PROMPT, LONG, 3, request_id="c", prefixes=shown_later):
             assert sorted(set(answer.versions.tolist())) == [0, 1, 2]
-            check(answer, {0: old, 1: new, 2: third})
+            check_versions({0: old, 1: new, 2: third}, PROMPT, answer)
 
 
 async def test_with_the_same_weights_and_seed_an_answer_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
@@ -120,11 +99,7 @@ async def test_tokens_are_drawn_from_the_models_distribution(began: list[int], t
 
 
 async def test_answers_that_have_ended_come_back_as_they_are_and_cost_nothing(folder: Path) -> None:
-    ended = [
-        prefix([5, 6], 3, finish_reason="length"),
-        prefix([7, 2], 4),
-        prefix([9] * 8, 5),
-    ]
+    ended = [prefix([5, 6], 3, finish_reason="length"), prefix([7, 2], 4), prefix([9] * 8, 5)]
     async with serving(folder) as engine:
         sampling = Sampling(max_new_tokens=8, stop_token_ids=(2,))
         answers = await engine.generate(PROMPT, sampling, 3, request_id="a", prefixes=ended)

@@ -5,12 +5,13 @@ Here are the lines that the record builders make; the whole commands run under t
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from scripts.bench import bus, link, numbers, pipeline, replay
-from scripts.bench.core import Cost
+from scripts.bench.core import cost_of
 from scripts.bench.load import Case, Counts
 from scripts.bench.train import Finished
 
@@ -81,8 +82,9 @@ def test_the_line_of_bus(tmp_path: Path) -> None:
 
 def test_the_line_of_replay() -> None:
     counts = [dict.fromkeys(asdict(Counts()), 1000 * n) for n in range(2)]
-    readings = [replay.Reading(float(n), Cost(n, n, n, n, n), 100 * n, counts[n]) for n in range(2)]
-    flow = replay.flow_of(*readings, [1 << 20] * 8, replay.QUICK_LOAD)
+    cost = [{f"cpu_seconds_{part}": float(n) for part in cost_of(os.getpid())} for n in range(2)]
+    readings = [{"seconds": n, "written": 100 * n, **counts[n], **cost[n]} for n in range(2)]
+    flow = replay.flow_of(*readings, [1 << 20] * 8)
     held = replay.held_of(128, 1 << 20, 1 << 20, 1 << 21, 0.1)
     cases = [(Case(), flow), (Case(hold=True), held)]
     check("replay", replay.report([{"case": "x", **asdict(case), **found} for case, found in cases], False))

@@ -1,20 +1,18 @@
-"""The real replay (router, main loop, service) in a thread, a router alone, and peers that do not keep to the rules."""
+"""The real replay (router, main loop, service) in a thread, and a router alone."""
 
 import asyncio
 import dataclasses
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zmq
 from numpy.typing import NDArray
 
 from configs import Config
@@ -27,9 +25,10 @@ from replay.serve import serve
 from replay.service import Service
 from scripts.bench import core
 from tests.replay.simulation.journal import MemoryJournal
+from tests.replay.simulation.world import rows
+from tests.support.waiting import PATIENT_S, until
 
 RUN = "attacked-run"
-PATIENT_S = 10.0
 
 
 def config(**placement: str) -> Config:
@@ -45,12 +44,8 @@ def config(**placement: str) -> Config:
 
 
 def service(num_prompts: int = 40, num_evaluated: int = 0, **placement: str) -> Service:
-    rows = [
-        {"prompt": f"p{i}", "ground_truth": str(i), "data_source": "t", "extra_info": {}, "columns": {}}
-        for i in range(num_prompts)
-    ]
-    prompts = PromptSource(rows, shuffle=False, seed=0)
-    return Service(config(**placement), prompts, rows[:num_evaluated], time.monotonic(), journal=MemoryJournal())
+    prompts = PromptSource(rows(num_prompts), shuffle=False, seed=0)
+    return Service(config(**placement), prompts, rows(num_evaluated), time.monotonic(), journal=MemoryJournal())
 
 
 class Replay(logging.Handler):
@@ -71,13 +66,8 @@ class Replay(logging.Handler):
 
     def line(self, part: str) -> str:
         """The first line that has this part, once there is one."""
-        deadline = time.monotonic() + PATIENT_S
-        while time.monotonic() < deadline:
-            for line in list(self.lines):
-                if part in line:
-                    return line
-            time.sleep(0.02)
-        raise AssertionError(f"no line with {part!r}: {self.lines}")
+        until(lambda: any(part in line for line in list(self.lines)), f"a line with {part!r}")
+        return next(line for line in self.lines if part in line)
 
 
 @contextmanager
@@ -147,51 +137,6 @@ async def arrivals(router: AsyncRouter, count: int) -> list[tuple[str, Envelope 
         while (arrived := await router.receive()) is not None:
             found.append(arrived)
     return found
-
-
-@contextmanager
-def raw_dealer(
-    address: str, identity: str, keys: Keys | None = None, *, high_water_mark: int = 1000
-) -> Iterator["zmq.Socket[bytes]"]:
-    """A DEALER that sends whatever frames it is given."""
-    context = zmq.Context()
-    made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.IDENTITY, identity.encode())
-    made.set_hwm(high_water_mark)
-    if keys is not None:
-        keys.apply(made)
-    made.connect(address)
-    try:
-        yield made
-    finally:
-        made.close(linger=100)
-        context.term()
-
-
-def greeting(mechanism: bytes) -> bytes:
-    """Of ZMTP 3.1, by hand."""
-    return b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
-
-
-def ready(identity: bytes) -> bytes:
-    """READY of a DEALER."""
-    body = b"\x05READY"
-    for name, value in ((b"Socket-Type", b"DEALER"), (b"Identity", identity)):
-        body += bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
-    return b"\x04" + bytes([len(body)]) + body
-
-
-def plain_connection(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=PATIENT_S)
-
-
-def read_until_closed(connection: socket.socket) -> bytes:
-    """What the server says before it closes the connection; fails when it does not."""
-    said = b""
-    with suppress(ConnectionResetError):
-        while data := connection.recv(65536):
-            said += data
-    return said
 
 
 def keys_of(folder: Path, *nodes: str) -> dict[str, Keys]:

@@ -12,41 +12,17 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served_replay import (
-    NOTES,
-    PATIENT_S,
-    RUN,
-    Note,
-    arrivals,
-    greeting,
-    keys_of,
-    plain_connection,
-    raw_dealer,
-    read_until_closed,
-    ready,
-    with_router,
-)
+from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import (
-    AsyncRouter,
-    ChannelError,
-    Dealer,
-    DuplicateMessage,
-    Envelope,
-    Keys,
-    Limits,
-    WireError,
-    load_keys,
-    may_be,
-    roster,
-    sockets,
-)
+from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, sockets
 from replay.channel import admission as rules
-from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, Window, identity_of
-from replay.channel.frames import encode
+from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, DuplicateMessage, Window, identity_of, may_be
+from replay.channel.frames import Envelope, WireError, encode
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
+from tests.support.waiting import PATIENT_S
 
 
 @settings(max_examples=200, deadline=None)
@@ -209,7 +185,8 @@ def test_an_identity_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> 
         with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["learner"]) as dealer:
             dealer.send(Note())
             await arrivals(router, 1)
-        await asyncio.sleep(0.2)  # until its connection is gone: ZeroMQ ignores a second one of that identity
+        while await router.send("learner-0.1f", Note()):  # noqa: ASYNC110 - ZeroMQ ignores a second one of that identity
+            await asyncio.sleep(0.01)
         with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["node1"]) as thief:
             thief.send(Note())
             ((_, refused),) = await arrivals(router, 1)

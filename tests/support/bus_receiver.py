@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
+from tests.support.waiting import until
 from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.digest import combined, slice_digest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
@@ -48,13 +48,6 @@ def weights(version: int, *, rows: int = 500, dtype: torch.dtype = torch.bfloat1
 
 def digests(named: Weights) -> dict[str, int]:
     return {name: slice_digest(tensor) for name, tensor in named.items()}
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.01)
 
 
 class Engine:
@@ -152,7 +145,7 @@ class Rollout(threading.Thread):
 
     def halt(self) -> None:
         self.subscriber.stop()
-        self.join(10.0)
+        self.join(20.0)
         assert not self.is_alive()
 
 

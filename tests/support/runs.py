@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from learner.launch.children import Tail
 from scripts.chaos.processes import table
 from tests.support.forking import Started, Zygote
+from tests.support.waiting import PATIENT_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -127,8 +129,8 @@ class Run:
         """kill -9 of the last process whose command line holds `needle`."""
         os.kill(self.pids(needle)[-1], signal.SIGKILL)
 
-    def nothing_left(self, within: float = 5.0) -> bool:
-        return left_over(str(self.folder), within) == []
+    def nothing_left(self) -> bool:
+        return left_over(str(self.folder)) == []
 
 
 @dataclass
@@ -141,12 +143,7 @@ class Runs:
     started: list[Run] = field(default_factory=list)
 
     def __call__(
-        self,
-        *settings: str,
-        name: str = "run",
-        steps: int = 4,
-        split: str = "1:1",
-        arguments: Sequence[str] = (),
+        self, *settings: str, name: str = "run", steps: int = 4, split: str = "1:1", arguments: Sequence[str] = ()
     ) -> Run:
         """Start the launcher with `key=value` settings over the small ones."""
         small = [
@@ -209,9 +206,9 @@ def processes() -> list[tuple[int, str]]:
     return [(pid, command) for pid, _, state, command in table() if state != "Z"]
 
 
-def left_over(needle: str, within: float = 5.0) -> list[tuple[int, str]]:
-    """Other processes whose command line still holds `needle` after `within` seconds."""
-    deadline = time.monotonic() + within
+def left_over(needle: str) -> list[tuple[int, str]]:
+    """Other processes whose command line still holds `needle` when a busy machine has had its time to end them."""
+    deadline = time.monotonic() + PATIENT_S
     while True:
         left = [found for found in processes() if needle in found[1] and found[0] != os.getpid()]
         if not left or time.monotonic() > deadline:
@@ -241,8 +238,11 @@ def terminal(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Below the ports that the kernel gives out by itself: nothing else takes it before the test does."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def patient_reward(folder: Path, go_on: Path, *, pause_s: float) -> str:

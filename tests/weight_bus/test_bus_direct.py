@@ -211,7 +211,7 @@ def test_an_engine_that_is_not_paused_in_time_costs_the_others_one_round(publish
 
 def test_a_staged_subscriber_and_a_direct_publisher_do_not_fit(publisher):
     staged = Rollout(publisher, "staged")
-    staged.join(5.0)
+    staged.join(20.0)
     assert isinstance(staged.ended, RemovedFromBus)
     assert "apply is not stated there and direct here, give both ends the same weight_bus.apply" in str(staged.ended)
     with pytest.raises(WeightBusError, match="needs an engine that receives by itself"):

@@ -12,7 +12,7 @@ from weight_bus.transports import differing
 from weight_bus.transports.base import PROTOCOL
 from weight_bus.transports.gloo import Collective
 
-QUICK = CONFIG.model_copy(update={"deadline_s": 1.0})
+QUICK = CONFIG.model_copy(update={"deadline_s": 1.5})
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publ
 
 
 def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher):
-    _, done = evaluating(publisher, limit_s=1.5)
+    _, done = evaluating(publisher, limit_s=2.0)
     events: list[Event] = []
     publisher.on_event.append(events.append)
     started = time.monotonic()
     publish(publisher, 1)
     until(lambda: "held" not in publisher.members(), "it is removed")
-    assert time.monotonic() - started > 1.4
+    assert time.monotonic() - started > 1.9
     (removed,) = [event for event in events if event.kind == "removed"]
     assert removed.symptom == "slow" and "holding an older version before it applies v1" in removed.detail
     done.set()
@@ -85,7 +85,7 @@ def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(pu
             return {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
 
     misfit = Rollout(publisher, "misfit", factory=Stating, config=QUICK)
-    misfit.join(5.0)
+    misfit.join(20.0)
     assert isinstance(misfit.ended, RemovedFromBus)
     text = str(misfit.ended)
     assert "'misfit' on " in text and "NCCL_CUMEM_ENABLE is 1 there and not stated here" in text

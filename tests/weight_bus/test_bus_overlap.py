@@ -31,7 +31,7 @@ class Pair:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for name in NAMES:
                 if name == NAMES[-1] and late is not None:
-                    assert self.left.wait(5.0), "no bucket left before the last tensor was there"
+                    assert self.left.wait(20.0), "no bucket left before the last tensor was there"
                     late(changed)
                 yield name, changed[name]
 

@@ -112,14 +112,6 @@ def test_columns_and_rows_share_the_memory_of_their_tensor():
         assert rows is not None and rows.values.data_ptr() == part.tensor.data_ptr()
 
 
-def test_a_batch_is_its_parts_one_by_one():
-    whole = random_tensor((9, 5), torch.float32, 3)
-    parts = [Part(whole), Part(whole[:4], (9, 5)), Part(whole[4:], (9, 5), (4, 0)), Part(whole[:0], (9, 5))]
-    sums = slice_digests(parts)
-    assert add(sums[1:3]) == sums[0] == slice_digest(whole) and sums[3] == 0
-    assert slice_digests([]) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rounded_part_is_digested_as_it_is_after_the_cast(dtype):
     master = torch.randn(300, 7, generator=torch.Generator().manual_seed(4))

@@ -25,25 +25,20 @@ import itertools
 import logging
 import random
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, decode, encode
-from scripts.chaos.bus_cluster import BusCluster, Policy
+from scripts.chaos.bus_cluster import BusCluster, Places, Policy
 from scripts.chaos.polling import Hung
-from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.proxy import Direction, Intercept, Link, Proxy, ZmtpMessage
 from scripts.chaos.report import State, ends_within
-from weight_bus.manifest import Entry
 from weight_bus.messages import TO_SUBSCRIBER, Begin
-from weight_bus.transports import Transport
-from weight_bus.transports.base import ignore
 
 OPTIONS: dict[str, tuple[Any, str]] = {"versions": (200, "to publish"), "log": (None, "file for what the bus logs")}
 STARTING_S, PER_VERSION_S = 120.0, 3.0  # before this process takes itself for one that hangs
@@ -93,84 +88,79 @@ def after(left: int, kind: str = "") -> Callable[[ZmtpMessage], bool]:
     return wanted
 
 
-class ControlFaults:
-    def __init__(self, seed: int, links: dict[str, Link]) -> None:
-        self._rng, self._links = random.Random(seed), links
-        self._armed: dict[tuple[str, Direction, str], Intercept] = {}
-        self.done: dict[str, Counter[str]] = {deed: Counter() for deed in DEEDS}  # by kind of message
-        self._bases: list[str] = []  # digests that changes were made from
-        self.rebased: list[tuple[str, int]] = []  # (subscriber, version) of changes that were given another base
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chances:
+    """Of a fault of each sort, per version and subscriber; `back` counts for versions that go back."""
 
-    def plan(self, name: str) -> None:
-        """One fault more on a link; none where one of its kind is waiting already."""
+    control: float = 0.5
+    data: float = 0.1
+    back: float = 0.5
+    base: float = 0.05
+
+
+class Faults:
+    """What is to happen to the messages and the changes of one subscriber, and what has happened."""
+
+    def __init__(self, seed: str, link: Link) -> None:
+        self._rng, self._link = random.Random(seed), link
+        self._waiting: set[tuple[Direction, str]] = set()  # kinds of message with a fault to come
+        self.of_messages: Counter[tuple[str, str]] = Counter()  # by deed and kind
+        self.due = ""  # a fault of data, for the next change that it fits
+        self.planted: list[tuple[int, str]] = []  # (version, kind), only where something else was given than had come
+        self._bases: list[str] = []  # digests that changes were made from
+        self._history: list[torch.Tensor] = []
+
+    def plan(self, kind: str, chances: Chances) -> None:
+        """Before a version of this kind: faults of messages and of data, drawn by their chances."""
+        if self._rng.random() < chances.control:
+            self._plan_message()
+        if kind == "back" and self._rng.random() < chances.back:
+            self.due = "again"  # has the size of the change back, so only the digests can tell
+        elif self._rng.random() < chances.data:
+            self.due = self._rng.choice(DATA_KINDS)
+        if self._rng.random() < chances.base:  # the next change that is begun names a base that another one had
+            self._arm("down", "other base", Intercept(self._has_another_base, self._rebased))
+
+    def _plan_message(self) -> None:
+        """One fault more of a message; none where one of its kind is to come already."""
         direction: Direction = self._rng.choice(("up", "down"))
         kind, deed = self._rng.choice(MESSAGES[direction]), self._rng.choice(DEEDS)
         if deed == "late copy" and kind == "Heartbeat":
             deed = "repeated"
 
         def change(message: ZmtpMessage) -> list[bytes]:
-            self.done[deed][message.kind] += 1
+            self._waiting.remove((direction, kind))
+            self.of_messages[deed, kind] += 1
             whole = message.wire()
             if deed == "late copy":
                 again = Intercept(after(self._rng.randrange(BEHIND)), lambda other: [other.wire(), whole])
-                self._links[name].intercepts[direction].append(again)
+                self._link.intercepts[direction].append(again)
             return {"dropped": [], "repeated": [whole, whole]}.get(deed, [whole])
 
         wanted = after(self._rng.randrange(AHEAD), kind)
-        self._arm(name, direction, kind, Intercept(wanted, change, hold_for_next=deed == "reordered"))
-
-    def plan_other_base(self, name: str) -> None:
-        """The next change that is begun names a base that some version before had."""
-        self._arm(name, "down", "change", Intercept(self._is_change, lambda message: [self._rebased(name, message)]))
+        self._arm(direction, kind, Intercept(wanted, change, hold_for_next=deed == "reordered"))
 
     def clear(self) -> None:
-        for link in self._links.values():
-            for intercepts in link.intercepts.values():
-                intercepts.clear()
+        self.due = ""
+        for intercepts in self._link.intercepts.values():
+            intercepts.clear()
 
-    def _arm(self, name: str, direction: Direction, kind: str, intercept: Intercept) -> None:
-        waiting = self._armed.get((name, direction, kind))
-        if waiting is None or waiting.kind:
-            self._armed[name, direction, kind] = intercept
-            self._links[name].intercepts[direction].append(intercept)
+    def come(self, version: int, entries: Places | None, pieces: list[torch.Tensor]) -> None:
+        """Spoil a change that has come, where the fault that is due fits it."""
+        if entries is not None:
+            return
+        real = torch.cat(pieces)
+        given = self._given(real, pieces[0].numel())
+        if not torch.equal(given, real):
+            self.planted.append((version, self.due))
+            self.due = ""
+            for piece, part in zip(pieces, given.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(part)
+        self._history = [*self._history, real][-HISTORY:]
 
-    def _is_change(self, message: ZmtpMessage) -> bool:
-        begin = _envelope(message).message if message.kind == "Begin" else None
-        if not isinstance(begin, Begin) or not begin.base:
-            return False
-        self._bases.append(begin.base)
-        return len(set(self._bases)) > 1
-
-    def _rebased(self, name: str, message: ZmtpMessage) -> bytes:
-        envelope = _envelope(message)
-        begin = envelope.message
-        assert isinstance(begin, Begin)
-        base = self._rng.choice([other for other in self._bases if other != begin.base])
-        self.rebased.append((name, begin.version))
-        header = encode(dataclasses.replace(begin, base=base), envelope.run_id, envelope.sequence)[0]
-        return ZmtpMessage((dataclasses.replace(message.frames[0], body=bytes(header)),)).wire()
-
-
-def _envelope(message: ZmtpMessage) -> Envelope:
-    return decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
-
-
-class DataFaults:
-    """What is to happen to the next change at each subscriber, and what has happened."""
-
-    def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
-        self.due: dict[str, str] = {}  # kind by subscriber
-        self.lock = threading.Lock()
-        self.planted: list[tuple[str, int, str]] = []
-        """(subscriber, version, kind), only where other bytes were given than had come."""
-
-    def plan(self, name: str, kind: str = "") -> None:
-        """One fault for this subscriber's next change that it fits; without a kind, any."""
-        self.due[name] = kind or self._rng.choice(DATA_KINDS)
-
-    def given(self, kind: str, real: torch.Tensor, piece: int, history: list[torch.Tensor]) -> torch.Tensor:
+    def _given(self, real: torch.Tensor, piece: int) -> torch.Tensor:
         """What to give instead; the real one where the fault does not fit."""
+        kind, history = self.due, self._history
         if kind in ("twice", "swapped") and real.numel() > piece:
             first, rest = real[:piece], real[piece:]
             order = [first, first, rest] if kind == "twice" else [rest[:piece], first, rest[piece:]]
@@ -181,48 +171,31 @@ class DataFaults:
             return torch.cat([found, real[found.numel() :]])[: real.numel()]
         return real
 
+    def _arm(self, direction: Direction, kind: str, intercept: Intercept) -> None:
+        if (direction, kind) not in self._waiting:
+            self._waiting.add((direction, kind))
+            self._link.intercepts[direction].append(intercept)
 
-class AlteredTransport(Wrapped):
-    """A subscriber's transport; `label` says which version comes, and whether as a change."""
+    def _has_another_base(self, message: ZmtpMessage) -> bool:
+        begin = _envelope(message).message if message.kind == "Begin" else None
+        if not isinstance(begin, Begin) or not begin.base:
+            return False
+        self._bases.append(begin.base)
+        return len(set(self._bases)) > 1
 
-    def __init__(self, inner: Transport, faults: DataFaults, name: str) -> None:
-        super().__init__(inner)
-        self._faults, self._name, self._version, self._is_change = faults, name, -1, False
-        self._pieces: list[torch.Tensor] = []
-        self._history: list[torch.Tensor] = []
-
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        self._version, self._is_change, self._pieces = version, entries is None, []
-        super().label(version, entries)
-
-    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        self.inner.broadcast(bucket, index)
-        self._pieces.append(bucket)
-
-    def finish(self, arrived: Callable[[int], Any] = ignore) -> None:
-        self.inner.finish(arrived)
-        if not self._is_change:
-            return
-        faults, real = self._faults, torch.cat(self._pieces)
-        with faults.lock:
-            kind = faults.due.get(self._name, "")
-            given = faults.given(kind, real, self._pieces[0].numel(), self._history)
-            if not torch.equal(given, real):
-                faults.due.pop(self._name, None)
-                faults.planted.append((self._name, self._version, kind))
-                for piece, part in zip(self._pieces, given.split([p.numel() for p in self._pieces]), strict=True):
-                    piece.copy_(part)
-        self._history = [*self._history, real][-HISTORY:]
+    def _rebased(self, message: ZmtpMessage) -> list[bytes]:
+        envelope = _envelope(message)
+        begin = envelope.message
+        assert isinstance(begin, Begin)
+        self._waiting.remove(("down", "other base"))
+        self.planted.append((begin.version, "other base"))
+        base = self._rng.choice([other for other in self._bases if other != begin.base])
+        header = encode(dataclasses.replace(begin, base=base), envelope.run_id, envelope.sequence)[0]
+        return [ZmtpMessage((dataclasses.replace(message.frames[0], body=bytes(header)),)).wire()]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Chances:
-    """Of a fault of each sort, per version and subscriber; `back` counts for versions that go back."""
-
-    control: float = 0.5
-    data: float = 0.1
-    back: float = 0.5
-    base: float = 0.05
+def _envelope(message: ZmtpMessage) -> Envelope:
+    return decode([frame.body for frame in message.frames], TO_SUBSCRIBER)
 
 
 class Changes(BusCluster):
@@ -235,18 +208,17 @@ class Changes(BusCluster):
         self, seed: int, policy: Policy, *, chances: Chances = Chances(), pace_s: float = 0.1, heal_s: float = 30.0
     ) -> None:
         super().__init__(CONFIG)
-        self._rng, self._policy, self._chances = random.Random(seed), policy, chances
+        self._seed, self._policy, self._chances = seed, policy, chances
         self._pace_s, self._heal_s = pace_s, heal_s
-        self.data, self._proxy = DataFaults(seed), Proxy()
+        self._proxy, self.faults = Proxy(), dict[str, Faults]()
 
     def __enter__(self) -> "Changes":
         self._proxy.__enter__()
         super().__enter__()
-        links = {name: self._proxy.link(self.publisher.address) for name in NAMES}
-        self.control = ControlFaults(self._rng.randrange(1 << 30), links)
-        for name, link in links.items():
-            self.add(name, address=link.address, transport_factory=wrapping(AlteredTransport, self.data, name))
-        self.wait_for_all()
+        for name in NAMES:
+            link = self._proxy.link(self.publisher.address)
+            self.faults[name] = Faults(f"{self._seed}/{name}", link)
+            self.add(name, self.faults[name].come, address=link.address)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -255,64 +227,56 @@ class Changes(BusCluster):
 
     def run(self, versions: int) -> tuple[dict[str, Any], list[str]]:
         """Publish so many versions among faults; what came of it, ready for JSON, and what is wrong."""
-        started, publisher, kinds = time.monotonic(), self.publisher, Counter[str]()
-        as_changes, longest_s = 0, 0.0
-        for _ in range(versions):
+        started, kinds, as_changes, longest_s = time.monotonic(), Counter[str](), 0, 0.0
+        for version in range(1, versions + 1):
             kind, named = self._policy.next()
             kinds[kind] += 1
-            self._plan(kind)
-            began, before = time.monotonic(), publisher.stats()["changes"]
-            version = self.start_publish(named)
-            self.oracle.claims(version, publisher.wait().served)  # the learner goes on whatever becomes of it
+            for faults in self.faults.values():
+                faults.plan(kind, self._chances)
+            began, before = time.monotonic(), self.publisher.stats()["changes"]
+            self.oracle.claims(version, self.publish(version, named).served)  # whatever becomes of it, it goes on
             longest_s = max(longest_s, time.monotonic() - began)
-            as_changes += publisher.stats()["changes"] > before
+            as_changes += self.publisher.stats()["changes"] > before
             time.sleep(self._pace_s)
-        self.control.clear()
-        self.data.due.clear()
-        wrong: list[str] = []
-        try:
-            what = f"all serve v{versions} after the last fault"
-            self.wait(lambda: all(self.has(versions, name) for name in NAMES), what, self._heal_s)
-        except Hung as hung:
-            wrong = [str(hung)]
-        is_healed = not wrong
-        if longest_s > CONFIG.deadline_s + SLACK_S:
-            wrong.append(f"a publish took {longest_s:.1f} s, its deadline is {CONFIG.deadline_s:g} s")
+        wrong = self._heal(versions)
         sums = {
             "versions": versions,
             "kinds": dict(kinds),
             "as_changes": as_changes,
             "whole": versions - as_changes,
             "longest_publish_s": round(longest_s, 2),
-            "all_at_the_newest": is_healed,
+            "all_at_the_newest": not wrong,
         }
+        if longest_s > CONFIG.deadline_s + SLACK_S:
+            wrong.append(f"a publish took {longest_s:.1f} s, its deadline is {CONFIG.deadline_s:g} s")
         self.end()
         found, more = self._result(versions)
         wrong += more
         return {**sums, **found, "seconds": round(time.monotonic() - started, 1), "in_order": not wrong}, wrong
 
-    def has(self, version: int, name: str) -> bool:
-        """Whether a subscriber serves a version, and the publisher knows it."""
-        return self.publisher.members().get(name) == ("live", version) and self.serves(version, name)
+    def _heal(self, version: int) -> list[str]:
+        """Without faults from now on, all must serve the last version, and the publisher must know it."""
+        for faults in self.faults.values():
+            faults.clear()
 
-    def _plan(self, kind: str) -> None:
-        chances = self._chances
-        for name in NAMES:
-            if self._rng.random() < chances.control:
-                self.control.plan(name)
-            if kind == "back" and self._rng.random() < chances.back:
-                self.data.plan(name, "again")  # has the size of the change back, so only the digests can tell
-            elif self._rng.random() < chances.data:
-                self.data.plan(name)
-            if self._rng.random() < chances.base:
-                self.control.plan_other_base(name)
+        def all_serve() -> bool:
+            members = self.publisher.members()
+            return all(members.get(name) == ("live", version) and self.serves(version, name) for name in NAMES)
+
+        try:
+            self.wait(all_serve, f"all serve v{version} after the last fault", self._heal_s)
+        except Hung as hung:
+            return [str(hung)]
+        return []
 
     def _result(self, versions: int) -> tuple[dict[str, Any], list[str]]:
         oracle, stats, receivers = self.oracle, self.publisher.stats(), self.receivers.values()
-        activated = {name: set(oracle.activated.get(name, ())) for name in NAMES}
-        planted = [*self.data.planted, *((name, version, "other base") for name, version in self.control.rebased)]
-        refusals = [(line, found) for line in self.lines if (found := REFUSED.search(line))]
-        refused = {(found["name"], int(found["version"])) for _, found in refusals}
+        activated = {name: set(oracle.activated[name]) for name in NAMES}
+        between = {name: itertools.pairwise([0, *sorted(found), versions + 1]) for name, found in activated.items()}
+        messages = sum((faults.of_messages for faults in self.faults.values()), Counter[tuple[str, str]]())
+        planted = [(name, *one) for name, faults in self.faults.items() for one in faults.planted]
+        refusals = [found for line in self.lines if (found := REFUSED.search(line))]
+        refused = {(found["name"], int(found["version"])) for found in refusals}
         unseen = [one for one in planted if one[:2] not in refused]
         ended = all(receiver.closed and not receiver.is_alive() for receiver in receivers)
         wrong = list(oracle.wrong)
@@ -322,25 +286,19 @@ class Changes(BusCluster):
         return {
             "rounds": int(stats["rounds"]),
             "rounds_of_changes": int(stats["changes"]),
-            "messages": {deed: dict(sorted(kinds.items())) for deed, kinds in self.control.done.items()},
-            "faults_of_messages": sum(kinds.total() for kinds in self.control.done.values()),
+            "messages": {deed: {k: n for (d, k), n in sorted(messages.items()) if d == deed} for deed in DEEDS},
+            "faults_of_messages": messages.total(),
             "faults_of_data": dict(sorted(Counter(kind for _, _, kind in planted).items())),
             "unnoticed": len(unseen),
-            "refused_by_digest": sum("arrived with corrupt" in line for line, _ in refusals),
-            "refused_other_base": sum("comes as a change of" in line for line, _ in refusals),
+            "refused_by_digest": sum("arrived with corrupt" in found.string for found in refusals),
+            "refused_other_base": sum("comes as a change of" in found.string for found in refusals),
             "activated": {name: len(found) for name, found in activated.items()},
             "missed": {name: versions - len(found) for name, found in activated.items()},
-            "longest_gap": {name: longest_gap(found, versions) for name, found in activated.items()},
+            "longest_gap": {name: max(after - before - 1 for before, after in gaps) for name, gaps in between.items()},
             "rejoins": int(stats["joins"]) - len(NAMES),
-            "removed": dict(sorted(Counter(event.symptom for event in self.removed).items())),
+            "removed": dict(sorted(Counter(e.symptom for e in self.events if e.kind == "removed").items())),
             "restarts": sum(receiver.removals for receiver in receivers),
             "ended": ended,
             "served_wrong": len(oracle.wrong),
             "bit_exact": not oracle.wrong and all(activated.values()),
         }, wrong
-
-
-def longest_gap(activated: set[int], versions: int) -> int:
-    """Most versions in a row, from 1 to `versions`, that are not among these."""
-    edges = [0, *sorted(activated), versions + 1]
-    return max(after - before - 1 for before, after in itertools.pairwise(edges))

@@ -9,14 +9,14 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from scripts.chaos import checker
-from scripts.chaos.cluster import Cluster, Variant, make_data, naming_s
-from scripts.chaos.faults import BY_NAME, INSTANT, Planned, PlannedRun, as_markdown, make_plan
-from scripts.chaos.injection import Aim, Injector
+from scripts.chaos.cluster import SERVERS, VARIANTS, Cluster, Variant, make_data
+from scripts.chaos.faults import BY_NAME, FAULTS, INSTANT, Injector, Planned, as_markdown
 from scripts.chaos.polling import Ended, Hung
 from scripts.chaos.report import State, say
 
@@ -37,6 +37,7 @@ KEYS = (
     *("faults", "acked", "trained", "dropped", "lost", "trained_twice", "hung", "unnamed", "ended_early"),
     *("violations", "buffered", "repeated_steps"),
 )
+PlannedRun = tuple[Variant, list[Planned]]
 Part = dict[str, Any]
 """What came of one run, or the sums over all. `coverage` counts by `fault at point`, where the fault has met the run;
 `recovery_s` are the times from a fault's end until the run had gone on."""
@@ -44,6 +45,42 @@ Part = dict[str, Any]
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
     return make_plan(args.seed, args.faults, args.per_run, args.only)
+
+
+def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
+    """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
+
+    `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
+    """
+    rng = random.Random(seed)
+    decks = {variant: deck for variant in VARIANTS if (deck := list(pairs(variant, only)))}
+    if not decks:
+        raise ValueError(f"--only {only!r}: no fault of the table has such a name; see --table")
+    for deck in decks.values():
+        rng.shuffle(deck)
+    used: Counter[tuple[str, str]] = Counter()
+    runs: list[PlannedRun] = []
+    for first in range(0, num_faults, per_run):
+        variant = list(decks)[len(runs) % len(decks)]
+        faults = []
+        for _ in range(min(per_run, num_faults - first)):
+            pair = min(decks[variant], key=used.__getitem__)  # the first of those that came least often
+            used[pair] += 1
+            faults.append(Planned(*pair, server=rng.choice(SERVERS)))
+        runs.append((variant, faults))
+    return runs
+
+
+def pairs(variant: Variant, only: str = "") -> Iterator[tuple[str, str]]:
+    """(fault, point) that a run of this variant can have."""
+    two_ranks = any(setting.endswith(":2") for setting in variant.settings)
+    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks}
+    for fault in FAULTS:
+        if possible[fault.needs] and any(word.strip() in fault.name for word in only.split(",")):
+            for point in fault.points:
+                # what is sealed cannot be held by its kind
+                if not (variant.keys and point == "in flight"):
+                    yield fault.name, point
 
 
 def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> None:
@@ -116,19 +153,23 @@ class Trial(Cluster):
     def _fault(self, planned: Planned, before: frozenset[str]) -> None:
         """Aim, inject, look for the line that names it, and wait until the run has gone on."""
         fault, result, mark = BY_NAME[planned.fault], self.result, self.logs.mark()
-        injector, aim = Injector(self, planned.server, self.rng), Aim(self, planned.point, planned.server, self.rng)
+        injector = Injector(self, planned, self.rng)
         try:
-            aim.reach()
-            point = aim.was_hit()
-            injector.do(fault.name)
+            injector.reach()
+            point = injector.was_hit()
+            injector.do()
             if fault.name.startswith(INSTANT):
-                point = aim.was_hit()
+                point = injector.was_hit()
         finally:
-            aim.release()
+            injector.release()
         result["faults"] += 1
         result["coverage"][f"{fault.name} at {point}"] += 1
-        over = time.monotonic()
-        said = self._named([pattern.replace("{server}", planned.server) for pattern in fault.says], mark)
+        over, says = time.monotonic(), [pattern.replace("{server}", planned.server) for pattern in fault.says]
+        config, said = self.config, "UNNAMED" if says else ""
+        if says:
+            limit = config.network.silent_after_s + config.replay.lease_s + config.weight_bus.deadline_s
+            with suppress(Hung):
+                said = self.wait(lambda: self.logs.first(says, mark), f"a line of {says}", limit).text[:160]
         self.go_on()
         took = time.monotonic() - over
         result["recovery_s"].append(took)
@@ -137,13 +178,3 @@ class Trial(Cluster):
         say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
             result["unnamed"].append(f"{self.work}: {words}; {wrong}")
-
-    def _named(self, patterns: list[str], mark: dict[Path, int]) -> str:
-        """The line of some log that names a fault; empty where none has to."""
-        if not patterns:
-            return ""
-        try:
-            what = f"a line of {patterns}"
-            return self.wait(lambda: self.logs.first(patterns, mark), what, naming_s(self.config)).text[:160]
-        except Hung:
-            return "UNNAMED"

@@ -1,7 +1,7 @@
 """`python -m scripts.chaos weights flips --updates 1000 --seed 1 [--delta]`: flipped bits in weight updates.
 
 In one update of --every, a bit of a random byte of a random tensor changes:
-wire    as the buckets arrive at one subscriber, or as they leave the publisher for all of them
+wire    in the buckets that have come to one subscriber, or to all of them, as if the publisher had sent them so
 staged  in the staging buffer, after its digests were found right and before the engine copies from it
 live    in the engine's tensors, after they were loaded and before they are digested
 base    in the staging buffer, after the engine has copied from it; only with --delta, which builds on these bytes: it
@@ -13,10 +13,9 @@ after these were proven; they are served until the next version overwrites them.
 
 import argparse
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +23,9 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from scripts.chaos.bus_cluster import BusCluster, Policy, Receiver
+from scripts.chaos.bus_cluster import BusCluster, Places, Policy, Receiver
 from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
-from scripts.chaos.probe import Wrapped, wrapping
 from scripts.chaos.report import State, ends_within
-from weight_bus.manifest import plan as make_manifest
-from weight_bus.transports import Transport
 
 __all__ = ["OPTIONS", "plan", "run", "verdict"]
 
@@ -61,7 +57,7 @@ class Flip:
     """A bit to change. Example: Flip("wire", "receiver-1", "layers.0.q", byte=17, bit=6)"""
 
     place: str
-    victim: str  # name of a subscriber, or `all`: the publisher sends it to each of them
+    victim: str  # name of a subscriber, or `all`, as if the publisher had sent it so
     tensor: str
     byte: int  # within the tensor
     bit: int
@@ -72,42 +68,22 @@ class Flip:
         data[(offset + self.byte) % data.numel()] ^= 1 << self.bit
 
 
-class SpoiledTransport(Wrapped):
-    """A transport on which bits may flip: at a subscriber after they have come, at the publisher in a copy."""
-
-    def __init__(self, inner: Transport, spoil: Callable[[str, int, torch.Tensor], None], *, copies: bool) -> None:
-        super().__init__(inner)
-        self._spoil, self._copies = spoil, copies
-
-    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        if self._copies:
-            bucket = bucket.clone()  # what the publisher keeps for resends stays right
-            self._spoil("wire", index, bucket)
-        self.inner.broadcast(bucket, index)
-        if not self._copies:
-            self._spoil("wire", index, bucket)
-
-
 class Flips(BusCluster):
     """A publisher, its subscribers, and flips planted in what goes between them; a context manager."""
 
     def __init__(self, seed: int, *, receivers: int = 2, delta: bool = False, at_rest_every: float = AT_REST_EVERY):
         # generous, because a busy machine is no fault here
         generous = {"deadline_s": 60, "collective_timeout_s": 20, "heartbeat_s": 5}
-        leaves = wrapping(SpoiledTransport, partial(self._meet, ALL), copies=True)
-        super().__init__(WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous), transport_factory=leaves)
+        super().__init__(WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous))
         self._rng, self._delta, self._at_rest_every = random.Random(seed), delta, at_rest_every
-        self._policy = Policy(seed, hidden=32, layers=2, kinds={"step": 1})
-        described = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._policy.last.items()]
-        self._places = {e.name: (e.bucket, e.offset) for e in make_manifest(described, BUCKET_BYTES).entries}
+        self._policy = Policy(seed, hidden=32, kinds={"step": 1})
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
         self.wrong: list[str] = []
         self._digests_equal = True
         self._names = [f"receiver-{number}" for number in range(receivers)]
-        self._meeting = threading.Lock()
-        self._due: Flip | None = None  # until the place where it belongs takes it, once
+        self._due: dict[str, Flip] = {}  # by subscriber, until the place where it belongs takes it, once
         self._late: Flip | None = None
         """A flip of the last version that shows in the next one, mostly among its live weights."""
         self._resting: list[Receiver] = []
@@ -115,9 +91,7 @@ class Flips(BusCluster):
     def __enter__(self) -> "Flips":
         super().__enter__()
         for name in self._names:
-            meet = partial(self._meet, name)
-            self.add(name, transport_factory=wrapping(SpoiledTransport, meet, copies=False), spoil=meet)
-        self.wait_for_all()
+            self.add(name, partial(self._come, name), spoil=partial(self._load, name))
         return self
 
     def run(self, updates: int, every: int) -> dict[str, Any]:
@@ -152,14 +126,14 @@ class Flips(BusCluster):
         return Flip(place, victim, name, self._rng.randrange(self._policy.last[name].nbytes), self._rng.randrange(8))
 
     def update(self, planted: Flip | None) -> None:
-        version, oracle, at_rest = self.next_version, self.oracle, self.counts["at_rest"]
+        oracle, at_rest, last = self.oracle, self.counts["at_rest"], self.publisher.version
         for receiver in self._resting:
-            at_rest["served"] += not oracle.holds(version - 1, receiver.live)
-            at_rest["found"] += self._names_corrupt(version - 1, [receiver.name])
+            at_rest["served"] += not oracle.holds(last, receiver.live)
+            at_rest["found"] += self._names_corrupt(last, [receiver.name])
         self.lines.clear()
-        self._due = planted
-        self.start_publish(self._policy.next()[1])
-        report = self.publisher.wait()
+        self._due = dict.fromkeys(self._victims(planted), planted) if planted is not None else {}
+        version = max(last, 0) + 1
+        report = self.publish(version, self._policy.next()[1])
         if report.failed:
             self.wrong.append(f"v{version} did not reach all: {report.failed}")
         due = [self._late, planted]
@@ -173,27 +147,28 @@ class Flips(BusCluster):
         self.wrong += [f"{name!r} does not hold v{version}" for name in behind]
         self._digests_equal &= not behind
 
-    def _meet(self, victim: str, place: str, part: str | int, tensor: torch.Tensor) -> None:
-        """A tensor, or a bucket on the wire, passes a place of a victim: change it, if the flip is due there."""
-        with self._meeting:
-            due = self._due
-            if due is None:
-                return
+    def _victims(self, flip: Flip) -> list[str]:
+        return self._names if flip.victim == ALL else [flip.victim]
+
+    def _come(self, victim: str, _version: int, entries: Places | None, buckets: list[torch.Tensor]) -> None:
+        due = self._due.get(victim)
+        if due is not None and due.place == "wire":
             # a coded change is one piece, in which tensors have no places
-            bucket, offset = self._places[due.tensor]
-            due_part = due.tensor if due.place != "wire" else 0 if self._delta else bucket
-            if (due.victim, due.place, due_part) != (victim, place, part):
-                return
-            self._due = None
-        due.apply(tensor, offset if place == "wire" else 0)
+            places = {entry.name: (entry.bucket, entry.offset) for bucket in entries or () for entry in bucket}
+            number, offset = places.get(due.tensor, (0, 0))
+            self._due.pop(victim).apply(buckets[number], offset)
+
+    def _load(self, victim: str, place: str, name: str, tensor: torch.Tensor) -> None:
+        due = self._due.get(victim)
+        if due is not None and (due.place, due.tensor) == (place, name):
+            self._due.pop(victim).apply(tensor)
 
     def _judge(self, version: int, planted: Flip) -> None:
-        victims = self._names if planted.victim == ALL else [planted.victim]
-        found = self._names_corrupt(version, victims)
-        healed = all(self.serves(version, name) for name in victims)
+        found = self._names_corrupt(version, self._victims(planted))
+        healed = all(self.serves(version, name) for name in self._victims(planted))
         counts, place = self.counts, planted.place
         counts["planted"][place] += 1
-        if self._delta and healed and not found and self._due is None:
+        if self._delta and healed and not found and not self._due:
             counts["harmless"][place] += 1
             return
         counts["found"][place] += found

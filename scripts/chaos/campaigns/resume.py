@@ -39,7 +39,7 @@ def plan(args: argparse.Namespace) -> list[random.Random]:
 
 
 def run(kills: list[random.Random], state: State, args: argparse.Namespace) -> None:
-    with Cluster(state.work, probes=False) as cluster:
+    with Cluster(state.work) as cluster:
         try:
             if (cluster.folder / "config.yaml").exists():
                 cluster.watch.poll()
@@ -51,7 +51,7 @@ def run(kills: list[random.Random], state: State, args: argparse.Namespace) -> N
         except (Hung, Ended) as error:
             raise type(error)(f"{error}; {cluster.output(LAUNCHER)} ends: {cluster.last_words()}") from error
         finally:
-            launcher = cluster.started[LAUNCHER].process
+            launcher = cluster.started[LAUNCHER]
             launcher.send_signal(SIGTERM)
             launcher.wait(END_S)
 

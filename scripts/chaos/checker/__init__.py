@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from scripts.chaos.checker.history import GroupId, History
+from scripts.chaos.checker.history import History, identity
 from scripts.chaos.checker.journal import Damage, read
 from scripts.chaos.polling import JsonLines
 
@@ -61,7 +61,9 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
         return Report(violations=[f"journal: {damage}"]), history
     for record in records:
         history.apply(record)
-    acked = list(accepted(acks if acks is not None else sorted((run / "logs").glob("acks-*.jsonl"))))
+    records_of_acks = acks if acks is not None else sorted((run / "logs").glob("acks-*.jsonl"))
+    events = [event for path in records_of_acks for event in JsonLines.read(path) if event.get("event") == "ack"]
+    acked = {(identity(event["group"]), event["attempt"]) for event in events if event["status"] == "accepted"}
     report = Report(
         acked=len({group for group, _ in acked}),
         repeated_steps=history.repeated_steps,
@@ -73,11 +75,15 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
         report.violations.append("no producer has recorded an ack, so nothing is known of lost groups")
     report.lost += [
         f"group {list(group)} attempt {attempt} was acked and is not in the journal"
-        for group, attempt in sorted(set(acked) - history.accepted_attempts)
+        for group, attempt in sorted(acked - history.accepted_attempts)
     ]
     _fates(history, report)
     report.violations += ledger_differences(run / "ledger.jsonl", history)
-    report.violations += lag_rows(run / "metrics.jsonl", history.async_lag)
+    for row in JsonLines.read(run / "metrics.jsonl"):
+        above = [lag for lag in row.get("training/lag_histogram", {}) if int(lag) > history.async_lag]
+        if above:  # after masking
+            text = f"metrics: step {row['training/global_step']} trained tokens of lag {', '.join(above)}"
+            report.violations.append(text)
     return report, history
 
 
@@ -104,13 +110,6 @@ def _fates(history: History, report: Report) -> None:
             )
 
 
-def accepted(logs: Iterable[Path]) -> Iterable[tuple[GroupId, int]]:
-    for path in logs:
-        for event in JsonLines.read(path):
-            if event.get("event") == "ack" and event["status"] == "accepted":
-                yield (event["group"][0], event["group"][1]), event["attempt"]
-
-
 def ledger_differences(path: Path, history: History) -> Iterable[str]:
     """Differences between ledger.jsonl, which the learner writes, and the journal, which replay writes."""
     last: dict[int, int] = {}
@@ -127,11 +126,3 @@ def ledger_differences(path: Path, history: History) -> Iterable[str]:
     for step, commit in history.line.items():
         if last.get(step) != commit.incarnation:
             yield f"ledger: step {step} of incarnation {commit.incarnation} is missing"
-
-
-def lag_rows(path: Path, async_lag: int) -> Iterable[str]:
-    """Steps whose metrics count a trained token above the bound, after masking."""
-    for row in JsonLines.read(path):
-        above = [lag for lag in row.get("training/lag_histogram", {}) if int(lag) > async_lag]
-        if above:
-            yield f"metrics: step {row['training/global_step']} trained tokens of lag {', '.join(above)}"

@@ -14,7 +14,6 @@ Fields = dict[str, Any]
 class Commit:
     """One optimizer step: what was trained, by which incarnation, and the weights that it made."""
 
-    step: int
     incarnation: int
     digest: str
     groups: tuple[GroupId, ...]
@@ -155,7 +154,7 @@ class History:
             what = f"step {step} has digest {digest}, {earlier.digest} when it was first done"
             self._must(earlier.digest == digest, record, what)
         groups = self.taken.get(step, ())
-        self.line[step] = self.commits[step, incarnation] = Commit(step, incarnation, digest, groups)
+        self.line[step] = self.commits[step, incarnation] = Commit(incarnation, digest, groups)
         self.version, self.high, self.digests[step] = step, max(self.high, step), digest
         self.shares[step] = Counter(self._senders[group] for group in groups if group in self._senders)
         self.trained.update(self.shares[step])

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
-from learner.checkpoint_folders import incomplete, latest_complete, numbered, step_of
-from learner.export import sync_file, write_hf_folder, write_json
+from learner.checkpoints.export import sync_file, write_hf_folder, write_json
+from learner.checkpoints.folders import incomplete, latest_complete, numbered, step_of
 from learner.model import Policy
 from learner.optimizer import MOMENTS, Optimizer
 from learner.sharding import digests

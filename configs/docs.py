@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the configuration schema: `python -m scripts.make_config_docs [--check]`."""
+"""`python -m configs.docs [--check]`: docs/configuration.md from the schema, in a clone."""
 
 import argparse
 import json
@@ -16,10 +16,9 @@ from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.schema import Config
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
-
 HEAD = """# Configuration
 
-<!-- Written by scripts/make_config_docs.py from configs/; do not edit. -->
+<!-- Written by configs/docs.py from the schema; do not edit. -->
 
 One YAML file holds one run. `--config` takes a file or the name of a preset; `--set section.key=value` overrides one
 key and may be repeated; values are YAML. Unknown keys are refused, with a suggestion. The resolved configuration is
@@ -29,64 +28,57 @@ Presets: {presets}.
 
 Flags that are short for one key:
 
-| flag | key |
-|---|---|
 {flags}
-
 There are {count} keys.
 """
 FOREIGN = """## Names of other frameworks
 
 They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
 """
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
 
 
 def page() -> str:
-    flags = "\n".join(f"| `{flag}` | `{key}` |" for flag, key in FLAGS.items())
+    flags = table(("flag", "key"), [(f"`{flag}`", f"`{key}`") for flag, key in FLAGS.items()])
     presets = ", ".join(f"`{path.stem}`" for path in sorted(PRESETS.glob("*.yaml")))
     presets = presets.replace(f"`{QUICKSTART}`", f"`{QUICKSTART}` (the default)")
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
         rows = [
-            (f"`{name}.{key}`", type_text(one), default_text(one), _one_line(one.description or ""))
+            (f"`{name}.{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
             for key, one in section.model_fields.items()
         ]
-        parts.append(f"## {name}\n\n{_one_line(section.__doc__ or '')}\n")
-        parts.append(_table(("key", "type", "default", "meaning"), rows))
+        parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
+        parts += [table(("key", "type", "default", "meaning"), rows)]
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
-    return "\n".join([*parts, FOREIGN, _table(("key", *FRAMEWORKS), foreign)])
+    return "\n".join([*parts, FOREIGN, table(("key", *FRAMEWORKS), foreign)])
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
-    return "\n".join([f"| {' | '.join(head)} |", f"|{'---|' * len(head)}", *(f"| {line} |" for line in lines), ""])
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
+    return f"{top}|{'---|' * len(head)}\n{''.join(rest)}"
 
 
 def type_text(field: FieldInfo) -> str:
     """The type of a key in words, with the bounds of its value."""
-    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    bounds = [
-        f"{sign} {getattr(bound, name)}"
-        for bound in field.metadata
-        for name, sign in signs.items()
-        if hasattr(bound, name)
-    ]
-    return ", ".join([_type(field.annotation), *bounds])
+    bounds = [f"{SIGNS[name]} {getattr(b, name)}" for b in field.metadata for name in SIGNS if hasattr(b, name)]
+    return ", ".join([in_words(field.annotation), *bounds])
 
 
-def _type(hint: Any) -> str:
+def in_words(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(map(_type, arguments))
+        return " or ".join(map(in_words, arguments))
     if origin is tuple:
-        return f"list of {len(arguments)} {_type(arguments[0])}s"
+        return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is not None:
-        return f"{origin.__name__} of {', '.join(map(_type, arguments))}"
-    names = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
-    return names.get(hint) or str(hint.__name__)
+        return f"{origin.__name__} of {', '.join(map(in_words, arguments))}"
+    return TYPES.get(hint) or str(hint.__name__)
 
 
 def default_text(field: FieldInfo) -> str:
@@ -97,20 +89,15 @@ def default_text(field: FieldInfo) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m scripts.make_config_docs", description=__doc__)
+    parser = argparse.ArgumentParser("python -m configs.docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
-    args = parser.parse_args(argv)
     wanted = page()
-    if not args.check:
+    if not parser.parse_args(argv).check:
         PAGE.write_text(wanted, encoding="utf-8")
-        print(PAGE)
+        sys.stdout.write(f"{PAGE}\n")
     elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != wanted:
-        print(f"{PAGE.name} is out of date: run python -m scripts.make_config_docs", file=sys.stderr)
+        sys.stderr.write(f"{PAGE.name} is out of date: run python -m configs.docs\n")
         return 1
     return 0
 

@@ -1,25 +1,23 @@
-"""`python -m scripts.bench.model SHAPE FOLDER`: a Qwen3 folder of random weights; prompts and versions of it.
+"""`python -m learner.examples.random_qwen3 SHAPE FOLDER`: a Qwen3 folder of random weights, and prompts for it.
 
-Speed, memory and broadcasts do not depend on the values of weights; so a benchmark needs none that were trained.
+Speed, memory and broadcasts do not depend on the values of weights: to try a shape on GPUs needs no download.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 
 SHARD = "2GB"
 MAX_TOKENS = 40_960
 SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAD, EOS, UNK = range(3)
-COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-COLUMNS += ("head_dim", "vocab_size", "tie_word_embeddings")
+COLUMNS = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
+COLUMNS += ["head_dim", "vocab_size", "tie_word_embeddings"]
 SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(COLUMNS, sizes, strict=True))
     for name, *sizes in (
@@ -33,7 +31,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     )
 }
 """Sizes of Qwen3 decoders, in the words of transformers."""
-Version = dict[str, torch.Tensor]
 
 
 def config(name: str) -> Any:
@@ -90,45 +87,6 @@ def make(name: str, out: Path, seed: int) -> bool:
     return True
 
 
-def read(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                yield name, file.get_tensor(name)
-
-
-def versions(folder: Path, *, before: int, count: int, lr: float, device: torch.device, seed: int) -> list[Version]:
-    """`count` consecutive versions in bf16 on the device, the first of them after `before` AdamW steps.
-
-    Adam works element by element, so each tensor takes all its steps alone, with gradients of noise. The share of
-    elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
-    trained (docs/benchmarks/bus.md).
-    """
-    made: list[Version] = [{} for _ in range(count)]
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in read(folder):
-        weight = torch.nn.Parameter(tensor.to(device=device, dtype=torch.float32))
-        optimizer = torch.optim.AdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        weight.grad = torch.empty_like(weight)
-        for step in range(1, before + count):
-            weight.grad.normal_(generator=generator)
-            optimizer.step()
-            if step >= before:
-                made[step - before][name] = weight.detach().to(torch.bfloat16)
-    return made
-
-
-def density(old: Version, new: Version) -> float:
-    """Share of elements whose bits differ."""
-    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
-    return changed / sum(tensor.numel() for tensor in new.values())
-
-
-def main() -> None:
-    """Entry point. A process of its own, so that the memory it takes on a GPU is free again when it has ended."""
-    shape, out = sys.argv[1:]
-    make(shape, Path(out), 0)
-
-
 if __name__ == "__main__":
-    main()
+    # in a process of its own, so that the memory it takes on a GPU is free again when it has ended
+    make(sys.argv[1], Path(sys.argv[2]), 0)

@@ -1,0 +1,1 @@
+"""Checkpoints: DCP state and a Hugging Face folder, written and found again."""

@@ -1,0 +1,137 @@
+"""`python -m learner.sweep --vary algorithm.loss=ppo_clip,gspo --seeds 0,1,2`: one run under several settings.
+
+Every combination of the values of `--vary`, with every seed, is a run of its own below `--out`, one after the other; a
+run that has ended is not made again, so a sweep goes on where it was stopped. `{seed}` in a value stands for the seed.
+The table has a line for each combination, with means over the seeds; the last line is one line of JSON.
+"""
+
+import argparse
+import itertools
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from configs.loading import ConfigError, add_arguments, load, overrides_of
+from learner.launch.launcher import Launcher
+from learner.launch.preflight import check_files, make_input
+from learner.launch.servers import RunFailed
+from learner.launch.terminal import say
+from learner.main import run
+from learner.report.lag import report
+from learner.report.live_view import LiveView
+from learner.report.metrics import FILE, MetricsError, read_rows
+from learner.report.summary import evaluations
+from replay.prompts import DataError
+
+STATE = "sweep.json"
+LAST = 3
+"""Evaluations that a run's accuracy is the mean of."""
+QUIET = ("tracking.live=off", "tracking.plot=false")
+COUNTERS = {"dropped": "buffer/dropped", "leased_again": "buffer/stale_leased_again", "masked": "buffer/tokens_masked"}
+
+
+def combinations(varied: Sequence[str]) -> list[tuple[str, ...]]:
+    """Overrides of each combination. Example: ["a.b=1,2", "c.d=x"] gives ("a.b=1", "c.d=x") and ("a.b=2", "c.d=x").
+
+    Raises:
+        ConfigError: an argument is no `a.b=v1,v2`.
+    """
+    axes = []
+    for text in varied:
+        key, equals, values = text.partition("=")
+        if not (key and equals and all(values.split(","))):
+            raise ConfigError(f"--vary {text!r}: expected a key and its values, such as algorithm.loss=ppo_clip,gspo")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return list(itertools.product(*axes))
+
+
+def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict[str, Any]:
+    """One run to its end, and its numbers. Raises ConfigError, DataError, RunFailed and MetricsError."""
+    config = load(args.config, [f"run.name={name}", f"run.dir={args.out}", *QUIET, *overrides])
+    make_input(config, args.config)
+    check_files(config)
+    server = tuple(args.server.split())
+    if run(Launcher(config, False, LiveView(config, "off"), server_command=server)) != 0:
+        raise RunFailed(f"{config.run_dir}: the run failed; look at its logs/, and start the sweep again to go on")
+    return numbers_of(Path(config.run_dir))
+
+
+def numbers_of(folder: Path) -> dict[str, Any]:
+    """Accuracy by version and at the end, realised lag, lengths, what was too old, and seconds of a step.
+
+    Raises:
+        MetricsError: no step was trained.
+    """
+    lag, rows = report(folder)["mean_lag"], read_rows(folder / FILE)
+    steps = [row for row in rows if "response_length/mean" in row]
+    curve = evaluations(rows, "sampled") or evaluations(rows, "greedy")
+    return {
+        "accuracy": round(mean(value for _, value in curve[-LAST:]), 4) if curve else None,
+        "mean_lag": round(lag or 0.0, 3),
+        "mean_length": round(mean(row["response_length/mean"] for row in steps), 2),
+        **{name: steps[-1].get(key, 0) for name, key in COUNTERS.items()},
+        "step_s": round(median(row["timing_s/step"] for row in steps), 4),
+        "curve": curve,
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown: a line for each combination, means over seeds; the accuracy of the worst seed beside."""
+    by_case: dict[str, list[dict[str, Any]]] = {}
+    for run_name, numbers in found.items():
+        by_case.setdefault(run_name.rpartition(" seed=")[0], []).append(numbers)
+    names = ["accuracy", "mean_lag", "mean_length", *COUNTERS, "step_s"]
+    lines = [["settings", "seeds", "worst accuracy", *names], ["---"] * (3 + len(names))]
+    for case, runs in by_case.items():
+        scores = [numbers["accuracy"] for numbers in runs if numbers["accuracy"] is not None]
+        means = [[numbers[name] for numbers in runs if numbers[name] is not None] for name in names]
+        cells = [f"{min(scores):.3f}" if scores else "-", *(f"{mean(each):.4g}" if each else "-" for each in means)]
+        lines.append([case, str(len(runs)), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    """Entry point; 1 when a run failed, 2 for arguments that make no run."""
+    parser = argparse.ArgumentParser("python -m learner.sweep", description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    parser.add_argument("--vary", action="append", default=[], metavar="a.b=v1,v2", help="repeatable: all combinations")
+    parser.add_argument("--seeds", default="0", help="of run.seed, with commas (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/sweep"), help="folder of the runs (default: %(default)s)"
+    )
+    parser.add_argument("--server", default="rollout_server.main", help="module of rollout servers, and its arguments")
+    args = parser.parse_args()
+    state = args.out / STATE
+    found: dict[str, dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
+    chosen = {}
+    try:
+        for case, seed in itertools.product(combinations(args.vary), args.seeds.split(",")):
+            settings = [*overrides_of(args), *case, f"run.seed={seed}"]
+            overrides = [args.config, *(text.replace("{seed}", seed) for text in settings)]
+            name = " ".join([*case, f"seed={seed}"])
+            if name not in found:
+                say(f"sweep: {name}")
+                numbers = train(args, overrides[1:], re.sub(r"[^A-Za-z0-9.]+", "-", name))
+                found[name] = numbers | {"settings": overrides}
+                state.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            if found[name]["settings"] != overrides:
+                raise ConfigError(
+                    f"--out {args.out}: {name} was run with {found[name]['settings']}; take another folder"
+                )
+            chosen[name] = found[name]
+    except (ConfigError, DataError) as error:
+        say(f"refused: {error}")
+        return 2
+    except (RunFailed, MetricsError) as error:
+        say(str(error))
+        return 1
+    sys.stdout.write(table(chosen) + "\n" + json.dumps({"out": str(args.out), "runs": chosen}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
