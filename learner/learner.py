@@ -11,14 +11,14 @@ import numpy as np
 
 from configs.schema import Config
 from learner.advantages import AdvantageInputs, advantages_of, build_advantage
-from learner.aggregation import token_weights
 from learner.batches import BatchReader
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
-from learner.model import build_policy
 from learner.objective import Objective
+from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
+from learner.policy.model import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import Metrics, Spans

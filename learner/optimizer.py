@@ -5,8 +5,8 @@ import math
 import torch
 
 from configs.learner import LearnerSettings
-from learner.model import Policy
-from learner.sharding import Shard
+from learner.policy.model import Policy
+from learner.policy.sharding import Shard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1

@@ -2,7 +2,8 @@
 
 Pure. The number of microbatches and who is in which was fixed by replay for all ranks at once. Trajectories lie one
 after the other, with positions 0, 1, 2, ... in each, as in the engine that sampled; attention is given where each
-starts (learner/attention.py). What is measured and trained has one element for each token in the loss and no other.
+starts (learner/policy/attention.py). What is measured and trained has one element for each token in the loss and no
+other.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class Row:
     advantages: torch.Tensor
     """[n] float32, of the token's trajectory."""
     weights: torch.Tensor
-    """[n] float32, share of the token in the loss of the batch (learner/aggregation.py)."""
+    """[n] float32, share of the token in the loss of the batch (learner/objective/aggregation.py)."""
     lags: torch.Tensor
     """[n] float32, version being trained minus version that sampled the token."""
     lengths: torch.Tensor

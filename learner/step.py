@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from learner.model import Policy
 from learner.objective import Objective
 from learner.optimizer import Optimizer
+from learner.policy.model import Policy
 from learner.rows import Row
 
 MAX = "_max"

@@ -23,7 +23,7 @@ from learner.checkpoints.checkpointer import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
 from learner.losses import LossError
-from learner.pretrained import PolicyError
+from learner.policy.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
 from learner.rows import BatchError

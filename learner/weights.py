@@ -8,9 +8,9 @@ import logging
 from typing import Any
 
 from configs.schema import Config
-from learner.model import Policy
+from learner.policy.model import Policy
+from learner.policy.sharding import DTYPES, gather_pieces
 from learner.ranks import Ranks
-from learner.sharding import DTYPES, gather_pieces
 from replay.channel import load_keys
 from weight_bus import PublishReport
 from weight_bus.publisher import Publisher

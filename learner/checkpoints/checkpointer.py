@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from configs import Config
 from learner.checkpoints.export import sync_file, write_hf_folder, write_json
 from learner.checkpoints.folders import incomplete, latest_complete, numbered, step_of
-from learner.model import Policy
 from learner.optimizer import MOMENTS, Optimizer
-from learner.sharding import digests
+from learner.policy.model import Policy
+from learner.policy.sharding import digests
 from weight_bus.digest import combined
 
 FORMAT = 1

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from learner.model import Policy
-from learner.sharding import DTYPES
+from learner.policy.model import Policy
+from learner.policy.sharding import DTYPES
 
 FILE_BYTES = 4_000_000_000
 """A safetensors file holds at most this much, or a single larger tensor; also the memory that rank 0 needs."""

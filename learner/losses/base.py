@@ -2,7 +2,7 @@
 
 Shapes: a row holds m trajectories one after the other; every tensor over tokens is [n] float32, one element for each
 token in the loss. A loss returns one value per token. The caller sums them, each times its weight
-(learner/aggregation.py), so microbatches and ranks do not change what a token counts.
+(learner/objective/aggregation.py), so microbatches and ranks do not change what a token counts.
 """
 
 from collections.abc import Callable

@@ -96,10 +96,10 @@ def run_heat(task: Task) -> dict[str, Any]:
 
     from configs.loading import validate
     from learner.advantages import AdvantageInputs, advantages_of, build_advantage
-    from learner.aggregation import token_weights
-    from learner.model import build_policy
     from learner.objective import Objective
+    from learner.objective.aggregation import token_weights
     from learner.optimizer import Optimizer
+    from learner.policy.model import build_policy
     from learner.ranks import join_ranks
     from learner.rows import lay_out
     from learner.step import accumulate_gradients, apply_update
@@ -193,7 +193,7 @@ def profiled(task: Task, *, enabled: bool) -> Iterator[None]:
 def command(arguments: list[str]) -> int:
     """Run the heats of every shape; the last line is one object of JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
-    parser.add_argument("--shapes", default="tiny", help="names of scripts.bench.model, with commas")
+    parser.add_argument("--shapes", default="tiny", help="names of learner.examples.random_qwen3, with commas")
     parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--mean", type=int, default=2048, help="tokens of an answer")
@@ -214,7 +214,7 @@ def command(arguments: list[str]) -> int:
     results = []
     for shape in options.shapes.split(","):
         folder = options.models / shape
-        output_of([sys.executable, "-m", "scripts.bench.model", shape, str(folder)], 300.0)
+        output_of([sys.executable, "-m", "learner.examples.random_qwen3", shape, str(folder)], 300.0)
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
             task = Task(
                 shape, str(folder), heat, options.trajectories, options.mean, options.cap, options.prompt,

@@ -19,10 +19,10 @@ from recorded import batch_of, random_step, rows_of, train_on
 from tiny_models import built, make_config, save_model
 
 from configs import Config
-from learner import attention
-from learner.logprobs import CHUNK_BYTES, head_logprobs
-from learner.model import Policy, build_policy
 from learner.objective import Objective
+from learner.policy import attention
+from learner.policy.logprobs import CHUNK_BYTES, head_logprobs
+from learner.policy.model import Policy, build_policy
 from learner.step import accumulate_gradients, take_peak_bytes
 from tests.support.ranks import two_ranks
 from tests.support.runs import free_port

@@ -8,10 +8,10 @@ from reference import Recorded
 
 from configs import Config
 from learner.advantages import AdvantageInputs, advantages_of, build_advantage
-from learner.aggregation import token_weights
-from learner.model import Policy
 from learner.objective import Objective
+from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
+from learner.policy.model import Policy
 from learner.rows import Row, lay_out
 from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch

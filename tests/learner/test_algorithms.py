@@ -12,10 +12,10 @@ import torch
 from configs.algorithm import Algorithm
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.gae import gae
-from learner.aggregation import token_weights
-from learner.corrections import CORRECTIONS, Rho, build_correction
-from learner.kl import ESTIMATORS, estimate
 from learner.losses import LOSSES, LossInputs, build_loss
+from learner.objective.aggregation import token_weights
+from learner.objective.corrections import CORRECTIONS, Rho, build_correction
+from learner.objective.kl import ESTIMATORS, estimate
 
 LENGTHS = (5, 1, 9, 3, 7)
 LOSS_REFERENCES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config
 
 from configs import Config
-from learner import attention
-from learner.model import Policy, build_policy
 from learner.objective import Objective
+from learner.policy import attention
+from learner.policy.model import Policy, build_policy
 from learner.step import StepSums, accumulate_gradients
 
 CPU = torch.device("cpu")

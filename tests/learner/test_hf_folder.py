@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from learner.checkpoints import export
 from learner.checkpoints.export import plan_files, write_hf_folder
-from learner.model import Policy, build_policy
-from learner.pretrained import PolicyError
+from learner.policy.model import Policy, build_policy
+from learner.policy.pretrained import PolicyError
 
 CPU = torch.device("cpu")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from learner import logprobs
-from learner.logprobs import head_logprobs
+from learner.policy import logprobs
+from learner.policy.logprobs import head_logprobs
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from configs.learner import LearnerSettings
-from learner.memory import GIB, Budget, Sizes, choose, largest_microbatch, usable
-from scripts.bench.model import SHAPES
+from learner.examples.random_qwen3 import SHAPES
+from learner.policy.memory import GIB, Budget, Sizes, choose, largest_microbatch, usable
 
 
 def chosen(shape: str, gib: float | None, **changes: Any) -> Budget:

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner.losses import LossInputs, LossOutput
-from learner.model import Policy
 from learner.objective import Objective
+from learner.policy.model import Policy
 from learner.step import accumulate_gradients, apply_update
 
 STEPS = [random_step(step) for step in range(1, 6)]

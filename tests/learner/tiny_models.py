@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from configs import Config
 from configs.loading import validate
-from learner.model import Policy, build_policy
 from learner.optimizer import Optimizer
+from learner.policy.model import Policy, build_policy
 from learner.rows import Row
 
 CPU = torch.device("cpu")

@@ -18,14 +18,14 @@ from tiny_models import CPU, built, make_config, process_group, row_of
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner import sharding
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.export import write_hf_folder
-from learner.memory import Budget
-from learner.model import Policy, build_policy
 from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.sharding import Shard, digests, gather, row_range
+from learner.policy import sharding
+from learner.policy.memory import Budget
+from learner.policy.model import Policy, build_policy
+from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest
 

@@ -1,7 +1,8 @@
 """Triton kernels over rows of float32 logits: one pass for logprob, entropy and log-sum-exp, one for the gradient.
 
-The reference in plain torch stands in learner/logprobs.py. Each program owns a row, so results do not depend on how
-rows are cut into chunks, and nothing is added up across programs. Logits are scaled by 1/temperature as they are read.
+The reference in plain torch stands in learner/policy/logprobs.py. Each program owns a row, so results do not depend on
+how rows are cut into chunks, and nothing is added up across programs. Logits are scaled by 1/temperature as they are
+read.
 """
 
 import torch
@@ -93,7 +94,7 @@ def gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[n, V] gradient of the logits in `dtype`; see learner.logprobs for the formula."""
+    """[n, V] gradient of the logits in `dtype`; see learner.policy.logprobs for the formula."""
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     upstream = torch.zeros_like(normalizer) if of_logprobs is None else of_logprobs.contiguous()
     of_entropies = of_entropy.contiguous() if of_entropy is not None else upstream

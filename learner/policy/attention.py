@@ -100,7 +100,8 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **keywords)
+        kernel: Any = varlen_attn
+        out = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **keywords)
         return out[None], None
 
     return attend

@@ -3,10 +3,10 @@
 import torch
 
 from configs.algorithm import Algorithm
-from learner.corrections import Rho, build_correction
-from learner.kl import estimate
 from learner.losses import LossInputs, build_loss
 from learner.losses.base import log_ratio
+from learner.objective.corrections import Rho, build_correction
+from learner.objective.kl import estimate
 from learner.rows import Row
 
 Measurements = dict[str, torch.Tensor]

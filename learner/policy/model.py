@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
 from configs import Config
-from learner import attention
-from learner.layers import RECOMPUTED, prepare
-from learner.logprobs import head_logprobs
-from learner.memory import Budget, Sizes, choose, usable
-from learner.pretrained import allocate, build_empty, fill, read_config, weight_files
+from learner.policy import attention
+from learner.policy.layers import RECOMPUTED, prepare
+from learner.policy.logprobs import head_logprobs
+from learner.policy.memory import Budget, Sizes, choose, usable
+from learner.policy.pretrained import allocate, build_empty, fill, read_config, weight_files
+from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.rows import Row
-from learner.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from weight_bus.digest import Digester, combined
 
 
@@ -134,7 +134,7 @@ class Policy:
         """Whole tensors by HF name in the wire dtype, on every rank. A collective: exhaust it.
 
         With tied embeddings model.embed_tokens.weight is sent and lm_head.weight left out. Memory is bounded by
-        learner.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
+        learner.policy.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
         """
         yield from gather(self.shards(), DTYPES[dtype], self.group)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from learner.sharding import Shard
+from learner.policy.sharding import Shard
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -54,7 +54,7 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
     """The transformers model on the meta device: shapes and names without memory.
 
     Dropout, where a config has any, stays off (evaluation mode): behaviour and trainer logprobs of the same weights
-    must be equal. `attention` names an implementation of learner.attention.
+    must be equal. `attention` names an implementation of learner/policy/attention.py.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

@@ -4,8 +4,8 @@ The logits are the largest tensor of a step: tokens × vocabulary. Forward and b
 the memory of the output head does not depend on tokens times vocabulary. A product of 16-bit matrices is accumulated
 and kept in float32: rounding logits of 30 to bfloat16 moves them by up to 0.06.
 
-On CUDA a Triton kernel (learner/vocabulary.py) reads each chunk once for maximum, sum and entropy together; elsewhere
-plain torch does the same.
+On CUDA a Triton kernel (learner/policy/vocabulary.py) reads each chunk once for maximum, sum and entropy together;
+elsewhere plain torch does the same.
 """
 
 from typing import Any
@@ -71,7 +71,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Logprob of each target, entropy and log-sum-exp of each row of logits / temperature, [n] float32."""
     if logits.is_cuda:
-        from learner import vocabulary
+        from learner.policy import vocabulary
 
         return vocabulary.statistics(logits, targets, temperature)
     chosen, logits = targets[:, None], logits / temperature
@@ -96,7 +96,7 @@ def _gradient(
     d logprob / d logit_v = [v is the target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
     if logits.is_cuda:
-        from learner import vocabulary
+        from learner.policy import vocabulary
 
         known = (targets, normalizer, entropy)
         return vocabulary.gradient(logits, *known, of_logprobs, of_entropy, temperature, dtype)

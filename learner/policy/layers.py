@@ -11,7 +11,7 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from learner.memory import Recompute
+from learner.policy.memory import Recompute
 
 RECOMPUTED = "_checkpoint_wrapped_module."
 """What recomputing adds to the names of parameters."""

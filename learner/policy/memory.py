@@ -25,7 +25,7 @@ RESERVED_SHARE, RESERVED_BYTES = 0.05, GIB
 EAGER = 1.6
 """Activations without the compiler, over those with it: what it fuses is never written."""
 HEAD_BYTES = int(1.5 * GIB)
-"""Float32 logits of a chunk and their gradient in 16 bit (learner/logprobs.py)."""
+"""Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
 REGATHER_COST, SHARDED_COST = 0.04, 0.10
 """Slowdown of a step, roughly: what the choice is ordered by."""
