@@ -3,29 +3,22 @@
 import logging
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.schema import Config
-from learner.advantages import AdvantageInputs, advantages_of, build_advantage
 from learner.batches import BatchReader
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
-from learner.objective import Objective
-from learner.objective.aggregation import token_weights
-from learner.optimizer import Optimizer, lr_at
+from learner.optimizer import Optimizer
 from learner.policy.model import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
-from learner.rows import lay_out
-from learner.step import accumulate_gradients, apply_update
+from learner.trainer import Trainer, Update
 from learner.weights import WeightPublisher
 from replay import messages as m
 from replay.messages import Batch
@@ -33,15 +26,6 @@ from weight_bus import PublishReport
 from weight_bus.digest import combined
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One step's outcome: metrics reduced over all ranks, and whether the weights moved."""
-
-    values: dict[str, float]
-    applied: bool
-    has_advantage: bool
 
 
 class Learner:
@@ -53,8 +37,6 @@ class Learner:
         self.batches = batches
         self.policy = build_policy(config, ranks.mesh, ranks.device)
         self.optimizer = Optimizer(config.learner, self.policy)
-        self.advantage = build_advantage(config.algorithm)
-        self.objective = Objective(config.algorithm)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
         self.health_checks = HealthChecks(config)
         self.rollouts = RolloutWriter(config)
@@ -62,6 +44,7 @@ class Learner:
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._spans = Spans()
+        self.trainer = Trainer(config, self.policy, self.optimizer, self._spans)
         self._step_started = time.monotonic()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
@@ -126,32 +109,12 @@ class Learner:
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
 
     def update(self, batch: Batch) -> Update:
-        """Advantages, forward, backward, clip, AdamW."""
-        algorithm, learner = self.config.algorithm, self.config.learner
-        inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
-        advantages = advantages_of(self.advantage, inputs)
-        tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
-        self.rollouts.write_if_due(batch, advantages)
-        weights = token_weights(algorithm.aggregation, tokens, constant=self.config.rollout.max_new_tokens)
-        sums = accumulate_gradients(
-            self.policy,
-            lay_out(batch, advantages, weights),
-            self.objective,
-            temperature=self.config.rollout.temperature,
-            global_tokens=int(tokens.sum()),
-        )
-        lr = lr_at(batch.step, learner)
-        reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
-        if reason:
-            log.warning("step %d was not applied: %s", batch.step, reason)
-        values = sums.metrics() | {
-            "actor/grad_norm": sums.grad_norm,
-            "actor/lr": lr,
-            "critic/advantages/mean": float(advantages.mean()),
-            "critic/advantages/max": float(advantages.max()),
-            "critic/advantages/min": float(advantages.min()),
-        }
-        return Update(values, not reason, sums.global_tokens > 0)
+        """Train on it; what was trained goes to the rollout files."""
+        update = self.trainer.train_step(batch)
+        self.rollouts.write_if_due(batch, update.advantages)
+        if update.reason:
+            log.warning("step %d was not applied: %s", batch.step, update.reason)
+        return update
 
     def commit(self, batch: Batch) -> str:
         """Digest the new weights (a collective) and commit the step at replay.

@@ -10,10 +10,7 @@ import contextlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from scripts.bench.core import CaseFailed, say, write_json
+from scripts.bench.broadcast import device_time
+from scripts.bench.core import CaseFailed, output_of, say, write_json
 
 GROUP = 8
 SIGMA = 0.7
+WARM_UP = 2
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
@@ -90,104 +89,98 @@ def flops(model: Any, batch: Any) -> float:
     return 3 * (per_token * float(total.sum()) + attention + head)
 
 
-def run_heat(task: Task) -> dict[str, Any]:
-    """Warm up, time `steps` updates between device synchronisations."""
+def config_of(task: Task) -> Any:
     import torch
 
     from configs.loading import validate
-    from learner.advantages import AdvantageInputs, advantages_of, build_advantage
-    from learner.objective import Objective
-    from learner.objective.aggregation import token_weights
+
+    rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": task.trajectories // GROUP}
+    learner = {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0, "lr": 1e-6}
+    tree = {
+        "model": {"path": task.folder},
+        "data": {"train": "unused.jsonl", "max_prompt_tokens": task.prompt},
+        "rollout": rollout,
+        "learner": learner | HEATS[task.heat],
+        "placement": {"device": "cuda" if torch.cuda.is_available() else "cpu", "split": "1:1"},
+    }
+    return validate(tree, "bench learner")
+
+
+class Clock:
+    """Seconds of each phase between device synchronisations, and torch's profile of the last step's gradients."""
+
+    def __init__(self, task: Task, device: Any) -> None:
+        self.task, self.device, self.profiles = task, device, False
+        self.seconds: dict[str, list[float]] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """A span of learner.trainer.Trainer."""
+        began = device_time(self.device)
+        with self._profiled() if self.profiles and name == "gradients" else contextlib.nullcontext():
+            yield
+        self.seconds.setdefault(name, []).append(device_time(self.device) - began)
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        import torch
+
+        with torch.profiler.profile() as profile:
+            yield
+        path = Path(self.task.profile) / f"{self.task.shape}-{self.task.heat.replace(', ', '-')}.txt"
+        path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
+
+
+def run_heat(task: Task) -> dict[str, Any]:
+    """Warm up by two updates, time `steps` of them; one more under the profiler."""
+    import torch
+
     from learner.optimizer import Optimizer
     from learner.policy.model import build_policy
     from learner.ranks import join_ranks
-    from learner.rows import lay_out
-    from learner.step import accumulate_gradients, apply_update
+    from learner.trainer import Trainer, prepare
 
-    cuda = torch.cuda.is_available()
-    config = validate(
-        {
-            "model": {"path": task.folder},
-            "data": {"train": "unused.jsonl", "max_prompt_tokens": task.prompt},
-            "rollout": {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": task.trajectories // GROUP},
-            "learner": {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0} | HEATS[task.heat],
-            "placement": {"device": "cuda" if cuda else "cpu", "split": "1:1"},
-        },
-        "bench learner",
-    )
+    config = config_of(task)
     with join_ranks(config) as ranks:
-        synchronise = torch.cuda.synchronize if cuda else (lambda: None)
-        policy = build_policy(config, ranks.mesh, ranks.device)
-        optimizer, objective = Optimizer(config.learner, policy), Objective(config.algorithm)
+        policy, clock = build_policy(config, ranks.mesh, ranks.device), Clock(task, ranks.device)
+        trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
+        batch = batch_of(task, policy.vocab_size)
+        updates = []
+        for step in range(WARM_UP + task.steps + bool(task.profile)):
+            clock.profiles = step == WARM_UP + task.steps
+            with clock("step"):
+                updates.append(trainer.train_step(batch))
+            if updates[-1].reason:
+                raise CaseFailed(f"{task.heat}: step {step} was not applied: {updates[-1].reason}")
+        timed = {name: seconds[WARM_UP : WARM_UP + task.steps] for name, seconds in clock.seconds.items()}
+        step_s = statistics.median(timed["step"])
         model = policy.model.transformer.config
-        batch = batch_of(task, model.vocab_size)
-        inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
-        advantages = advantages_of(build_advantage(config.algorithm), inputs)
-        weights = token_weights("token", np.where(advantages != 0, batch.lengths, 0), constant=task.cap)
-        tokens = int(batch.lengths[weights > 0].sum())
-        phases: dict[str, list[float]] = {"lay out": [], "gradients": [], "update": [], "step": []}
-        first_s, peak, losses = 0.0, 0.0, []
-        for step in range(2 + task.steps):
-            synchronise()
-            marks = [time.perf_counter()]
-            rows = lay_out(batch, advantages, weights)
-            marks.append(time.perf_counter())
-            with profiled(task, enabled=step == 1 + task.steps):
-                sums = accumulate_gradients(policy, rows, objective, temperature=1.0, global_tokens=tokens)
-                synchronise()
-            marks.append(time.perf_counter())
-            reason = apply_update(policy, optimizer, sums, max_grad_norm=1.0, lr=1e-6)
-            synchronise()
-            marks.append(time.perf_counter())
-            if reason:
-                raise CaseFailed(f"{task.heat}: step {step} was not applied: {reason}")
-            losses.append(sums.loss)
-            seconds = [*np.diff(marks), marks[-1] - marks[0]]
-            if step == 0:
-                first_s = seconds[-1]
-            elif step >= 2:
-                peak = max(peak, sums.values["peak_bytes_max"])
-                for name, value in zip(phases, seconds, strict=True):
-                    phases[name].append(float(value))
-        step_s = statistics.median(phases["step"])
-        device = torch.cuda.get_device_name() if cuda else "cpu"
+        kept = (updates[0].advantages != 0) & (batch.lengths > 0)
+        trained = replace(batch, prompt_lengths=batch.prompt_lengths[kept], lengths=batch.lengths[kept])
+        tokens = int((trained.prompt_lengths + trained.lengths).sum())
+        rows = prepare(batch, trainer.advantage, config).rows
+        device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
-        trained = batch.lengths[weights > 0] + batch.prompt_lengths[weights > 0]
-        kept = replace(batch, prompt_lengths=batch.prompt_lengths[weights > 0], lengths=batch.lengths[weights > 0])
         return {
             "shape": task.shape,
             "heat": task.heat,
             "device": device,
             "torch": torch.__version__,
             "step_s": step_s,
-            "phases_s": {name: statistics.median(values) for name, values in phases.items()},
-            "first_step_s": first_s,
-            "tokens": int(trained.sum()),
-            "tokens_per_s": float(trained.sum()) / step_s,
-            "mfu": flops(model, kept) / step_s / speed if speed else None,
-            "peak_gib": peak / 2**30,
+            "phases_s": {name: statistics.median(seconds) for name, seconds in timed.items()},
+            "first_step_s": clock.seconds["step"][0],
+            "tokens": tokens,
+            "tokens_per_s": tokens / step_s,
+            "mfu": flops(model, trained) / step_s / speed if speed else None,
+            "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
-            "fill": float(trained.sum()) / sum(row.input_ids.numel() for row in rows),
-            "first_loss": losses[0],
+            "fill": tokens / (len(rows) * max(row.input_ids.numel() for row in rows)),
+            "first_loss": updates[0].sums.loss,
             "attention": model._attn_implementation,
             "recompute": policy.budget.recompute,
             "keeps_gathered": policy.budget.keeps_gathered,
             "budget_gib": policy.budget.total / 2**30,
         }
-
-
-@contextlib.contextmanager
-def profiled(task: Task, *, enabled: bool) -> Iterator[None]:
-    """Write torch's table of the most expensive kernels of one step, if asked for."""
-    if not (task.profile and enabled):
-        yield
-        return
-    import torch
-
-    with torch.profiler.profile() as profile:
-        yield
-    path = Path(task.profile) / f"{task.shape}-{task.heat.replace(', ', '-')}.txt"
-    path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
 
 
 def command(arguments: list[str]) -> int:
@@ -214,15 +207,15 @@ def command(arguments: list[str]) -> int:
     results = []
     for shape in options.shapes.split(","):
         folder = options.models / shape
-        output_of([sys.executable, "-m", "learner.examples.random_qwen3", shape, str(folder)], 300.0)
+        output_of(f"the model of shape {shape}", ["-m", "learner.examples.random_qwen3", shape, str(folder)], 300.0)
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
             task = Task(
                 shape, str(folder), heat, options.trajectories, options.mean, options.cap, options.prompt,
                 options.max_tokens, options.steps, str(options.profile or ""),
             )  # fmt: skip
-            own = [sys.executable, "-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
+            own = ["-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
             try:
-                results.append(json.loads(output_of(own, options.limit_s).splitlines()[-1]))
+                results.append(json.loads(output_of(heat, own, options.limit_s).splitlines()[-1]))
                 say(line(results[-1]))
             except CaseFailed as error:
                 results.append({"shape": shape, "heat": heat, "error": str(error)[-2000:]})
@@ -240,14 +233,3 @@ def line(result: dict[str, Any]) -> str:
         f"{result['shape']} {result['heat']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu},"
         f" {result['peak_gib']:.1f} GiB, step {result['step_s']:.2f} s, first {result['first_step_s']:.1f} s"
     )
-
-
-def output_of(arguments: list[str], limit_s: float) -> str:
-    """Standard output of a process. Raises CaseFailed with the end of its errors."""
-    try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired as error:
-        raise CaseFailed(f"no result within {limit_s:g} s") from error
-    if done.returncode:
-        raise CaseFailed(done.stderr[-1500:])
-    return done.stdout

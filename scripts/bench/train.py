@@ -8,18 +8,22 @@ the engines stand still; nothing of that is committed or published.
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from configs.schema import Config
 from learner.batches import BatchReader
-from learner.learner import Learner, Update
+from learner.learner import Learner
 from learner.ranks import Ranks
+from learner.step import StepSums
 from learner.train import main
+from learner.trainer import Update
 from replay import messages as m
 from scripts.bench.broadcast import device_time, largest, together
 from scripts.bench.core import write_json
@@ -29,7 +33,7 @@ PLAN = "bench_plan.json"
 RESULT = "bench_learner.json"
 ALONE_REPEATS = 3
 LOOK_S = 0.2
-NOTHING = Update({}, applied=False, has_advantage=False)
+NOTHING = Update(StepSums(Counter(), 0), np.zeros(1, np.float32), lr=0.0, reason="left out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

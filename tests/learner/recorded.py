@@ -7,13 +7,12 @@ import numpy as np
 from reference import Recorded
 
 from configs import Config
-from learner.advantages import AdvantageInputs, advantages_of, build_advantage
-from learner.objective import Objective
-from learner.objective.aggregation import token_weights
-from learner.optimizer import Optimizer, lr_at
+from learner.advantages import build_advantage
+from learner.optimizer import Optimizer
 from learner.policy.model import Policy
-from learner.rows import Row, lay_out
-from learner.step import StepSums, accumulate_gradients, apply_update
+from learner.rows import Row
+from learner.step import StepSums
+from learner.trainer import Trainer, prepare
 from replay.messages import Batch
 
 
@@ -77,19 +76,12 @@ def batch_of(
 
 
 def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, str]:
-    """One whole step, put together as the learner's main loop does, and why it was not applied."""
-    rows, tokens = rows_of(batch, config)
-    objective = Objective(config.algorithm)
-    sums = accumulate_gradients(policy, rows, objective, temperature=config.rollout.temperature, global_tokens=tokens)
-    lr = lr_at(batch.step, config.learner)
-    return sums, apply_update(policy, optimizer, sums, max_grad_norm=config.learner.max_grad_norm, lr=lr)
+    """One whole step, and why it was not applied."""
+    update = Trainer(config, policy, optimizer).train_step(batch)
+    return update.sums, update.reason
 
 
 def rows_of(batch: Batch, config: Config) -> tuple[list[Row], int]:
     """The rows of a batch, and the tokens in the loss of all ranks."""
-    algorithm = config.algorithm
-    inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
-    advantages = advantages_of(build_advantage(algorithm), inputs)
-    tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
-    weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
-    return lay_out(batch, advantages, weights), int(tokens.sum())
+    work = prepare(batch, build_advantage(config.algorithm), config)
+    return work.rows, work.global_tokens
