@@ -56,6 +56,15 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """As YAML 1.2 has it: a leading 0 is no sign of an octal number."""
+    text = str(loader.construct_scalar(node))
+    return int(text, 16) if text.startswith("0x") else int(text)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would not read as text."""
 
@@ -84,7 +93,10 @@ class Parser(argparse.ArgumentParser):
 
 def read_yaml(text: str | bytes) -> Any:
     """Plain data of a YAML text. Raises yaml.YAMLError."""
-    return yaml.load(text, _Loader)
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # of a tag that the text does not fit: !!int x
+        raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -232,6 +232,10 @@ def test_flags_are_aliases_of_keys_and_set_wins():
 
 @settings(deadline=None)
 @given(st.text(max_size=20), st.text(max_size=20))
+@example("a", "08")
+@example("a", "!!int x")
+@example("a", "!!bool 3")
+@example("a", "!!timestamp 3")
 def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     tree: dict[str, Any] = {}
     try:
@@ -239,6 +243,21 @@ def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     except ConfigError:
         return
     assert yaml.safe_dump(tree)
+
+
+def test_whole_numbers_are_those_of_yaml_1_2():
+    for text, value in (
+        ("010", 10),
+        ("08", 8),
+        ("-7", -7),
+        ("+7", 7),
+        ("0x1F", 31),
+        ("0o17", "0o17"),
+        ("1_000", "1_000"),
+    ):
+        tree: dict[str, Any] = {}
+        loading.apply_override(tree, f"a={text}")
+        assert tree == {"a": value}, "a leading 0 made 8 of 010"
 
 
 def test_placements_name_each_device_once():
