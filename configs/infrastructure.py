@@ -77,6 +77,9 @@ class Placement(Section):
     """Devices per engine."""
     share_gpus: bool = False
     """A GPU may be given to both sides (one GPU for everything); needs weight_bus.backend gloo."""
+    gpu_gib: float | None = Field(default=None, gt=0)
+    """Memory of a learner GPU in GiB, which the dry run holds the learner's budget against; unset: what this machine's
+    GPUs have."""
     rendezvous_port: int = Field(default=29400, ge=1, le=65535)
     """Port of the first learner node where learner ranks of several nodes meet (torchrun)."""
 

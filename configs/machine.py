@@ -32,6 +32,19 @@ def count_gpus() -> int:
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in Path("/dev").glob("nvidia*"))
 
 
+def gpu_bytes() -> int | None:
+    """Memory of this machine's smallest GPU; None without one, or where the driver does not say."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        shown = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_S, env=_all_devices()
+        )
+    except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
+        return None
+    mib = [int(line) for line in shown.stdout.split() if line.isdigit()] if shown.returncode == 0 else []
+    return min(mib) * 2**20 if mib else None
+
+
 def torch_has_cuda() -> bool:
     """Whether the installed torch is a CUDA build, read from its version file; True when that is not there."""
     spec = importlib.util.find_spec("torch")

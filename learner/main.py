@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
+from configs.machine import gpu_bytes
 from configs.plan import Role, table
 from configs.schema import Config
 from learner.launch import earlier_run
@@ -26,9 +27,10 @@ from learner.launch.preflight import (
 )
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
+from learner.policy.memory import GIB, budget_of, refusal, usable
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
-from replay.fingerprint import FingerprintError
+from replay.fingerprint import FingerprintError, read_json
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
@@ -57,6 +59,7 @@ def main() -> int:
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
+            sys.stdout.write(memory_budget(config))
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         check_available(config, runs_servers=config.placement.local_rollouts)
@@ -69,6 +72,23 @@ def main() -> int:
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
+
+
+def memory_budget(config: Config) -> str:
+    """What a learner GPU's memory goes to; empty on a CPU and without a model folder.
+
+    Raises:
+        ConfigError: it does not fit into placement.gpu_gib, or into what this machine's GPUs have.
+    """
+    path = Path(config.model.path) / "config.json"
+    if config.placement.device == "cpu" or not path.exists():
+        return ""
+    model, given = read_json(path), config.placement.gpu_gib
+    device = int(given * GIB) if given is not None else gpu_bytes()
+    available = usable(device) if device is not None else None
+    if available is not None and (text := refusal(config, model, available)):
+        raise ConfigError(text)
+    return f"memory of a learner GPU, at most:\n{budget_of(config, model, available).describe(available)}\n"
 
 
 def prepare(args: argparse.Namespace) -> Config:

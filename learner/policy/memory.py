@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.learner import LearnerSettings
+from configs.schema import Config
 
 Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3
@@ -105,6 +106,42 @@ class Budget:
 def usable(device_bytes: int) -> int:
     """What torch may allocate of a device's memory."""
     return int(device_bytes * (1 - RESERVED_SHARE)) - RESERVED_BYTES
+
+
+def budget_of(config: Config, model: Mapping[str, Any], available: int | None) -> Budget:
+    """How a run spends the memory of a learner rank.
+
+    Args:
+        config: with every `auto` resolved.
+        model: config.json.
+        available: bytes, see `usable`; None where memory is no concern.
+    """
+    return choose(Sizes.of(model), config.learner, available=available, **_bytes_of(config))
+
+
+def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
+    """What to change where no way fits; empty where one does."""
+    budget, sizes = budget_of(config, model, available), Sizes.of(model)
+    if budget.total <= available:
+        return ""
+    tokens = largest_microbatch(sizes, config.learner, available=available, **_bytes_of(config))
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
+    given = config.learner.max_tokens_per_microbatch
+    return (
+        f"learner.max_tokens_per_microbatch: {given} tokens need {budget.total / GIB:.1f} GiB on a learner GPU (recompute"
+        f" {budget.recompute}), and {available / GIB:.1f} GiB are there to use; {fits} with {config.num_learner_ranks}"
+        " learner ranks; lower it, or give the learner more ranks in placement"
+    )
+
+
+def _bytes_of(config: Config) -> dict[str, int]:
+    sizes = {"float32": 4, "bfloat16": 2}
+    return {
+        "num_ranks": config.num_learner_ranks,
+        "compute_bytes": sizes[config.learner.compute_dtype],
+        "wire_bytes": sizes[config.rollout.dtype] if config.weight_bus.backend == "nccl" else 0,
+    }
 
 
 def choose(

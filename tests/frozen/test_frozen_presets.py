@@ -19,10 +19,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         "algorithm.advantage_epsilon": "gone",
         "algorithm.normalize_by_std": "gone",
         "algorithm.max_prox_weight": "gone",
-        "learner.recompute": "none",
+        "learner.recompute": "auto",
     },
     "quickstart": {"replay.journal_keep": "all"},
-    **{f"qwen3-{name}": {"learner.recompute": "full"} for name in ("4b-8gpu", "8b-2nodes", "14b-4nodes")},
 }
 """By preset (`*`: all), the keys that have another value now. Each has a line in CHANGELOG.md."""
 

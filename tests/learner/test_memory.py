@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from configs import load
 from configs.learner import LearnerSettings
 from learner.examples.random_qwen3 import SHAPES
-from learner.policy.memory import GIB, Budget, Sizes, choose, largest_microbatch, usable
+from learner.policy.memory import GIB, Budget, Sizes, budget_of, choose, largest_microbatch, refusal, usable
 
 
 def chosen(shape: str, gib: float | None, **changes: Any) -> Budget:
@@ -65,3 +66,28 @@ def test_what_is_chosen_is_told_line_by_line() -> None:
     said = chosen("1.7B", 60).describe(60 * GIB).splitlines()
     assert said[0].split() == ["float32", "weights", "6.4", "GiB"]
     assert "of 60.0 GiB: recompute selective" in said[-1]
+
+
+OF_PRESETS: dict[str, dict[str, Any]] = {
+    "qwen3-4b-8gpu": SHAPES["4B"],
+    "qwen3-8b-2nodes": SHAPES["8B"],
+    "qwen3-14b-4nodes": SHAPES["8B"] | {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408}
+    | {"num_attention_heads": 40},
+    "gsm8k-qwen3-0.6b-2gpu": SHAPES["0.6B"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", OF_PRESETS)
+def test_every_preset_fits_the_gpus_that_it_is_for(preset: str) -> None:
+    config = load(preset)
+    available = usable(int((config.placement.gpu_gib or 79) * GIB))
+    assert budget_of(config, OF_PRESETS[preset], available).total <= available
+    assert refusal(config, OF_PRESETS[preset], available) == ""
+
+
+def test_what_does_not_fit_is_refused_with_the_key_and_a_value() -> None:
+    config, model = load("qwen3-8b-2nodes"), OF_PRESETS["qwen3-8b-2nodes"]
+    said = refusal(config, model, usable(62 * GIB))
+    assert said.startswith("learner.max_tokens_per_microbatch: 16384 tokens need ")
+    assert " fit, and one trajectory may have 10240 with 8 learner ranks; lower it, or give the learner more" in said
+    assert ": 16384 tokens need 62.0 GiB" in said and "; 0 fit" not in said
