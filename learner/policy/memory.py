@@ -130,8 +130,8 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     given = config.learner.max_tokens_per_microbatch
     return (
         f"learner.max_tokens_per_microbatch: {given} tokens need {budget.total / GIB:.1f} GiB on a learner GPU"
-        f" (recompute {budget.recompute}), and {available / GIB:.1f} GiB are there to use; {fits} with {config.num_learner_ranks}"
-        " learner ranks; lower it, or give the learner more ranks in placement"
+        f" (recompute {budget.recompute}), and {available / GIB:.1f} GiB are there to use; {fits} with"
+        f" {config.num_learner_ranks} learner ranks; lower it, or give the learner more ranks in placement"
     )
 
 
