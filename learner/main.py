@@ -27,7 +27,7 @@ from learner.launch.preflight import (
 )
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
-from learner.policy.memory import GIB, budget_of, refusal, usable
+from learner.policy.memory import GIB, Setup, choose, refusal, usable
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError, read_json
@@ -88,7 +88,7 @@ def memory_budget(config: Config) -> str:
     available = usable(device) if device is not None else None
     if available is not None and (text := refusal(config, model, available)):
         raise ConfigError(text)
-    return f"memory of a learner GPU, at most:\n{budget_of(config, model, available).describe(available)}\n"
+    return f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
 
 
 def prepare(args: argparse.Namespace) -> Config:

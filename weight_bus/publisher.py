@@ -21,6 +21,7 @@ from weight_bus.manifest import alignment_of
 from weight_bus.membership import Membership
 from weight_bus.offer import Board, Offer, PublishReport
 from weight_bus.packing import Named, Packer, Progress
+from weight_bus.staging import HOST
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -53,10 +54,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         transport_factory: TransportFactory | None = None,
         keys: Keys | None = None,
         insecure: bool = False,
+        pack_on_host: bool = False,
     ) -> None:
         self._config = config
         transport = (transport_factory or make_transport)(config, host)
-        self._packer = Packer(config.bucket_bytes, transport.device, alignment_of(config))
+        device = HOST if pack_on_host else transport.device
+        self._packer = Packer(config.bucket_bytes, device, alignment_of(config))
         self._overlaps = config.transport == "collective" and config.apply == "staged"
         """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)

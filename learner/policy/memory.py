@@ -28,7 +28,7 @@ EAGER = 1.6
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
-REGATHER_COST, SHARDED_COST = 0.04, 0.10
+REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 """Slowdown of a step, roughly: what the choice is ordered by."""
 
 
@@ -85,6 +85,8 @@ class Budget:
     """Gathered weights stay from one microbatch to the next."""
     whole_gradients: bool
     """Every rank adds up whole gradients, and they are summed over ranks once a step."""
+    packs_on_device: bool = True
+    """Rank 0 holds the two packed versions of the weight bus on its GPU; else in pinned host memory."""
     items: dict[str, int] = field(default_factory=dict)
     """Bytes by what they are for."""
 
@@ -100,6 +102,7 @@ class Budget:
             f"recompute {self.recompute}, weights {'kept' if self.keeps_gathered else 'gathered'} for each microbatch"
         )
         ways += f", gradients {'whole' if self.whole_gradients else 'sharded'}"
+        ways += "" if self.packs_on_device else ", packed versions in host memory"
         return "\n".join([*lines, f"  {'together':<34}{self.total / GIB:8.1f} GiB{of}: {ways}"])
 
 
@@ -108,24 +111,84 @@ def usable(device_bytes: int) -> int:
     return int(device_bytes * (1 - RESERVED_SHARE)) - RESERVED_BYTES
 
 
-def budget_of(config: Config, model: Mapping[str, Any], available: int | None) -> Budget:
-    """How a run spends the memory of a learner rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What decides how much a rank needs."""
 
-    Args:
-        config: with every `auto` resolved.
-        model: config.json.
-        available: bytes, see `usable`; None where memory is no concern.
+    sizes: Sizes
+    learner: LearnerSettings
+    """Its microbatch, `compile` and, where it is not `auto`, `recompute` are taken as given."""
+    num_ranks: int
+    """Ranks that share the model."""
+    compute_bytes: int = 2
+    """Of an element of learner.compute_dtype."""
+    wire_bytes: int = 0
+    """Of an element of the two packed versions that rank 0 holds on its GPU; 0 where it holds none there."""
+    staged_bytes: int = 0
+    """Of the buffers through which versions in host memory are sent; 0 where they cannot lie there."""
+
+    @classmethod
+    def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
+        """Of a configuration with every `auto` resolved, and config.json."""
+        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
+        over_nccl = bus.backend == "nccl" and bus.transport == "collective"
+        # changes are made where the versions lie, which takes a GPU; direct updates are read from there
+        may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
+        return cls(
+            sizes=Sizes.of(model),
+            learner=config.learner,
+            num_ranks=config.num_learner_ranks,
+            compute_bytes=bytes_of[config.learner.compute_dtype],
+            wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
+            staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
+        )
+
+    def with_tokens(self, tokens: int) -> "Setup":
+        """The same with other microbatches."""
+        changed = self.learner.model_copy(update={"max_tokens_per_microbatch": tokens})
+        return replace(self, learner=changed)
+
+
+def choose(setup: Setup, available: int | None) -> Budget:
+    """The fastest way that fits into `available` bytes (see `usable`); the smallest one where none does.
+
+    None is available where memory is no concern, as on a CPU.
     """
-    return choose(Sizes.of(model), config.learner, available=available, **_bytes_of(config))
+    smallest: Budget | None = None
+    for way in sorted(_ways(setup), key=_cost):
+        budget = replace(way, items=_items(setup, way))
+        if available is None or budget.total <= available:
+            return budget
+        smallest = budget if smallest is None or budget.total < smallest.total else smallest
+    assert smallest is not None
+    return smallest
+
+
+def largest_microbatch(setup: Setup, available: int) -> int:
+    """Most tokens of a microbatch that fit, in steps of 1,024; 0 where not even those do."""
+
+    def fits(thousands: int) -> bool:
+        return choose(setup.with_tokens(thousands * 1024), available).total <= available
+
+    low, high = 0, 1
+    while fits(high) and high < 1 << 12:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * 1024
 
 
 def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     """What to change where no way fits; empty where one does."""
-    budget, sizes = budget_of(config, model, available), Sizes.of(model)
+    setup = Setup.of(config, model)
+    budget = choose(setup, available)
     if budget.total <= available:
         return ""
-    tokens = largest_microbatch(sizes, config.learner, available=available, **_bytes_of(config))
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens, longest = (
+        largest_microbatch(setup, available),
+        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+    )
     fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
     given = config.learner.max_tokens_per_microbatch
     return (
@@ -135,96 +198,38 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     )
 
 
-def _bytes_of(config: Config) -> dict[str, int]:
-    sizes = {"float32": 4, "bfloat16": 2}
-    return {
-        "num_ranks": config.num_learner_ranks,
-        "compute_bytes": sizes[config.learner.compute_dtype],
-        "wire_bytes": sizes[config.rollout.dtype] if config.weight_bus.backend == "nccl" else 0,
-    }
-
-
-def choose(
-    sizes: Sizes,
-    learner: LearnerSettings,
-    *,
-    num_ranks: int,
-    compute_bytes: int,
-    wire_bytes: int,
-    available: int | None,
-) -> Budget:
-    """The fastest way that fits; the smallest one where none does.
-
-    Args:
-        sizes: of the model.
-        learner: its microbatch, `compile` and, where it is not `auto`, `recompute` are taken as given.
-        num_ranks: ranks that share the model.
-        compute_bytes: of an element of learner.compute_dtype.
-        wire_bytes: of an element of rollout.dtype, in which rank 0 holds two packed versions; 0 where it holds none
-            on the device.
-        available: bytes, see `usable`; None where memory is no concern, as on a CPU.
-    """
-    ways = sorted(_ways(learner.recompute, num_ranks), key=_cost)
-    budgets = (replace(way, items=_items(sizes, learner, way, num_ranks, compute_bytes, wire_bytes)) for way in ways)
-    smallest: Budget | None = None
-    for budget in budgets:
-        if available is None or budget.total <= available:
-            return budget
-        smallest = budget if smallest is None or budget.total < smallest.total else smallest
-    assert smallest is not None
-    return smallest
-
-
-def largest_microbatch(
-    sizes: Sizes, learner: LearnerSettings, *, num_ranks: int, compute_bytes: int, wire_bytes: int, available: int
-) -> int:
-    """Most tokens of a microbatch that fit, in steps of 1,024; 0 where not even those do."""
-
-    def fits(tokens: int) -> bool:
-        changed = learner.model_copy(update={"max_tokens_per_microbatch": tokens})
-        needed = choose(
-            sizes, changed, num_ranks=num_ranks, compute_bytes=compute_bytes, wire_bytes=wire_bytes, available=available
-        )
-        return needed.total <= available
-
-    low, high = 0, 1024
-    while fits(high * 1024) and high < 1 << 20:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * 1024) else (low, middle)
-    return low * 1024
-
-
-def _ways(recompute: str, num_ranks: int) -> Iterator[Budget]:
+def _ways(setup: Setup) -> Iterator[Budget]:
     levels: list[Recompute] = ["none", "selective", "full"]
-    for level, keeps, whole in itertools.product(levels, (True, False), (True, False)):
-        if recompute in ("auto", level) and (whole or num_ranks > 1):
-            yield Budget(level, keeps, whole)
+    both = (True, False)
+    for level, keeps, whole, packs in itertools.product(levels, both, both, both):
+        if setup.learner.recompute not in ("auto", level) or not (whole or setup.num_ranks > 1):
+            continue
+        if packs or setup.staged_bytes:
+            yield Budget(level, keeps, whole, packs)
 
 
 def _cost(way: Budget) -> float:
-    return COST[way.recompute] + REGATHER_COST * (not way.keeps_gathered) + SHARDED_COST * (not way.whole_gradients)
+    slower = {REGATHER_COST: way.keeps_gathered, SHARDED_COST: way.whole_gradients, HOST_COST: way.packs_on_device}
+    return COST[way.recompute] + sum(cost for cost, is_free in slower.items() if not is_free)
 
 
-def _items(
-    sizes: Sizes, learner: LearnerSettings, way: Budget, num_ranks: int, compute_bytes: int, wire_bytes: int
-) -> dict[str, int]:
-    mine = -(-sizes.parameters // num_ranks)
+def _items(setup: Setup, way: Budget) -> dict[str, int]:
+    sizes, compute_bytes = setup.sizes, setup.compute_bytes
+    mine = -(-sizes.parameters // setup.num_ranks)
     largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
-    whole = 4 * sizes.parameters
+    per_token = activation_bytes(sizes, way.recompute, compiled=setup.learner.compile, element_bytes=compute_bytes)
     items = {
         "float32 weights": 4 * mine,
         "AdamW state": 8 * mine,
-        "gradients": whole if way.whole_gradients else 4 * mine + 4 * largest_unit,
+        "gradients": 4 * (sizes.parameters if way.whole_gradients else mine + largest_unit),
         "gathered weights": compute_bytes * (sizes.parameters if way.keeps_gathered else 2 * largest_unit),
-        "activations": activation_bytes(sizes, way.recompute, compiled=learner.compile, element_bytes=compute_bytes)
-        * learner.max_tokens_per_microbatch,
+        "activations": per_token * setup.learner.max_tokens_per_microbatch,
         # its chunk, and the gradient of its weights in float32 and the compute dtype
         "output head": HEAD_BYTES + (4 + compute_bytes) * sizes.embedding_parameters,
     }
-    if wire_bytes:
-        items["two packed versions (rank 0)"] = 2 * wire_bytes * sizes.parameters
+    if setup.wire_bytes:
+        packed = 2 * setup.wire_bytes * sizes.parameters
+        items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes
     return items
 
 

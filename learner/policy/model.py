@@ -20,7 +20,7 @@ from configs import Config
 from learner.policy import attention
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
-from learner.policy.memory import Budget, budget_of, usable
+from learner.policy.memory import Budget, Setup, choose, usable
 from learner.policy.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.rows import Row
@@ -182,7 +182,7 @@ def _budget(config: Config, model_config: Any, mesh: DeviceMesh, device: torch.d
         least = torch.tensor(free, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
         available = usable(int(least))
-    return budget_of(config, model_config.to_dict(), available)
+    return choose(Setup.of(config, model_config.to_dict()), available)
 
 
 def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:

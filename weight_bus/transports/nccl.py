@@ -47,6 +47,8 @@ WATCHDOG = {
 """Read by the constructor of a group: the value for groups of the bus, and PyTorch's default for all others."""
 ABORT_S = 10.0
 POLL_S = 0.0002
+STAGED = 2
+"""Device buffers that buckets of host memory pass through in turn."""
 CLOSING = -1  # number of the closing reduction among the buckets
 
 
@@ -83,6 +85,7 @@ class NcclCollective(GroupTransport):
         super().__init__(config, host)
         self.device, self._stream = self._open(config, host)
         self._launched: list[tuple[int, Work]] = []
+        self._buffers: dict[int, torch.Tensor] = {}
         with self._here():
             self._mark = torch.zeros(1, dtype=torch.float32, device=self.device)
 
@@ -103,7 +106,17 @@ class NcclCollective(GroupTransport):
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         with self._or_leave(f"{_named(index)} failed"), self._here():
-            self._launch(bucket, index)
+            self._launch(bucket if bucket.is_cuda else self._staged(bucket), index)
+
+    def _staged(self, bucket: torch.Tensor) -> torch.Tensor:
+        """A bucket of host memory on the device, in a buffer whose last broadcast has ended."""
+        if len(self._launched) >= STAGED:
+            index, work = self._launched[-STAGED]
+            self._wait(work, index)
+        turn = len(self._launched) % STAGED
+        if turn not in self._buffers or self._buffers[turn].numel() < bucket.numel():
+            self._buffers[turn] = torch.empty_like(bucket, device=self.device)
+        return self._buffers[turn][: bucket.numel()].copy_(bucket, non_blocking=True)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait for all buckets in order, each for the collective timeout, and close the transfer."""
