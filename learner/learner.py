@@ -12,6 +12,7 @@ from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
 from learner.optimizer import Optimizer
+from learner.policy.memory import OutOfMemory
 from learner.policy.model import build_policy
 from learner.ranks import Ranks
 from learner.report import evaluation
@@ -109,8 +110,13 @@ class Learner:
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
 
     def update(self, batch: Batch) -> Update:
-        """Train on it; what was trained goes to the rollout files."""
-        update = self.trainer.train_step(batch)
+        """Train on it; what was trained goes to the rollout files. Raises OutOfMemory."""
+        try:
+            update = self.trainer.train_step(batch)
+        except RuntimeError as error:
+            if said := self.policy.when_exhausted(error, self.config):
+                raise OutOfMemory(said) from error
+            raise
         self.rollouts.write_if_due(batch, update.advantages)
         if update.reason:
             log.warning("step %d was not applied: %s", batch.step, update.reason)

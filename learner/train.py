@@ -23,6 +23,7 @@ from learner.checkpoints.checkpointer import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
 from learner.losses import LossError
+from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks
 from learner.report.metrics import MetricsError
@@ -47,6 +48,7 @@ REFUSALS = (
     SilentlyWrong,
     BatchError,
     LossError,
+    OutOfMemory,
     WeightBusError,
     RanksError,
     InterfaceError,

@@ -32,6 +32,10 @@ REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 """Slowdown of a step, roughly: what the choice is ordered by."""
 
 
+class OutOfMemory(RuntimeError):
+    """The device's memory ran out; the message says which key to set to which value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """A dense decoder, as its config.json describes it."""
@@ -195,6 +199,20 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
         f"learner.max_tokens_per_microbatch: {given} tokens need {budget.total / GIB:.1f} GiB on a learner GPU"
         f" (recompute {budget.recompute}), and {available / GIB:.1f} GiB are there to use; {fits} with"
         f" {config.num_learner_ranks} learner ranks; lower it, or give the learner more ranks in placement"
+    )
+
+
+def when_exhausted(config: Config, model: Mapping[str, Any], budget: Budget, said: str, device_bytes: int) -> str:
+    """What to change after memory ran out, whatever the budget had promised. `said` is the allocator's message."""
+    setup, given = Setup.of(config, model), config.learner.max_tokens_per_microbatch
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = min(largest_microbatch(setup, usable(device_bytes)), given * 3 // 4) // 1024 * 1024
+    knobs = [f"learner.max_tokens_per_microbatch={max(tokens, longest)}"] if longest < given else []
+    knobs += ["learner.recompute=full"] if budget.recompute != "full" else []
+    return (
+        f"the GPU's memory ran out with microbatches of up to {given} tokens and recompute {budget.recompute} (budget:"
+        f" {budget.total / GIB:.1f} GiB): {said.splitlines()[0]} Take {', or '.join([*knobs, 'more learner ranks'])};"
+        " other processes on the GPU, such as a rollout server, count as well"
     )
 
 

@@ -20,7 +20,7 @@ from configs import Config
 from learner.policy import attention
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
-from learner.policy.memory import Budget, Setup, choose, usable
+from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.rows import Row
@@ -81,6 +81,15 @@ class Policy:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
         logprobs, entropy = self.model(row, temperature)
         return logprobs, entropy
+
+    def when_exhausted(self, error: RuntimeError, config: Config) -> str:
+        """What to change where the error says that memory ran out; empty for other errors."""
+        from accelerate.utils.memory import should_reduce_batch_size  # half a second that only errors are worth
+
+        if not should_reduce_batch_size(error):
+            return ""
+        device_bytes = torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
+        return when_exhausted(config, self.model.transformer.config.to_dict(), self.budget, str(error), device_bytes)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters by HF name, in the order used everywhere; tied ones once."""

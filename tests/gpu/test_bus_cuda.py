@@ -90,8 +90,9 @@ def test_indices_beyond_32_bits() -> None:
     assert slice_digests([Part(large)]) == [reference_digest(Part(large))]
 
 
-def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> None:
-    packer, staging = Packer(300_000, GPU), Staging()
+@pytest.mark.parametrize("where", [GPU, torch.device("cpu")], ids=["on the device", "in host memory"])
+def test_packing_is_bit_equal_and_allocates_nothing_later(where: torch.device) -> None:
+    packer, staging = Packer(300_000, where), Staging()
     held: list[list[int]] = []
     for version in range(6):
         named = {name: tensor.to(GPU) for name, tensor in weights(version).items()}
@@ -103,8 +104,9 @@ def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> Non
         layout, buckets = packer.pack((named if version % 3 else masters).items(), version % 2)
         assert version < 2 or torch.cuda.memory_allocated(GPU) == before
         specs = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named.items()]
-        assert layout == plan(specs, 300_000) and all(bucket.device == GPU for bucket in buckets)
-        assert all(torch.equal(view_of(buckets, entry), named[entry.name]) for entry in layout.entries)
+        assert layout == plan(specs, 300_000) and all(bucket.device == where for bucket in buckets)
+        assert where == GPU or all(bucket.is_pinned() for bucket in buckets)
+        assert all(torch.equal(view_of(buckets, entry), named[entry.name].to(where)) for entry in layout.entries)
         held.append([bucket.data_ptr() for bucket in buckets])
         staging.prepare(layout.with_digests(digests(weights(version))), GPU)
         for target, source in zip(staging.buckets, buckets, strict=True):
@@ -115,8 +117,9 @@ def test_packing_on_the_device_is_bit_equal_and_allocates_nothing_later() -> Non
     assert held[0] == held[2] == held[4] and held[1] == held[3] == held[5] and not set(held[0]) & set(held[1])
 
 
-def test_a_value_that_is_not_finite_is_named() -> None:
-    packer = Packer(300_000, GPU)
+@pytest.mark.parametrize("where", [GPU, torch.device("cpu")], ids=["on the device", "in host memory"])
+def test_a_value_that_is_not_finite_is_named(where: torch.device) -> None:
+    packer = Packer(300_000, where)
     named = {name: tensor.to(GPU) for name, tensor in weights(1).items()}
     packer.pack(named.items(), 0)
     named["layers.2.weight"][-1, -1] = float("inf")

@@ -1,13 +1,20 @@
 """The budget of a learner rank's device: what is counted, what is chosen, what is said."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from tiny_models import built, make_config
+from torch.distributed.device_mesh import DeviceMesh
 
 from configs import load
 from configs.learner import LearnerSettings
 from learner.examples.random_qwen3 import SHAPES
-from learner.policy.memory import GIB, Budget, Setup, Sizes, choose, largest_microbatch, refusal, usable
+from learner.learner import Learner
+from learner.policy.memory import GIB, Budget, OutOfMemory, Setup, Sizes, choose, largest_microbatch, refusal, usable
+from learner.train import REFUSALS
 
 
 def setup(shape: str, **changes: Any) -> Setup:
@@ -98,3 +105,16 @@ def test_what_does_not_fit_is_refused_with_the_key_and_a_value() -> None:
     assert said.startswith("learner.max_tokens_per_microbatch: 16384 tokens need ")
     assert " fit, and one trajectory may have 10240 with 8 learner ranks; lower it, or give the learner more" in said
     assert ": 16384 tokens need 32.5 GiB" in said and "; 0 fit" not in said
+
+
+def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mesh: DeviceMesh) -> None:
+    config = make_config(qwen3)
+    policy, _ = built(config, mesh)
+    exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    assert policy.when_exhausted(RuntimeError("something else"), config) == ""
+    learner = Mock(config=config, policy=policy)
+    learner.trainer.train_step.side_effect = exhausted
+    with pytest.raises(OutOfMemory, match="with microbatches of up to 256 tokens and recompute none") as said:
+        Learner.update(learner, Mock())
+    assert "2.00 GiB. Take learner.max_tokens_per_microbatch=32, or learner.recompute=full" in str(said.value)
+    assert OutOfMemory in REFUSALS, "a restart would meet the same batch"

@@ -46,6 +46,11 @@ ALLOWED = {
     ("rollout_server/rewards/loading.py", "importlib.import_module"): "the user's reward.function, named by a module",
     ("rollout_server/rewards/loading.py", "importlib.util.spec_from_file_location"): "reward.function, named by a file",
     ("rollout_server/rewards/loading.py", "description.loader.exec_module"): "reward.function, named by a file",
+    (
+        "learner/losses/__init__.py",
+        "importlib.util.spec_from_file_location",
+    ): "the user's algorithm.loss, named by a file",
+    ("learner/losses/__init__.py", "spec.loader.exec_module"): "the user's algorithm.loss, named by a file",
     ("rollout_server/engines/sglang/cpu.py", "importlib.import_module"): "packages of a table in that file",
 }
 """(file, what): why it may. Each is needed: test_every_exception_is_used."""
