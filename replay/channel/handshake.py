@@ -110,7 +110,7 @@ class HandshakeWatch(Monitor):
         )
 
     def _closed(self, keys: Keys) -> None:
-        """No reason was given: what a server does to a client that has another server's public key."""
+        """No reason was given: by a server of other keys, or by one without that closes before its greeting is read."""
         now = time.monotonic()
         if not self._failures:
             self._failing_since = now
@@ -118,5 +118,6 @@ class HandshakeWatch(Monitor):
         if now - self._failing_since >= PATIENCE_S and self._failures >= MANY:
             self._refusal = (
                 f"closed {self._failures} handshakes within {now - self._failing_since:.0f} s; its key is not"
-                f" {keys.folder / (SERVER + PUBLIC)}: copy that file from the learner's node, or check the address"
+                f" {keys.folder / (SERVER + PUBLIC)}: copy that file from the learner's node, or check the address;"
+                " or it has no keys: set network.keys there"
             )

@@ -76,7 +76,7 @@ def refusals(keys: dict[str, Keys]) -> dict[str, tuple[Keys | None, Keys | None,
     return {
         "unlisted": (keys["learner"], stranger, r"refused the key of this node, 'learner' of .*other", "not in"),
         "no keys": (keys["learner"], None, "wants CURVE keys and this node has none; set network.keys", "has no keys"),
-        "keys for nobody": (None, keys["node1"], "speaks without CURVE and this node has the keys of .*node1", ""),
+        "keys for nobody": (None, keys["node1"], "the keys of .*node1; set network.keys there|it has no keys: set", ""),
         "wrong server": (keys["learner"], wrong_server, r"its key is not .*node1/server\.key", "of another server"),
     }
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -101,11 +100,11 @@ def learner_process(config: Config, model: Any) -> Iterator[BaseProcess]:
     """Incarnation 1 in a process of its own, which publishes version 1; SIGTERM ends it in good order."""
 
     def serve() -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # kept for sigwait, however early it comes
         with Learner(config, 1) as learner:
             tensors = hf_tensors(model)
             learner.publish(1, tensors.items(), digests_of(tensors))
-            signal.pause()
+            signal.sigwait({signal.SIGTERM})
 
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
