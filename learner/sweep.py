@@ -15,17 +15,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from configs.loading import ConfigError, add_arguments, load, overrides_of
+from configs.loading import ConfigError, Parser, add_arguments, load, overrides_of
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import check_files, make_input
+from learner.launch.preflight import check_available, check_files, claim_run_dir, make_input
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import say
-from learner.main import run
+from learner.main import REFUSALS, run
 from learner.report.lag import report
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE, MetricsError, read_rows
 from learner.report.summary import evaluations
-from replay.prompts import DataError
 
 STATE = "sweep.json"
 LAST = 3
@@ -50,13 +49,15 @@ def combinations(varied: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict[str, Any]:
-    """One run to its end, and its numbers. Raises ConfigError, DataError, RunFailed and MetricsError."""
+    """One run to its end, in a folder of its own, and its numbers. Raises REFUSALS, RunFailed and MetricsError."""
     config = load(args.config, [f"run.name={name}", f"run.dir={args.out}", *QUIET, *overrides])
     make_input(config, args.config)
     check_files(config)
+    check_available(config, runs_servers=True)
+    config = claim_run_dir(config, new=True)  # not that of an earlier attempt, which may have left half a run
     server = tuple(args.server.split())
-    if run(Launcher(config, False, LiveView(config, "off"), server_command=server)) != 0:
-        raise RunFailed(f"{config.run_dir}: the run failed; look at its logs/, and start the sweep again to go on")
+    if code := run(Launcher(config, False, LiveView(config, "off"), server_command=server)):
+        raise RunFailed(f"{config.run_dir}: ended with exit code {code}; see its logs/, and start the sweep again")
     return numbers_of(Path(config.run_dir))
 
 
@@ -96,13 +97,11 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Entry point; 1 when a run failed, 2 for arguments that make no run."""
-    parser = argparse.ArgumentParser("python -m learner.sweep", description=__doc__, allow_abbrev=False)
+    parser = Parser("python -m learner.sweep", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("--vary", action="append", default=[], metavar="a.b=v1,v2", help="repeatable: all combinations")
     parser.add_argument("--seeds", default="0", help="of run.seed, with commas (default: %(default)s)")
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/sweep"), help="folder of the runs (default: %(default)s)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="of all runs (default: %(default)s)")
     parser.add_argument("--server", default="rollout_server.main", help="module of rollout servers, and its arguments")
     args = parser.parse_args()
     state = args.out / STATE
@@ -117,13 +116,13 @@ def main() -> int:
                 say(f"sweep: {name}")
                 numbers = train(args, overrides[1:], re.sub(r"[^A-Za-z0-9.]+", "-", name))
                 found[name] = numbers | {"settings": overrides}
-                state.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            if found[name]["settings"] != overrides:
-                raise ConfigError(
-                    f"--out {args.out}: {name} was run with {found[name]['settings']}; take another folder"
-                )
+                beside = state.with_suffix(".new")
+                beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                beside.replace(state)
+            if (ran := found[name]["settings"]) != overrides:
+                raise ConfigError(f"--out {args.out}: {name} was run with {ran}; take another folder")
             chosen[name] = found[name]
-    except (ConfigError, DataError) as error:
+    except REFUSALS as error:
         say(f"refused: {error}")
         return 2
     except (RunFailed, MetricsError) as error:

@@ -84,6 +84,7 @@ class Running(Processes):
 
     def end_all(self) -> None:
         """End in good order: the learner's Goodbye ends the run, and replay says so to the producers."""
+        self.may_end = True
         self.learner_over.set()
         self.wait("replay to end", lambda: self.replay.exit_code() is not None)
         self.producers_over.set()

@@ -13,6 +13,8 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from replay.lifeline import die_with_parent
 
 if TYPE_CHECKING:
@@ -69,7 +71,10 @@ def _served() -> "Served":
 def _run(test: Callable[..., Coroutine[Any, Any, None]], arguments: dict[str, object]) -> None:
     served = _served()
     served.start()
-    served.run(test(served, **arguments))
+    try:
+        served.run(test(served, **arguments))
+    except pytest.fail.Exception as failed:  # pytest's own class does not go through pickle
+        raise AssertionError(str(failed)) from failed
 
 
 def _kill_children() -> None:

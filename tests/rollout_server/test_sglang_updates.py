@@ -379,6 +379,11 @@ async def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(served: Served
                 while True:
                     await engine.health()
                     await asyncio.sleep(0.05)
+
+            async def sent(_: object) -> None:
+                """As where ZeroMQ has not seen yet that nothing receives."""
+
+            engine.sglang._manager.pause_generation = sent
             for call in (engine.pause("keep_kv"), served.sample([1, 2, 3]), task):
                 with pytest.raises(EngineError, match=dead):
                     await asyncio.wait_for(call, 30)

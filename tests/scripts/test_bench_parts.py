@@ -1,16 +1,18 @@
 """Parts of the benchmarks: models, options, phases, the probe of rollout servers, the load on replay and its books."""
 
+import asyncio
 import json
 import mmap
 import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -163,6 +165,27 @@ def test_an_update_between_two_probes_is_no_gap() -> None:
     gaps.token(5.0)
     gaps.token(5.01)
     assert gaps.detail()["pause_samples"] == 0 and gaps.detail()["token_gap_ms_p50"] == pytest.approx(10)
+
+
+def test_one_request_at_a_time_is_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(*_: Any) -> AsyncIterator[dict[str, Any]]:
+        yield {}
+
+    async def probes() -> list[str]:
+        """After a second request has begun, after it has ended, and after the first has."""
+        process = ProbedProcess.__new__(ProbedProcess)
+        process.gaps, seen = TokenGaps(), []
+        first, second = (process.generate(Mock(rid=rid), [], Mock(), 1) for rid in "ab")
+        await anext(first)
+        await anext(second)
+        for act in (None, second, first):
+            if act is not None:
+                await act.aclose()
+            seen.append(process.gaps.probe)
+        return seen
+
+    monkeypatch.setattr(SGLangProcess, "generate", answer)
+    assert asyncio.run(probes()) == ["a", "a", ""]
 
 
 @pytest.mark.parametrize(

@@ -267,10 +267,10 @@ class SGLangProcess:
         until = time.monotonic() + self.deadline_s
         try:
             while (left := until - time.monotonic()) > 0:
+                self.check_alive()  # first: what only sends an order succeeds also where its receiver has just died
                 done, _ = await asyncio.wait({task}, timeout=min(DEATH_LOOK_S, left))
                 if done:
                     return task.result()
-                self.check_alive()
         finally:
             task.cancel()
         raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]")
