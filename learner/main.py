@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
-from configs.machine import gpu_bytes
 from configs.plan import Role, table
 from configs.schema import Config
 from learner.launch import earlier_run
@@ -27,7 +26,7 @@ from learner.launch.preflight import (
 )
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
-from learner.policy.memory import GIB, Setup, choose, refusal, usable
+from learner.policy.memory import Setup, available_bytes, choose, refusal
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError, read_json
@@ -80,12 +79,10 @@ def memory_budget(config: Config) -> str:
     Raises:
         ConfigError: it does not fit into placement.gpu_gib, or into what this machine's GPUs have.
     """
-    path = Path(config.model.path) / "config.json"
+    path, available = Path(config.model.path) / "config.json", available_bytes(config)
     if config.placement.device == "cpu" or not path.exists():
         return ""
-    model, given = read_json(path), config.placement.gpu_gib
-    device = int(given * GIB) if given is not None else gpu_bytes()
-    available = usable(device) if device is not None else None
+    model = read_json(path)
     if available is not None and (text := refusal(config, model, available)):
         raise ConfigError(text)
     return f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"

@@ -14,7 +14,7 @@ from configs.base import ConfigError
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
-from learner.launch.reward_source import problem_with_reward
+from learner.launch.reward_source import problem_with_loss, problem_with_reward
 from learner.launch.terminal import say
 from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
@@ -48,7 +48,7 @@ def make_input(config: Config, source: str) -> bool:
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, reward function, trackers, keys, run folder and port; raises as `check_input` does.
+    """Model folder, data files, reward function, loss, trackers, keys, run folder and port; raises as `check_input` does.
 
     The dry run of a quick start that is yet to make its model and data has no input.
     """
@@ -57,6 +57,8 @@ def check_files(config: Config, *, has_input: bool = True) -> None:
     # elsewhere, the file may lie on the rollout nodes alone
     if config.placement.local_rollouts and (problem := problem_with_reward(config.reward.function)) is not None:
         raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
+    if (problem := problem_with_loss(config.algorithm.loss)) is not None:
+        raise ConfigError(f"algorithm.loss: {config.algorithm.loss!r}: {problem}")
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)

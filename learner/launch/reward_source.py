@@ -1,12 +1,13 @@
-"""Whether the reward function that the configuration names is there, without running any of its code.
+"""Whether the reward function and the loss of one's own are there, without running any of their code.
 
-Rewards are loaded in the rollout servers' reward processes. A typing error would show there after the models are
-loaded; reading the source here shows it at once.
+Rewards are loaded in the rollout servers' reward processes, losses in the learner's ranks. A typing error would show
+there after the models are loaded; reading the source here shows it at once.
 """
 
 import ast
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from configs.loading import did_you_mean
@@ -28,7 +29,7 @@ def problem_with_reward(spec: str) -> str | None:
     if not colon or not location or not name.isidentifier():
         return f"names no function; {did_you_mean(spec, BUILT_IN) or FORMS}"
     if location.endswith(".py"):
-        return _problem_with_file(Path(location).expanduser(), name)
+        return _problem_with_file(Path(location).expanduser(), name, problem_with_signature)
     root = location.partition(".")[0]
     if not root.isidentifier():
         return f"{location!r} is no module name; {FORMS}"
@@ -36,6 +37,12 @@ def problem_with_reward(spec: str) -> str | None:
         return f"no module {root!r} (not installed, and not below {os.getcwd()}); install it, or give a .py file"
     file = _module_file(location)
     return None if file is None else problem_with_signature(ast.parse(file.read_bytes(), str(file)), name)
+
+
+def problem_with_loss(spec: str) -> str | None:
+    """What is wrong with an `algorithm.loss` of the form `path/to/file.py:name`, or None."""
+    path, colon, name = spec.rpartition(":")
+    return _problem_with_file(Path(path), name, _problem_with_factory) if colon else None
 
 
 def _module_file(module: str) -> Path | None:
@@ -51,7 +58,7 @@ def _module_file(module: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def _problem_with_file(path: Path, name: str) -> str | None:
+def _problem_with_file(path: Path, name: str, judge: Callable[[ast.Module, str], str | None]) -> str | None:
     if not path.is_file():
         return f"no file {str(path)!r} (looked from {os.getcwd()}); correct the path"
     try:
@@ -60,7 +67,7 @@ def _problem_with_file(path: Path, name: str) -> str | None:
         return f"{path} does not parse: {error}; correct the file"
     names = {each for node in ast.walk(tree) for each in _names_of(node)}
     if names & {name, "*", "__getattr__"}:  # a star import, or a call, may bring it
-        return problem_with_signature(tree, name)
+        return judge(tree, name)
     functions = sorted(n for n in names if not n.startswith("_"))
     hint = did_you_mean(name, functions) or f"it has {', '.join(functions[:8]) or 'no functions'}"
     return f"{path} has no function {name!r}; {hint}"
@@ -71,23 +78,37 @@ def problem_with_signature(tree: ast.Module, name: str) -> str | None:
 
     A decorator may change the parameters and a name may be bound again: the source says nothing about these.
     """
+    if (arguments := _parameters(tree, name)) is None:
+        return None
+    positional, required, names = arguments
+    if "completions" in names:
+        fits = "completion_ids" not in required
+    elif "solution_str" in names:
+        fits = set(required) <= set(VERL_NAMES)
+    else:
+        fits = bool(positional) and required == positional[:1]
+    return None if fits else f"has the parameters ({', '.join(names)}); {SIGNATURES}"
+
+
+def _problem_with_factory(tree: ast.Module, name: str) -> str | None:
+    positional, required, names = _parameters(tree, name) or (["algorithm"], ["algorithm"], [])
+    if positional and required in ([], positional[:1]):
+        return None
+    return f"has the parameters ({', '.join(names)}); it is called with the `algorithm` section alone"
+
+
+def _parameters(tree: ast.Module, name: str) -> tuple[list[str], list[str], list[str]] | None:
+    """Those by place, those without a default, and all of a plain function; None where the source does not say."""
     bound = [node for node in ast.walk(tree) if name in _names_of(node)]
     if len(bound) != 1 or not isinstance(bound[0], ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     if bound[0] not in tree.body or bound[0].decorator_list:
         return None
     arguments = bound[0].args
-    positional = [*arguments.posonlyargs, *arguments.args]
-    required = [a.arg for a in positional[: len(positional) - len(arguments.defaults)]]
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    required = positional[: len(positional) - len(arguments.defaults)]
     required += [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if not default]
-    names = [a.arg for a in (*positional, *arguments.kwonlyargs)]
-    if "completions" in names:
-        fits = "completion_ids" not in required
-    elif "solution_str" in names:
-        fits = set(required) <= set(VERL_NAMES)
-    else:
-        fits = bool(positional) and required == [positional[0].arg]
-    return None if fits else f"has the parameters ({', '.join(names)}); {SIGNATURES}"
+    return positional, required, [*positional, *(a.arg for a in arguments.kwonlyargs)]
 
 
 def _names_of(node: ast.AST) -> set[str]:

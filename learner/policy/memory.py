@@ -16,7 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from configs.base import ConfigError
 from configs.learner import LearnerSettings
+from configs.machine import gpu_bytes
 from configs.schema import Config
 
 Recompute = Literal["none", "selective", "full"]
@@ -113,6 +115,27 @@ class Budget:
 def usable(device_bytes: int) -> int:
     """What torch may allocate of a device's memory."""
     return int(device_bytes * (1 - RESERVED_SHARE)) - RESERVED_BYTES
+
+
+def available_bytes(config: Config) -> int | None:
+    """What a learner rank may allocate of its GPU; None on a CPU, and where no GPU is known.
+
+    Raises:
+        ConfigError: SGLang is to share the GPU and takes as much as it likes.
+    """
+    if config.placement.device == "cpu":
+        return None
+    given = config.placement.gpu_gib
+    device = int(given * GIB) if given is not None else gpu_bytes()
+    engine = 0.0
+    if config.placement.share_gpus and config.rollout.engine == "sglang":
+        if "mem_fraction_static" not in config.rollout.sglang:
+            raise ConfigError(
+                "placement.share_gpus: SGLang fills the GPU that it shares with the learner; leave room by"
+                " rollout.sglang={mem_fraction_static: 0.35}, say"
+            )
+        engine = float(config.rollout.sglang["mem_fraction_static"])
+    return None if device is None else usable(device) - int(device * engine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -173,14 +173,20 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget:
     folder = Path(config.model.path)
     model_config = read_config(folder)
     files = weight_files(folder)
-    budget = budget or _budget(config, model_config, mesh, device)
+    policy = shaped_policy(config, mesh, device, budget or _budget(config, model_config, mesh, device))
+    fill(policy.shards(), files, folder)
+    return policy
+
+
+def shaped_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget) -> Policy:
+    """The policy of model.path's config.json in memory without values. Raises PolicyError."""
+    folder = Path(config.model.path)
+    model_config = read_config(folder)
     model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
     prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
-    policy = Policy(model, folder, mesh, device, budget)
-    fill(policy.shards(), files, folder)
-    return policy
+    return Policy(model, folder, mesh, device, budget)
 
 
 def _budget(config: Config, model_config: Any, mesh: DeviceMesh, device: torch.device) -> Budget:

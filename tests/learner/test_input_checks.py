@@ -15,7 +15,7 @@ from configs import Config, ConfigError, load
 from learner.launch import prompt_check, reward_source
 from learner.launch.preflight import check_input
 from learner.launch.prompt_check import check_prompts
-from learner.launch.reward_source import problem_with_reward, problem_with_signature
+from learner.launch.reward_source import problem_with_loss, problem_with_reward, problem_with_signature
 from rollout_server.rewards import RewardError, loading
 from rollout_server.tasks import Task
 
@@ -180,3 +180,25 @@ def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkey
         said = problem_with_reward(spec)
         assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
     assert problem_with_reward("graders_of_this_test.others:reward") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("mine.py:good", None),
+        ("mine.py:with_a_default", None),
+        ("mine.py:gud", "no function 'gud'; did you mean 'good'"),
+        ("mine.py:of_a_row", "called with the `algorithm` section alone"),
+        ("other.py:good", "no file"),
+        ("broken.py:good", "does not parse"),
+    ],
+)
+def test_a_loss_of_ones_own_is_read_before_the_start(tmp_path, place, said):
+    (tmp_path / "broken.py").write_text("def good(:\n")
+    (tmp_path / "mine.py").write_text(
+        "raise RuntimeError('run')\ndef good(algorithm): ...\ndef with_a_default(algorithm, most=4.0): ...\n"
+        "def of_a_row(algorithm, row): ...\n"
+    )
+    problem = problem_with_loss(f"{tmp_path}/{place}")
+    assert problem is None if said is None else said in problem
+    assert problem_with_loss("ppo_clip") is None
