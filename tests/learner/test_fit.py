@@ -1,0 +1,92 @@
+"""How large a microbatch may be: estimates for shapes of presets, and steps of one rank among many."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_config, save_model
+
+from configs import Config
+from learner import fit
+from learner.examples.random_qwen3 import SHAPES
+
+CPU = torch.device("cpu")
+
+
+def config_of(folder: Path, shape: str, **placement: Any) -> Config:
+    """A shape as its config.json alone says it."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+    return make_config(
+        folder,
+        learner={"compile": True, "compute_dtype": "bfloat16", "max_tokens_per_microbatch": 16384},
+        placement={"device": "cuda", "split": "1:1", **placement},
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "gib", "fits", "ways"),
+    [
+        ("0.6B", 78, True, ["none", "selective", "full"]),
+        ("1.7B", 78, True, ["none", "selective", "full"]),
+        ("8B", 78, False, []),
+    ],
+)
+def test_estimates_follow_from_config_json(
+    tmp_path: Path, shape: str, gib: float, fits: bool, ways: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, shape, gpu_gib=gib)
+    model, available = SHAPES[shape], fit.available_bytes(config)
+    found = [fit.estimate(config, model, level, available) for level in fit.LEVELS]
+    said = json.loads(fit.report(config, found, available).splitlines()[-1])
+    assert said["fits"] is fits
+    assert [way for way, tokens in said["estimated"].items() if tokens >= said["configured"]] == ways
+    tokens = list(said["estimated"].values())
+    assert tokens == sorted(tokens), "recomputing makes room"
+
+
+def test_without_a_gpu_the_table_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: None)
+    config = config_of(tmp_path, "0.6B")
+    found = [fit.estimate(config, SHAPES["0.6B"], level, None) for level in fit.LEVELS]
+    assert "set placement.gpu_gib" in fit.report(config, found, None)
+    assert fit.verdict(config, found)["estimated"]["none"] is None
+
+
+def test_a_gpu_that_sglang_shares_has_less(tmp_path: Path) -> None:
+    alone = fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80))
+    shared = config_of(tmp_path, "0.6B", gpu_gib=80, share_gpus=True)
+    with pytest.raises(fit.ConfigError, match="mem_fraction_static"):
+        fit.available_bytes(shared)
+    rollout = shared.rollout.model_copy(update={"sglang": {"mem_fraction_static": 0.35}})
+    less = fit.available_bytes(shared.model_copy(update={"rollout": rollout}))
+    assert alone is not None and less == alone - int(80 * 1024**3 * 0.35)
+
+
+def test_a_rank_among_three_makes_its_steps_alone(tmp_path: Path) -> None:
+    """The shards and gathers of three ranks, with collectives that move nothing."""
+    model = json.loads((save_model(tmp_path / "model") / "config.json").read_text(encoding="utf-8"))
+    config = make_config(tmp_path / "model", placement={"split": "1:3", "device": "cpu"})
+    fit.make_steps(config, model, "full", 70, CPU)
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_largest_microbatch_is_looked_for_below_twice_the_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path, "0.6B", gpu_gib=78)
+    most, tried = 20_000, []
+
+    def steps(config: Config, model: Any, level: str, tokens: int, device: Any) -> None:
+        tried.append(tokens)
+        if tokens > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(fit, "make_steps", steps)
+    one = fit.estimate(config, SHAPES["0.6B"], "none", fit.available_bytes(config))
+    found = fit.measure(config, SHAPES["0.6B"], one)
+    assert one.estimated is not None and tried[0] == 2 * one.estimated
+    assert most * 7 // 8 <= found <= most and tried[-1] == found
+    most = 0
+    assert fit.measure(config, SHAPES["0.6B"], one) == 0
