@@ -48,7 +48,7 @@ def make_input(config: Config, source: str) -> bool:
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, reward function, loss, trackers, keys, run folder and port; raises as `check_input` does.
+    """Model folder, data files, reward, loss, trackers, keys, run folder and port; raises as `check_input` does.
 
     The dry run of a quick start that is yet to make its model and data has no input.
     """
