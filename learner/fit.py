@@ -9,6 +9,7 @@ of the model, not its weights. The last line is JSON.
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.base import ConfigError
 from configs.loading import Parser, add_arguments, from_arguments
+from configs.machine import has_usable_gpu
 from configs.schema import Config
 from learner.policy.memory import GIB, Budget, Recompute, Setup, available_bytes, choose, largest_microbatch
 from replay.fingerprint import FingerprintError, read_json
@@ -54,7 +56,7 @@ def main() -> int:
         model = read_json(Path(config.model.path) / "config.json")
         available = available_bytes(config)
         fits = [estimate(config, model, level, available) for level in LEVELS]
-        if not args.estimate and has_gpu(config):
+        if not args.estimate and config.placement.device != "cpu" and has_usable_gpu(os.environ):
             fits = [Fit(fit.recompute, fit.budget, fit.estimated, measure(config, model, fit)) for fit in fits]
     except (ConfigError, FingerprintError) as error:
         sys.stderr.write(f"refused: {error}\n")
@@ -105,13 +107,6 @@ def report(config: Config, fits: list[Fit], available: int | None) -> str:
         shown = ["-" if tokens is None else str(tokens) for tokens in (fit.estimated, fit.measured)]
         lines.append(f"{fit.recompute:<12}{fit.budget.total / GIB:>24.1f}{shown[0]:>26}{shown[1]:>12}")
     return "\n".join([*lines, json.dumps(verdict(config, fits))]) + "\n"
-
-
-def has_gpu(config: Config) -> bool:
-    """Whether steps can be made here."""
-    import torch
-
-    return config.placement.device != "cpu" and torch.cuda.is_available()
 
 
 def measure(config: Config, model: dict[str, Any], fit: Fit) -> int:
