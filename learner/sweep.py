@@ -1,8 +1,9 @@
 """`python -m learner.sweep --vary algorithm.loss=ppo_clip,gspo --seeds 0,1,2`: one run under several settings.
 
-Every combination of the values of `--vary`, with every seed, is a run of its own below `--out`, one after the other; a
-run that has ended is not made again, so a sweep goes on where it was stopped. `{seed}` in a value stands for the seed.
-The table has a line for each combination, with means over the seeds; the last line is one line of JSON.
+Every combination of the values of `--vary` and the `--case`s, with every seed, is a run of its own below `--out`, one
+after the other; a run that has ended is not made again, so a sweep goes on where it was stopped. `{seed}` in a value
+stands for the seed. The table has a line for each combination, with means over the seeds; `sweep.png` below `--out`
+shows the curves; the last line is one line of JSON.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from learner.report.lag import report
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE, MetricsError, read_rows
 from learner.report.summary import evaluations
+from learner.report.sweep_plot import plot
 
 STATE = "sweep.json"
 LAST = 3
@@ -33,19 +35,30 @@ QUIET = ("tracking.live=off", "tracking.plot=false")
 COUNTERS = {"dropped": "buffer/dropped", "leased_again": "buffer/stale_leased_again", "masked": "buffer/tokens_masked"}
 
 
-def combinations(varied: Sequence[str]) -> list[tuple[str, ...]]:
-    """Overrides of each combination. Example: ["a.b=1,2", "c.d=x"] gives ("a.b=1", "c.d=x") and ("a.b=2", "c.d=x").
+def combinations(varied: Sequence[str], cases: Sequence[Sequence[str]] = ()) -> dict[tuple[str, ...], list[str]]:
+    """Overrides of each combination, by its words; a case stands for its overrides by its name.
+
+    Example: ["a.b=1,2"] and [("mild", "c.d=x", "c.e=y")] give {("a.b=1", "mild"): ["a.b=1", "c.d=x", "c.e=y"],
+    ("a.b=2", "mild"): ["a.b=2", "c.d=x", "c.e=y"]}.
 
     Raises:
-        ConfigError: an argument is no `a.b=v1,v2`.
+        ConfigError: an argument is no `a.b=v1,v2`, or a case has no override.
     """
-    axes = []
+    axes: list[list[tuple[str, list[str]]]] = []
     for text in varied:
         key, equals, values = text.partition("=")
         if not (key and equals and all(values.split(","))):
             raise ConfigError(f"--vary {text!r}: expected a key and its values, such as algorithm.loss=ppo_clip,gspo")
-        axes.append([f"{key}={value}" for value in values.split(",")])
-    return list(itertools.product(*axes))
+        axes.append([(f"{key}={value}", [f"{key}={value}"]) for value in values.split(",")])
+    for name, *overrides in cases:
+        if "=" in name or not overrides:
+            raise ConfigError(
+                f"--case {name!r}: expected a name and overrides, such as tis algorithm.correction=token_tis"
+            )
+    if cases:
+        axes.append([(name, overrides) for name, *overrides in cases])
+    chosen = itertools.product(*axes)
+    return {tuple(word for word, _ in each): [text for _, texts in each for text in texts] for each in chosen}
 
 
 def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict[str, Any]:
@@ -100,6 +113,9 @@ def main() -> int:
     parser = Parser("python -m learner.sweep", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("--vary", action="append", default=[], metavar="a.b=v1,v2", help="repeatable: all combinations")
+    parser.add_argument(
+        "--case", action="append", default=[], nargs="+", metavar=("NAME", "a.b=v"), help="settings that go together"
+    )
     parser.add_argument("--seeds", default="0", help="of run.seed, with commas (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="of all runs (default: %(default)s)")
     parser.add_argument("--server", default="rollout_server.main", help="module of rollout servers, and its arguments")
@@ -108,8 +124,9 @@ def main() -> int:
     found: dict[str, dict[str, Any]] = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
     chosen = {}
     try:
-        for case, seed in itertools.product(combinations(args.vary), args.seeds.split(",")):
-            settings = [*overrides_of(args), *case, f"run.seed={seed}"]
+        wanted = combinations(args.vary, args.case)
+        for case, seed in itertools.product(wanted, args.seeds.split(",")):
+            settings = [*overrides_of(args), *wanted[case], f"run.seed={seed}"]
             overrides = [args.config, *(text.replace("{seed}", seed) for text in settings)]
             name = " ".join([*case, f"seed={seed}"])
             if name not in found:
@@ -128,6 +145,7 @@ def main() -> int:
     except (RunFailed, MetricsError) as error:
         say(str(error))
         return 1
+    plot(chosen, args.out / "sweep.png")
     sys.stdout.write(table(chosen) + "\n" + json.dumps({"out": str(args.out), "runs": chosen}) + "\n")
     return 0
 
