@@ -117,7 +117,8 @@ class Learner:
             if said := self.policy.when_exhausted(error, self.config):
                 raise OutOfMemory(said) from error
             raise
-        self.rollouts.write_if_due(batch, update.advantages)
+        if self.policy.leads:
+            self.rollouts.write_if_due(batch, update.advantages)
         if update.reason:
             log.warning("step %d was not applied: %s", batch.step, update.reason)
         return update

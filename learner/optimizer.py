@@ -1,6 +1,7 @@
 """AdamW over the sharded float32 parameters, and the learning rate of each step."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -67,7 +68,7 @@ class Optimizer:
     def moments(self, kind: str) -> list[Shard]:
         """This rank's rows of a moment of each parameter (one of MOMENTS), sharing memory."""
         return [
-            Shard(shard.name, shard.shape, self.adamw.state[master][kind], shard.first_row)
+            replace(shard, local=self.adamw.state[master][kind])
             for shard, master in zip(self._policy.shards(), self.masters, strict=True)
         ]
 

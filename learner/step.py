@@ -98,7 +98,9 @@ def accumulate_gradients(
         for name, value in measured.items():
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
-    found["squared_gradient"] = torch.nn.utils.get_total_norm(policy.local_gradients()).double().square()
+    if not policy.leads:  # another rank measured the same tokens
+        found = {name: torch.zeros_like(value) for name, value in found.items()}
+    found["squared_gradient"] = policy.squared_gradient()
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
     values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:
