@@ -60,6 +60,12 @@ class LearnerSettings(Section):
     compile: bool = False
     """Compile each decoder layer, once for rows of any length: faster steps, a first step of half a minute."""
 
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in pinned host memory, 8 bytes a parameter of a rank: the same numbers, and a copy each way
+    in every step."""
+    offload_activations: bool = False
+    """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
+
     @field_validator("recompute", mode="before")
     @classmethod
     def _was_a_switch(cls, value: object) -> object:

@@ -26,6 +26,8 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.transport", "disk", "collective", STAGED),
     ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
 )
+OFFLOAD_NEEDS: Needed = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
+"""Compiled code saves weights among its inputs, which would travel as well."""
 """(key, value, what works everywhere, what this value needs of other keys)"""
 
 
@@ -196,6 +198,15 @@ class Config(Section):
                 f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
                 f" raise it to {-(-longest // context)} or more"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_can_travel(self) -> "Config":
+        found = {f"learner.{name}": value for name, value in self.learner}
+        for key, possible in OFFLOAD_NEEDS.items() if self.learner.offload_activations else ():
+            if found[key] not in possible:
+                way_out = str(possible[0]).lower()
+                raise ValueError(f"learner.offload_activations: true with {key} {found[key]!r}; take {key}={way_out}")
         return self
 
     @model_validator(mode="after")

@@ -13,6 +13,8 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         mesh: learner.mesh.
         model: the keys of config.json.
     """
+    if mesh.model_ranks == 1:
+        return ""
     heads = int(model["num_attention_heads"])
     key_value = int(model.get("num_key_value_heads") or heads)
     parts = {

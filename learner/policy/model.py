@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
 from learner.policy import attention, context
@@ -147,11 +148,11 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        stride = torch.empty(shard.shape, device="meta").stride()
         mesh, placements = self._places[shard.name]
-        return DTensor.from_local(
-            shard.local, mesh, placements, run_check=False, shape=torch.Size(shard.shape), stride=stride
-        )
+        # not from_local, which would move what lies in host memory to the mesh's device
+        whole = torch.empty(shard.shape, device="meta")
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), shard.local.dtype))
+        return DTensor(shard.local, spec, requires_grad=False)
 
     def prepare_row(self, *, last: bool) -> None:
         """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
@@ -255,7 +256,12 @@ def build_policy(
     model = TokenModel(build_empty(model_config, context.NAME if divided else kernel), divided)
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
-    prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
+    prepare(
+        model.transformer.model.layers,
+        budget.recompute,
+        compiled=config.learner.compile,
+        offloaded=config.learner.offload_activations,
+    )
     _shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)

@@ -194,6 +194,11 @@ def _in_order(shard: Shard, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     return [whole.view(-1)]
 
 
+def _carrier(held: torch.Tensor, group: dist.ProcessGroup) -> torch.device:
+    """Where a collective takes numbers from; NCCL takes none of host memory, where moments may lie."""
+    return torch.device("cuda") if not held.is_cuda and dist.get_backend(group) == "nccl" else held.device
+
+
 def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:
     """For the local blocks of shards whose memory stays where it is."""
     return Digester(
@@ -220,7 +225,7 @@ def digests(
     counted = [own if shard.counts else 0 for shard, own in zip(shards, sums, strict=True)]
     columns = [counted, sums] if any(shard.copies > 1 for shard in shards) else [sums]
     halves = [[half for own in row for half in (own >> 32, own & 0xFFFFFFFF)] for row in zip(*columns, strict=True)]
-    totals = torch.tensor(halves, dtype=torch.int64).to(shards[0].local.device)
+    totals = torch.tensor(halves, dtype=torch.int64).to(_carrier(shards[0].local, group))
     dist.all_reduce(totals, group=group)
     found = {}
     for shard, (high, low, *everywhere) in zip(shards, totals.tolist(), strict=True):
