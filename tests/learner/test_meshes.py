@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from recorded import random_step
 from reference import train
 from safetensors.torch import load_file
+from tiny_models import CPU, make_config
+from torch.distributed.device_mesh import DeviceMesh
 
+from configs import ConfigError
 from configs.learner import Mesh
 from learner.examples.random_qwen3 import SHAPES
+from learner.launch import preflight
 from learner.policy.divisibility import problem_with
+from learner.policy.model import build_policy
+from learner.policy.pretrained import PolicyError
 from learner.policy.sharding import Shard
 from tests.support.ranks import two_ranks
 
@@ -37,6 +43,17 @@ MODEL = SHAPES["0.6B"]
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
     found = problem_with(Mesh(**sizes), MODEL | changes)
     assert said in found if said else not found
+
+
+def test_the_dry_run_and_every_rank_look_at_the_model(
+    qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(qwen3, placement={"split": "1:4"}, learner={"mesh": {"tensor": 4}})
+    monkeypatch.setattr(preflight, "model_fingerprint", lambda *_: None)
+    with pytest.raises(ConfigError, match="tensor: 4 does not divide num_key_value_heads 2"):
+        preflight.check_input(config)
+    with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
+        build_policy(config, mesh, CPU)
 
 
 @given(
