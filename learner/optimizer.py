@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -96,7 +97,7 @@ class Optimizer:
         )
         self._spans = list(_spans(self.masters)) if config.offload_optimizer else [self.masters]
         pinned = config.offload_optimizer and policy.device.type == "cuda"
-        home = {"device": "cpu", "pin_memory": pinned} if config.offload_optimizer else {}
+        home: dict[str, Any] = {"device": "cpu", "pin_memory": pinned} if config.offload_optimizer else {}
         for master in self.masters:
             moments = {kind: torch.zeros_like(master, **home) for kind in MOMENTS}
             self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}

@@ -110,6 +110,7 @@ def accumulate_gradients(
             found[name] = combine(found[name], value.double()) if name in found else value.double()
     if not policy.leads:  # another rank measured the same tokens
         found = {name: torch.zeros_like(value) for name, value in found.items()}
+    policy.settle_gradients()
     found["squared_gradient"] = policy.squared_gradient() / loss_scale**2
     found["loss_scale_max"] = torch.tensor(loss_scale, dtype=torch.float64, device=policy.device)
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)

@@ -111,7 +111,8 @@ class Policy:
         self.rank, self.world_size = self.meshes.rank, self.meshes.world_size
         self.leads = self.meshes.leads
         """Whether this rank speaks for those that compute the same rows."""
-        self._places = {name: (p.device_mesh, p.placements) for name, p in self.named_parameters()}
+        known = self.named_parameters()
+        self._places = {name: (p.device_mesh, p.placements) for name, p in known if isinstance(p, DTensor)}
         shards = self.shards()
         self._counts = [shard.counts for shard in shards]
         """By parameter: whether this rank's block is the one of all copies that counts."""
@@ -176,18 +177,25 @@ class Policy:
             raise RuntimeError(f"{missing[0]} has no gradient")
         return [local_of(gradient) for gradient in gradients.values() if gradient is not None]
 
-    def squared_gradient(self) -> torch.Tensor:
-        """This rank's term of the squared norm of the gradient, 0-dim float64: over ranks they add up to it.
+    def settle_gradients(self) -> None:
+        """Give tensor ranks the same gradients of what each of them has whole. A collective.
 
-        Tensor ranks compute the gradient of what each of them has alike, but a reduction over shards may add up in
-        another order for each; the first one's is taken, so that copies stay equal to the bit. A collective.
+        They compute the same, but a reduction over shards may add up in another order for each; the first rank's are
+        taken, so that copies stay equal to the bit.
         """
+        if self.meshes.tensor is None:
+            return
+        pairs = zip(self.local_gradients(), self._repeated, strict=True)
+        repeated = [gradient for gradient, is_so in pairs if is_so]
+        flat = torch.cat([gradient.flatten() for gradient in repeated])
+        dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
+        parts = flat.split([gradient.numel() for gradient in repeated])
+        for gradient, part in zip(repeated, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def squared_gradient(self) -> torch.Tensor:
+        """This rank's term of the squared norm of the gradient, 0-dim float64: over ranks they add up to it."""
         gradients = self.local_gradients()
-        if self.meshes.tensor is not None:
-            repeated = [gradient for gradient, is_so in zip(gradients, self._repeated, strict=True) if is_so]
-            flat = torch.cat([gradient.flatten() for gradient in repeated])
-            dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
-            torch._foreach_copy_(repeated, list(_split_like(flat, repeated)))
         counted = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -227,11 +235,6 @@ class Policy:
 def meshes_of(mesh: DeviceMesh | Meshes) -> Meshes:
     """The groups of a mesh; one of a single dimension shards."""
     return mesh if isinstance(mesh, Meshes) else Meshes.flat(mesh)
-
-
-def _split_like(flat: torch.Tensor, tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        yield part.view(tensor.shape)
 
 
 def build_policy(
