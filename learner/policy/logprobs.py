@@ -83,7 +83,7 @@ def _joined(
     by_rank, entropies, normalizers = found.view(ranks, 3, -1).unbind(1)
     whole = normalizers.logsumexp(0)
     shares = normalizers - whole
-    joined = (by_rank + shares).gather(0, owner[None])[0]
+    joined = (by_rank + shares).gather(0, owner[None]).sum(0)  # of one term: FSDP wants no view from its units
     return joined, (shares.exp() * (entropies - shares)).sum(0), whole
 
 

@@ -84,7 +84,7 @@ class TokenModel(torch.nn.Module):
         places = row.kept[own] - context.rank * context.stretch(total)
         found = self.transformer.lm_head(hidden[0, places], row.targets[own], temperature)
         logprobs, entropy = context.join(torch.stack(found), own, len(row.kept))
-        return logprobs, entropy
+        return logprobs.clone(), entropy.clone()  # FSDP wants no views from its units
 
 
 class Policy:
