@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import batch_of, random_step, train_on
+from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
 from tiny_models import CPU, built, make_config, process_group, save_model
+from torch.distributed.tensor.debug import CommDebugMode
 
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer
+from learner.objective import Objective
 from learner.optimizer import Optimizer
+from learner.policy.memory import Budget
 from learner.policy.meshes import Meshes, make_meshes
-from learner.policy.model import Policy
+from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import CopiesDiffer
+from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
 NUM_STEPS = 5
+GATHER, SCATTER = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
 MICROBATCHES = 2
 Case = tuple[str, str, dict[str, int], str, dict[str, Any]]
 SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
@@ -147,6 +152,22 @@ def copies_are_settled(folder: Path, case: Case, meshes: Meshes, world_size: int
         return False
 
 
+def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[str, list[int]]:
+    """Gathers and reductions of FSDP in a step of three microbatches, with room for whole weights and without."""
+    config, found = configured(folder, case, world_size), {}
+    for name, roomy in (("roomy", True), ("tight", False)):
+        budget = Budget("none", keeps_gathered=roomy, whole_gradients=roomy)
+        policy = build_policy(config, meshes, CPU, budget)
+        part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
+        batch = batch_of(random_step(1), 1, rank=part, world_size=parts, num_microbatches=3)
+        rows, tokens = rows_of(batch, config)
+        with CommDebugMode() as seen:
+            accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=1.0, global_tokens=tokens)
+        counts = seen.get_comm_counts()
+        found[name] = [counts[GATHER], counts[SCATTER]]
+    return found
+
+
 def everything(folder: Path, world_size: int) -> dict[str, Any]:
     """Of all cases of so many ranks, and of checkpoints between the meshes."""
     cases, made, meshes = CASES[world_size], {}, {}
@@ -161,6 +182,7 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
     if world_size == 2:
         seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
         seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
+        seen["traffic"] = traffic(folder, named["context"], meshes["context"], world_size)
         seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
     if world_size == 4:
         pairs = [("tensor_shard_none", "replicate_shard_none"), ("replicate_tensor_none", "context_tensor_none")]

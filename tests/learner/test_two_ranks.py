@@ -194,6 +194,13 @@ def test_a_mesh_divides_what_it_says(seen):
     assert held["context"] < held["tensor"] < 1.02 * held["context"]
 
 
+def test_microbatches_gather_and_reduce_no_more_often_than_a_step_has_room_for(seen):
+    """Three units: two layers and the rest; without room each is gathered for every forward and backward."""
+    for found in (rank["meshes"]["traffic"] for rank in seen):
+        assert found["roomy"] == [3, 3]
+        assert found["tight"] == [3 * (2 * 2 + 1), 3 * 3]
+
+
 def test_a_checkpoint_moves_between_meshes(seen, folder, mesh):
     for rank in seen:
         assert rank["meshes"]["moved"]["saved"] == rank["meshes"]["moved"]["loaded"]
