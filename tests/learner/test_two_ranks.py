@@ -156,7 +156,8 @@ CASES = {case[0]: case for case in mesh_ranks.CASES[2]}
 
 @pytest.fixture(scope="module")
 def trained(folder, mesh):
-    """Digest before and weights after the steps of a case, on one rank; by the plain reference, which has one loss."""
+    """Digest before, metrics of and weights after the steps of a case, on one rank; weights by the plain reference
+    where it has the loss."""
     known = {}
 
     def one(case):
@@ -165,12 +166,11 @@ def trained(folder, mesh):
         if key not in known:
             policy, optimizer = built(config, mesh)
             start = policy.parameter_digest()
+            metrics = mesh_ranks.steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+            weights = dict(policy.named_full_tensors("float32"))
             if config.algorithm.loss == "ppo_clip":
                 weights = train(folder / case[1], [random_step(step) for step in range(1, NUM_STEPS + 1)], config)
-            else:
-                mesh_ranks.steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
-                weights = dict(policy.named_full_tensors("float32"))
-            known[key] = start, weights
+            known[key] = start, metrics, weights
         return known[key]
 
     return one
@@ -178,13 +178,15 @@ def trained(folder, mesh):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_trains_what_one_rank_trains(seen, folder, trained, name):
-    start, expected = trained(CASES[name])
+    start, metrics, expected = trained(CASES[name])
     assert [rank["meshes"][name]["start"] for rank in seen] == [start] * 2
     found = load_file(folder / f"mesh_{name}.safetensors")
     assert found.keys() == expected.keys()
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
     one, two = (rank["meshes"][name] for rank in seen)
     assert one["steps"] == two["steps"] and one["end"] == two["end"]
+    for alone, together in zip(metrics, one["steps"], strict=True):  # the norm of the gradient among them
+        assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
 
 
 def test_a_mesh_divides_what_it_says(seen):
