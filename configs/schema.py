@@ -26,7 +26,7 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.transport", "disk", "collective", STAGED),
     ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
 )
-OFFLOAD_NEEDS: Needed = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
+OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
 """Compiled code saves weights among its inputs, which would travel as well."""
 """(key, value, what works everywhere, what this value needs of other keys)"""
 

@@ -104,7 +104,8 @@ def accumulate_gradients(
     for number, row in enumerate([row.to(policy.device) for row in rows], start=1):
         policy.prepare_row(last=number == len(rows))
         loss, measured = objective(row, *policy.forward(row, temperature))
-        (loss if loss_scale == 1 else loss * loss_scale).backward()
+        scaled = loss if loss_scale == 1 else loss * loss_scale
+        scaled.backward()  # type: ignore[no-untyped-call]
         for name, value in measured.items():
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()

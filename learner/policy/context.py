@@ -91,14 +91,14 @@ def attend(
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     sizes = [tensor.shape[1] // ranks for tensor in (query, key, value)]
     # [ranks, heads of each, stretch, D]: what goes to a rank lies together, queries, keys and values in one exchange
-    outgoing = torch.cat([tensor[0].unflatten(0, (ranks, -1)) for tensor in (query, key, value)], dim=1)
+    outgoing = torch.cat([tensor.reshape(ranks, -1, *tensor.shape[2:]) for tensor in (query, key, value)], dim=1)
     arrived = _exchanged(outgoing, context).transpose(0, 1).flatten(1, 2)[None, :, :row_tokens]
-    q, k, v = arrived.split(sizes, dim=1)
+    q, k, v = torch.split(arrived, sizes, dim=1)
     out, _ = ALL_ATTENTION_FUNCTIONS[context.attention](module, q, k, v, attention_mask, **given)
     stretch = context.stretch(row_tokens)
     padded = torch.nn.functional.pad(out[0], (0, 0, 0, 0, 0, ranks * stretch - row_tokens))
     # [ranks, stretch, heads of each, D] by token to [ranks, ...] by head
-    back = _exchanged(padded.unflatten(0, (ranks, stretch)), context)
+    back = _exchanged(padded.reshape(ranks, stretch, *padded.shape[1:]), context)
     return back.transpose(0, 1).reshape(1, stretch, heads, -1), None
 
 

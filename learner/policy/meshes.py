@@ -105,5 +105,6 @@ def _along(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGro
     Example: of 8 ranks as [2, 2, 2] along 1: [0, 2], [1, 3], [4, 6] and [5, 7] are groups.
     """
     members = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+    group: dist.ProcessGroup
+    group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)  # type: ignore[no-untyped-call]
     return group

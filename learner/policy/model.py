@@ -153,7 +153,7 @@ class Policy:
         # not from_local, which would move what lies in host memory to the mesh's device
         whole = torch.empty(shard.shape, device="meta")
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), shard.local.dtype))
-        return DTensor(shard.local, spec, requires_grad=False)
+        return DTensor(shard.local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def prepare_row(self, *, last: bool) -> None:
         """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
@@ -189,7 +189,7 @@ class Policy:
         repeated = [gradient for gradient, is_so in pairs if is_so]
         flat = torch.cat([gradient.flatten() for gradient in repeated])
         dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
-        parts = flat.split([gradient.numel() for gradient in repeated])
+        parts = torch.split(flat, [gradient.numel() for gradient in repeated])
         for gradient, part in zip(repeated, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
 
