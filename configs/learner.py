@@ -48,6 +48,7 @@ class LearnerSettings(Section):
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens that one rank holds in one forward."""
     mesh: Mesh = Mesh()
+    """What ranks do beside sharding (docs/howto/parallelism.md)."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
     reductions stay float32. In `float16` the loss is scaled, for GPUs without bfloat16."""
