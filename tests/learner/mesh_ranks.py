@@ -31,22 +31,23 @@ CONDITIONED = {"adam_epsilon": 1e-6}
 NUM_STEPS = 5
 GATHER, SCATTER = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
 MICROBATCHES = 2
-Case = tuple[str, str, dict[str, int], str, dict[str, Any]]
+Case = tuple[str, str, dict[str, int], dict[str, Any], dict[str, Any]]
 SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
 """A loss that looks at whole trajectories, which context ranks divide."""
+NONE, FULL = {"recompute": "none"}, {"recompute": "full"}
 CASES: dict[int, list[Case]] = {
     2: [
-        ("replicate", "even", {"replicate": 2}, "none", {}),
-        ("tensor", "even", {"tensor": 2}, "none", {}),
-        ("tensor_again", "even", {"tensor": 2}, "full", {}),
-        ("biased", "biased", {"tensor": 2}, "selective", {}),
-        ("context", "even", {"context": 2}, "none", {}),
-        ("context_again", "single", {"context": 2}, "full", {}),
-        ("sequence", "even", {"context": 2}, "none", SEQUENCE),
+        ("replicate", "even", {"replicate": 2}, NONE, {}),
+        ("tensor", "even", {"tensor": 2}, NONE, {}),
+        ("tensor_again", "even", {"tensor": 2}, FULL, {}),
+        ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
+        ("context", "even", {"context": 2}, NONE, {}),
+        ("context_again", "single", {"context": 2}, FULL, {}),
+        ("sequence", "even", {"context": 2}, NONE, SEQUENCE),
     ],
-    3: [("shard", "even", {}, "none", {}), ("shard_again", "biased", {}, "full", {})],
+    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, "full", {})],
     4: [
-        (f"{name}_{recompute}", model, sizes, recompute, {})
+        (f"{name}_{learner['recompute']}", model, sizes, learner, {})
         for name, model, sizes in (
             ("tensor_shard", "uneven", {"tensor": 2}),
             ("replicate_shard", "uneven", {"replicate": 2}),
@@ -55,10 +56,14 @@ CASES: dict[int, list[Case]] = {
             ("context_shard", "single", {"context": 2}),
             ("context_only", "even", {"context": 4}),
         )
-        for recompute in ("none", "full")
+        for learner in (NONE, FULL)
     ],
 }
-"""By number of ranks: name, model, learner.mesh, learner.recompute and the algorithm."""
+"""By number of ranks: name, model, learner.mesh, other keys of the learner and the algorithm."""
+COMPILED: list[Case] = [
+    (f"compiled_{name}", "even", {name: 2}, {"recompute": "selective", "compile": True}, {})
+    for name in ("tensor", "context")
+]
 
 
 def save_models(folder: Path) -> None:
@@ -71,12 +76,12 @@ def save_models(folder: Path) -> None:
 
 def configured(folder: Path, case: Case, ranks: int) -> Config:
     """The configuration of a case; `ranks` 1 is the same without a mesh."""
-    name, model, sizes, recompute, algorithm = case
+    name, model, sizes, learner, algorithm = case
     return make_config(
         folder / model,
         replay={"async_lag": 2},
         placement={"split": f"1:{ranks}"},
-        learner={**CONDITIONED, "mesh": sizes if ranks > 1 else {}, "recompute": recompute},
+        learner={**CONDITIONED, **learner, "mesh": sizes if ranks > 1 else {}},
         algorithm=algorithm,
         run={"dir": str(folder / "runs"), "name": name},
     )
@@ -168,17 +173,18 @@ def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[s
     return found
 
 
+def meshes_for(folder: Path, cases: list[Case], world_size: int) -> dict[str, Any]:
+    """Of each case by name; equal ones share their groups."""
+    sizes = {case[0]: configured(folder, case, world_size).learner.mesh for case in cases}
+    made = {mesh: make_meshes(mesh, CPU, timedelta(seconds=60)) for mesh in dict.fromkeys(sizes.values())}
+    return {name: made[mesh] for name, mesh in sizes.items()}
+
+
 def everything(folder: Path, world_size: int) -> dict[str, Any]:
     """Of all cases of so many ranks, and of checkpoints between the meshes."""
-    cases, made, meshes = CASES[world_size], {}, {}
-    for case in cases:
-        sizes = configured(folder, case, world_size).learner.mesh
-        made.setdefault(sizes, None)
-        if made[sizes] is None:
-            made[sizes] = make_meshes(sizes, CPU, timedelta(seconds=60))
-        meshes[case[0]] = made[sizes]
+    cases = CASES[world_size]
+    named, meshes = {case[0]: case for case in cases}, meshes_for(folder, cases, world_size)
     seen: dict[str, Any] = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in cases}
-    named = {case[0]: case for case in cases}
     if world_size == 2:
         seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
         seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
@@ -194,7 +200,11 @@ def main() -> None:
     rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     with process_group(folder / "store", rank, world_size):
-        seen = everything(folder, world_size)
+        if "COMPILED" in os.environ:
+            meshes = meshes_for(folder, COMPILED, world_size)
+            seen = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in COMPILED}
+        else:
+            seen = everything(folder, world_size)
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     os._exit(0)  # as two_ranks.py does
 

@@ -77,15 +77,15 @@ def test_the_blocks_of_all_ranks_are_the_tensor_once(
     assert sorted(cells) == [(row, column) for row in range(shape[0]) for column in range(shape[1])]
 
 
-@pytest.mark.slow  # up to four processes that train
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.slow  # up to four processes that train, or two with a compiler
+@pytest.mark.parametrize(("ranks", "compiled"), [(3, False), (4, False), (2, True)])
+def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int, compiled: bool) -> None:
     mesh_ranks.save_models(tmp_path)
-    program = Path(mesh_ranks.__file__)
-    place = {"WORLD_SIZE": str(ranks)}
-    seen = two_ranks(program, tmp_path, lambda rank: place, deadline_s=150, ranks=ranks)
+    program, cases = Path(mesh_ranks.__file__), mesh_ranks.COMPILED if compiled else mesh_ranks.CASES[ranks]
+    place = {"WORLD_SIZE": str(ranks)} | ({"COMPILED": "1"} if compiled else {})
+    seen = two_ranks(program, tmp_path, lambda rank: place, deadline_s=170, ranks=ranks)
     recorded = [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)]
-    for case in mesh_ranks.CASES[ranks]:
+    for case in cases:
         expected = train(tmp_path / case[1], recorded, mesh_ranks.configured(tmp_path, case, 1))
         found = load_file(tmp_path / f"mesh_{case[0]}.safetensors")
         differences = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
