@@ -17,7 +17,7 @@ FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
 OFFLOADED_BYTES = 256 * 1024 * 1024
 """Parameters whose moments come from host memory together."""
-FIRST_SCALE, GROW_AFTER = 2.0**16, 100
+FIRST_SCALE, GROW_AFTER = 2.0**16, 500
 """Of the loss; torch.amp.GradScaler doubles after 2,000 steps, which are more than most runs here have."""
 
 
