@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
 from tiny_models import CPU, built, make_config, process_group, save_model
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer
@@ -29,7 +30,6 @@ from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
 NUM_STEPS = 5
-GATHER, SCATTER = torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_
 MICROBATCHES = 2
 Case = tuple[str, str, dict[str, int], dict[str, Any], dict[str, Any]]
 SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
@@ -45,7 +45,7 @@ CASES: dict[int, list[Case]] = {
         ("context_again", "single", {"context": 2}, FULL, {}),
         ("sequence", "even", {"context": 2}, NONE, SEQUENCE),
     ],
-    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, "full", {})],
+    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
     4: [
         (f"{name}_{learner['recompute']}", model, sizes, learner, {})
         for name, model, sizes in (
@@ -166,11 +166,22 @@ def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[s
         part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
         batch = batch_of(random_step(1), 1, rank=part, world_size=parts, num_microbatches=3)
         rows, tokens = rows_of(batch, config)
-        with CommDebugMode() as seen:
+        with Calls() as calls:
             accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=1.0, global_tokens=tokens)
-        counts = seen.get_comm_counts()
-        found[name] = [counts[GATHER], counts[SCATTER]]
+        found[name] = [calls.seen["c10d::_allgather_base_"], calls.seen["c10d::_reduce_scatter_base_"]]
     return found
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.seen[operator.name()] += 1
+        return operator(*arguments, **(named or {}))
 
 
 def meshes_for(folder: Path, cases: list[Case], world_size: int) -> dict[str, Any]:
