@@ -23,7 +23,7 @@ DIMS = ("replicate", "shard", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The groups of ranks that this rank is in."""
+    """The groups of ranks that this rank is in; as a whole it answers what a mesh of one dimension does."""
 
     group: dist.ProcessGroup
     """All ranks that train the model."""
@@ -40,20 +40,19 @@ class Meshes:
         group = mesh.get_group()
         return cls(group, group, mesh)
 
-    @property
-    def rank(self) -> int:
-        """Among all ranks."""
+    def get_group(self) -> dist.ProcessGroup:
+        return self.group
+
+    def get_local_rank(self) -> int:
         return dist.get_rank(self.group)
 
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
+    def size(self) -> int:
         return dist.get_world_size(self.group)
 
     @property
     def replicas(self) -> int:
         """Copies of the model."""
-        return self.world_size // dist.get_world_size(self.replica)
+        return self.size() // dist.get_world_size(self.replica)
 
     @property
     def tensor_ranks(self) -> int:
@@ -71,7 +70,7 @@ class Meshes:
     @property
     def in_first_replica(self) -> bool:
         """Whether this rank is of the copy that is digested, published and written."""
-        return self.rank < dist.get_world_size(self.replica)
+        return self.get_local_rank() < dist.get_world_size(self.replica)
 
 
 def make_meshes(sizes: Mesh, device: torch.device, timeout: timedelta) -> Meshes | DeviceMesh:

@@ -6,6 +6,7 @@ learner/policy/meshes.py names the others. Gradients are summed over ranks, not 
 the tokens of the whole batch.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
@@ -106,18 +107,11 @@ class Policy:
         self.vocab_size = int(model.transformer.config.vocab_size)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.mesh, self.meshes = mesh, meshes_of(mesh)
-        self.group = self.meshes.group
+        self.group = mesh.get_group()
         """All ranks, with the copies of a model that is replicated."""
-        self.rank, self.world_size = self.meshes.rank, self.meshes.world_size
+        self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.leads = self.meshes.leads
         """Whether this rank speaks for those that compute the same rows."""
-        known = self.named_parameters()
-        self._places = {name: (p.device_mesh, p.placements) for name, p in known if isinstance(p, DTensor)}
-        shards = self.shards()
-        self._counts = [shard.counts for shard in shards]
-        """By parameter: whether this rank's block is the one of all copies that counts."""
-        self._repeated = [shard.split is None and self.meshes.tensor_ranks > 1 for shard in shards]
-        """By parameter: whether each tensor rank has a copy."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
 
@@ -149,11 +143,16 @@ class Policy:
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        mesh, placements = self._places[shard.name]
+        mesh, placements = self._placements[shard.name]
         # not from_local, which would move what lies in host memory to the mesh's device
         whole = torch.empty(shard.shape, device="meta")
         spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), shard.local.dtype))
         return DTensor(shard.local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def _placements(self) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
+        """By parameter: on which mesh it lies, and how."""
+        return {name: (p.device_mesh, p.placements) for name, p in self.named_parameters() if isinstance(p, DTensor)}
 
     def prepare_row(self, *, last: bool) -> None:
         """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
@@ -185,8 +184,8 @@ class Policy:
         """
         if self.meshes.tensor is None:
             return
-        pairs = zip(self.local_gradients(), self._repeated, strict=True)
-        repeated = [gradient for gradient, is_so in pairs if is_so]
+        pairs = zip(self.local_gradients(), self.shards(), strict=True)
+        repeated = [gradient for gradient, shard in pairs if shard.split is None]
         flat = torch.cat([gradient.flatten() for gradient in repeated])
         dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
         parts = torch.split(flat, [gradient.numel() for gradient in repeated])
@@ -195,8 +194,8 @@ class Policy:
 
     def squared_gradient(self) -> torch.Tensor:
         """This rank's term of the squared norm of the gradient, 0-dim float64: over ranks they add up to it."""
-        gradients = self.local_gradients()
-        counted = [gradient for gradient, counts in zip(gradients, self._counts, strict=True) if counts]
+        pairs = zip(self.local_gradients(), self.shards(), strict=True)
+        counted = [gradient for gradient, shard in pairs if shard.counts]
         if not counted:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.nn.utils.get_total_norm(counted).double().square()
@@ -248,37 +247,39 @@ def build_policy(
     Raises:
         PolicyError: the folder, its weights or its model family cannot be trained.
     """
+    folder = Path(config.model.path)
+    model_config = read_config(folder)
+    files = weight_files(folder)
+    policy = shaped_policy(config, mesh, device, budget or _budget(config, model_config, mesh, device))
+    fill(policy.shards(), files, folder)
+    return policy
+
+
+def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> Policy:
+    """The policy of model.path's config.json in memory without values. Raises PolicyError."""
     folder, meshes = Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
     if problem := problem_with(config.learner.mesh, model_config.to_dict()):
         raise PolicyError(problem)
-    files = weight_files(folder)
-    budget = budget or _budget(config, model_config, meshes, device)
     kernel = attention.choose(config.learner, model_config, device)
     divided = Context(meshes.context, kernel) if meshes.context is not None else None
     model = TokenModel(build_empty(model_config, context.NAME if divided else kernel), divided)
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
-    prepare(
-        model.transformer.model.layers,
-        budget.recompute,
-        compiled=config.learner.compile,
-        offloaded=config.learner.offload_activations,
-    )
+    layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
+    prepare(layers, budget.recompute, compiled=config.learner.compile, offloaded=offloaded)
     _shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
-    policy = Policy(model, folder, mesh, device, budget)
-    fill(policy.shards(), files, folder)
-    return policy
+    return Policy(model, folder, mesh, device, budget)
 
 
-def _budget(config: Config, model_config: Any, meshes: Meshes, device: torch.device) -> Budget:
+def _budget(config: Config, model_config: Any, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
     """The same on all ranks: by the least memory that any of them has free."""
     available = None
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         least = torch.tensor(free, device=device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=meshes.group)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
         available = usable(int(least))
     return choose(Setup.of(config, model_config.to_dict()), available)
 
