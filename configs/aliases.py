@@ -26,6 +26,11 @@ rollout.sglang.mem_fraction_static | gpu_memory_utilization | - | - | - | -
 rollout.max_running               | max_num_seqs | - | - | - | -
 learner.max_tokens_per_microbatch | ppo_max_token_len_per_gpu | --max-tokens-per-gpu | - | max_tokens_per_mb | -
 learner.recompute                 | enable_gradient_checkpointing | - | - | - | gradient_checkpointing
+learner.mesh.replicate            | - | - | model.dp_replicate | - | -
+learner.mesh.tensor               | actor.megatron.tensor_model_parallel_size | - | model.tp | - | -
+learner.mesh.context              | ulysses_sequence_parallel_size | --context-parallel-size | model.cp | - | -
+learner.offload_optimizer         | fsdp_config.optimizer_offload | --optimizer-cpu-offload | optim_cpu_offload | - | -
+learner.offload_activations       | enable_activation_offload | - | ac_offloading | - | -
 algorithm.clip_low                | clip_ratio_low | --eps-clip | - | - | epsilon
 algorithm.clip_high               | clip_ratio_high | --eps-clip-high | - | - | epsilon_high
 learner.max_grad_norm             | grad_clip | - | - | - | -

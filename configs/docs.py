@@ -5,10 +5,11 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.aliases import FRAMEWORKS, ROWS
@@ -47,8 +48,8 @@ def page() -> str:
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
         rows = [
-            (f"`{name}.{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
-            for key, one in section.model_fields.items()
+            (f"`{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
+            for key, one in leaf_fields(section, f"{name}.")
         ]
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
         parts += [table(("key", "type", "default", "meaning"), rows)]
@@ -60,6 +61,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
     return f"{top}|{'---|' * len(head)}\n{''.join(rest)}"
+
+
+def leaf_fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    """(dotted key, field) of a section, those of sections inside of it in their place."""
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaf_fields(kind, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", field
 
 
 def type_text(field: FieldInfo) -> str:

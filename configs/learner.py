@@ -7,6 +7,25 @@ from pydantic import Field, field_validator
 from configs.base import Section
 
 
+class Mesh(Section):
+    """How learner ranks share the model. Their number over the product of these shards parameters (FSDP2)."""
+
+    replicate: int = Field(default=1, ge=1)
+    """Copies of the sharded model, whose gradients are added up (HSDP): less traffic between nodes, more memory."""
+    tensor: int = Field(default=1, ge=1)
+    """Ranks of one node that divide heads, the MLP and the vocabulary among them, and compute the same rows."""
+    context: int = Field(default=1, ge=1)
+    """Ranks that divide the tokens of a row among them, for trajectories that are too long for one."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that compute the same rows together."""
+        return self.tensor * self.context
+
+    def __str__(self) -> str:
+        return f"replicate {self.replicate} × tensor {self.tensor} × context {self.context}"
+
+
 class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
@@ -28,9 +47,11 @@ class LearnerSettings(Section):
     """Global gradient norm clip."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
     """Padded tokens that one rank holds in one forward."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    mesh: Mesh = Mesh()
+    """What ranks do beside sharding (docs/howto/parallelism.md)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
-    reductions stay float32."""
+    reductions stay float32. In `float16` the loss is scaled, for GPUs without bfloat16."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
@@ -39,6 +60,12 @@ class LearnerSettings(Section):
     input only, for about a quarter more time; `auto` is the fastest that fits into the GPU's memory."""
     compile: bool = False
     """Compile each decoder layer, once for rows of any length: faster steps, a first step of half a minute."""
+
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in pinned host memory, 8 bytes a parameter of a rank: the same numbers, and a copy each way
+    in every step."""
+    offload_activations: bool = False
+    """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -26,6 +26,8 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.transport", "disk", "collective", STAGED),
     ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
 )
+OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
+"""Compiled code saves weights among its inputs, which would travel as well."""
 """(key, value, what works everywhere, what this value needs of other keys)"""
 
 
@@ -76,8 +78,18 @@ class Config(Section):
 
     @property
     def num_learner_ranks(self) -> int:
-        """Data-parallel ranks of the learner over all nodes."""
+        """Ranks of the learner over all nodes, one a device."""
         return sum(len(share.learner) for share in self.shares)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Parts of a batch: learner ranks, those that compute the same rows together (learner.mesh) counted once."""
+        return self.num_learner_ranks // self.learner.mesh.model_ranks
+
+    @property
+    def max_tokens_per_row(self) -> int:
+        """Tokens of a microbatch, of which each context rank holds its share."""
+        return self.learner.max_tokens_per_microbatch * self.learner.mesh.context
 
     @property
     def num_rollout_devices(self) -> int:
@@ -110,12 +122,14 @@ class Config(Section):
 
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
-        rollout, ranks = self.rollout, self.num_learner_ranks
+        rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.model_ranks
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
+        many = "s" if ranks > 1 else ""
+        parts = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
-            f" a step → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
-            f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
+            f" a step → {per_rank} on each of {ranks} {parts}, microbatches of at most"
+            f" {self.max_tokens_per_row} tokens; lag ≤ {self.replay.async_lag} → at most"
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
@@ -144,8 +158,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _mesh_fits_the_ranks(self) -> "Config":
+        mesh, ranks = self.learner.mesh, self.num_learner_ranks
+        if ranks % (mesh.replicate * mesh.model_ranks):
+            raise ValueError(
+                f"learner.mesh: {mesh} = {mesh.replicate * mesh.model_ranks} does not divide the {ranks} learner"
+                f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
+                f" {mesh.replicate * mesh.model_ranks} devices"
+            )
+        for share in self.shares:
+            if len(share.learner) % mesh.tensor:
+                raise ValueError(
+                    f"learner.mesh.tensor: {mesh.tensor} ranks that compute each layer together must be of one node,"
+                    f" and {share.node} has {len(share.learner)} learner devices; give it a multiple of {mesh.tensor}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_large_enough(self) -> "Config":
-        total, ranks = self.trajectories_per_step, self.num_learner_ranks
+        total, ranks = self.trajectories_per_step, self.num_data_ranks
         if total < ranks:
             raise ValueError(
                 f"rollout.groups_per_step: {self.rollout.groups_per_step} groups × rollout.group_size"
@@ -159,12 +190,23 @@ class Config(Section):
                 " such as 8"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.learner.max_tokens_per_microbatch:
+        if longest > self.max_tokens_per_row:
+            context = self.learner.mesh.context
+            of = f" × learner.mesh.context {context}" if context > 1 else ""
             raise ValueError(
-                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch} is less than one"
+                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch}{of} is less than one"
                 f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
-                f" raise it to {longest} or more"
+                f" raise it to {-(-longest // context)} or more"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _activations_can_travel(self) -> "Config":
+        found = {f"learner.{name}": value for name, value in self.learner}
+        for key, possible in OFFLOAD_NEEDS.items() if self.learner.offload_activations else ():
+            if found[key] not in possible:
+                way_out = str(possible[0]).lower()
+                raise ValueError(f"learner.offload_activations: true with {key} {found[key]!r}; take {key}={way_out}")
         return self
 
     @model_validator(mode="after")

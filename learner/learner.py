@@ -19,6 +19,7 @@ from learner.report import evaluation
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
+from learner.step import OVERFLOW
 from learner.trainer import Trainer, Update
 from learner.weights import WeightPublisher
 from replay import messages as m
@@ -117,7 +118,8 @@ class Learner:
             if said := self.policy.when_exhausted(error, self.config):
                 raise OutOfMemory(said) from error
             raise
-        self.rollouts.write_if_due(batch, update.advantages)
+        if self.policy.leads:
+            self.rollouts.write_if_due(batch, update.advantages)
         if update.reason:
             log.warning("step %d was not applied: %s", batch.step, update.reason)
         return update
@@ -161,7 +163,8 @@ class Learner:
             self.metrics.log(step, values)
             self.batches.drain()
             self._record_evaluations()
-        self.health_checks.check(step, update.values, applied=update.applied, has_advantage=update.has_advantage)
+        applied = update.applied or update.reason == OVERFLOW  # which cures itself, until the scale is 1
+        self.health_checks.check(step, update.values, applied=applied, has_advantage=update.has_advantage)
 
     def checkpoint_if_due(self, batch: Batch) -> None:
         """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""

@@ -1,6 +1,10 @@
-"""AdamW over the sharded float32 parameters, and the learning rate of each step."""
+"""AdamW over the sharded float32 parameters, the learning rate of each step, and the scale of a float16 loss."""
 
 import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,6 +15,10 @@ from learner.policy.sharding import Shard
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
+OFFLOADED_BYTES = 256 * 1024 * 1024
+"""Parameters whose moments come from host memory together."""
+FIRST_SCALE, GROW_AFTER = 2.0**16, 500
+"""Of the loss; torch.amp.GradScaler doubles after 2,000 steps, which are more than most runs here have."""
 
 
 def lr_at(step: int, config: LearnerSettings) -> float:
@@ -31,16 +39,53 @@ def lr_at(step: int, config: LearnerSettings) -> float:
     return config.lr * (1 - (1 - FINAL_SHARE) * fall)
 
 
+class LossScale:
+    """Factor of a float16 loss, without which small gradients would be rounded to 0; 1 in other dtypes.
+
+    Dynamic, as in Micikevicius et al. 2018 (arXiv 1710.03740) and torch.amp.GradScaler: a gradient that is not finite
+    halves it, and its step is left out; GROW_AFTER good steps in a row double it.
+    """
+
+    def __init__(self, *, is_dynamic: bool) -> None:
+        self.is_dynamic = is_dynamic
+        self.value = FIRST_SCALE if is_dynamic else 1.0
+        self._good_steps = 0
+
+    def grow(self) -> None:
+        """After a step that was applied."""
+        self._good_steps += 1
+        if self.is_dynamic and self._good_steps == GROW_AFTER:
+            self.value, self._good_steps = 2 * self.value, 0
+
+    def shrink(self) -> bool:
+        """After a gradient that was not finite; whether the scale may have been the reason."""
+        if self.value <= 1:
+            return False
+        self.value, self._good_steps = self.value / 2, 0
+        return True
+
+    def state(self) -> list[float] | None:
+        """For a checkpoint; none where it never changes."""
+        return [self.value, self._good_steps] if self.is_dynamic else None
+
+    def load(self, state: list[float] | None) -> None:
+        """Go on from that of a checkpoint, if it was written in float16 as well."""
+        if self.is_dynamic and state is not None:
+            self.value, self._good_steps = float(state[0]), int(state[1])
+
+
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter, with fresh moments.
 
     It is elementwise, so it runs on the local rows as plain tensors: the same numbers as on DTensors, without
     their dispatch. The moments exist from the start, so that a checkpoint of any step has the same layout.
-    Weight decay, 0 by default, applies to every parameter.
+    Weight decay, 0 by default, applies to every parameter. With learner.offload_optimizer the moments lie in host
+    memory and come to the device for their update, a span of parameters at a time: the same kernel, the same bits.
     """
 
     def __init__(self, config: LearnerSettings, policy: Policy) -> None:
         self._policy = policy
+        self.scale = LossScale(is_dynamic=config.compute_dtype == "float16")
         self.masters = [shard.local for shard in policy.shards()]
         self.adamw = torch.optim.AdamW(
             self.masters,
@@ -50,8 +95,11 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        self._spans = list(_spans(self.masters)) if config.offload_optimizer else [self.masters]
+        pinned = config.offload_optimizer and policy.device.type == "cuda"
+        home: dict[str, Any] = {"device": "cpu", "pin_memory": pinned} if config.offload_optimizer else {}
         for master in self.masters:
-            moments = {kind: torch.zeros_like(master) for kind in MOMENTS}
+            moments = {kind: torch.zeros_like(master, **home) for kind in MOMENTS}
             self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
 
     @property
@@ -67,7 +115,7 @@ class Optimizer:
     def moments(self, kind: str) -> list[Shard]:
         """This rank's rows of a moment of each parameter (one of MOMENTS), sharing memory."""
         return [
-            Shard(shard.name, shard.shape, self.adamw.state[master][kind], shard.first_row)
+            replace(shard, local=self.adamw.state[master][kind])
             for shard, master in zip(self._policy.shards(), self.masters, strict=True)
         ]
 
@@ -75,7 +123,38 @@ class Optimizer:
         """Apply the gradients that the policy holds, at this learning rate."""
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        for master, gradient in zip(self.masters, self._policy.local_gradients(), strict=True):
-            master.grad = gradient
-        self.adamw.step()
-        self.adamw.zero_grad()
+        gradients = dict(zip(self.masters, self._policy.local_gradients(), strict=True))
+        for span in self._spans:
+            for master in span:
+                master.grad = gradients[master]
+            with _on_device(span, self.adamw.state):
+                self.adamw.step()
+            self.adamw.zero_grad()
+
+
+def _spans(masters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut into consecutive spans of at most OFFLOADED_BYTES, each of at least one."""
+    span: list[torch.Tensor] = []
+    for master in masters:
+        if span and sum(other.nbytes for other in (*span, master)) > OFFLOADED_BYTES:
+            yield span
+            span = []
+        span.append(master)
+    yield span
+
+
+@contextmanager
+def _on_device(span: list[torch.Tensor], state: Mapping[torch.Tensor, dict[str, torch.Tensor]]) -> Iterator[None]:
+    """The moments where their masters are; those that live elsewhere are copied there and back."""
+    places = [
+        (state[master], kind) for master in span for kind in MOMENTS if state[master][kind].device != master.device
+    ]
+    homes = [of[kind] for of, kind in places]
+    for of, kind in places:
+        of[kind] = of[kind].to(of["step"].device, non_blocking=True)
+    yield
+    for (of, kind), home in zip(places, homes, strict=True):
+        home.copy_(of[kind], non_blocking=True)
+        of[kind] = home
+    if homes:
+        torch.cuda.current_stream().synchronize()  # the host reads them when a checkpoint is written

@@ -12,9 +12,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
+from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
 from weight_bus.transports import set_nccl_defaults
 
@@ -25,12 +26,12 @@ class RanksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank, world size, device and the mesh that FSDP2 shards over."""
+    """Rank, world size, device and the mesh that the model is divided over."""
 
     rank: int
     world_size: int
     device: torch.device
-    mesh: DeviceMesh
+    mesh: DeviceMesh | Meshes
 
     def agree(self, *values: int) -> list[int]:
         """Rank 0's values, broadcast to all ranks (a collective)."""
@@ -67,12 +68,13 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     bind_collectives(os.environ, config.network.host)
     for name, default in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, default)
+    timeout = timedelta(seconds=config.learner.batch_deadline_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=config.learner.batch_deadline_s),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    yield Ranks(rank, world_size, device, init_device_mesh(device.type, (world_size,)))
+    yield Ranks(rank, world_size, device, make_meshes(config.learner.mesh, device, timeout))
     # Only after a good run: with a peer inside a collective this would wait for it.
     dist.destroy_process_group()
 

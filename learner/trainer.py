@@ -96,7 +96,12 @@ class Trainer:
         with self._span("gradients"):
             temperature = self.config.rollout.temperature
             sums = accumulate_gradients(
-                self.policy, work.rows, self.objective, temperature=temperature, global_tokens=work.global_tokens
+                self.policy,
+                work.rows,
+                self.objective,
+                temperature=temperature,
+                global_tokens=work.global_tokens,
+                loss_scale=self.optimizer.scale.value,
             )
         with self._span("apply"):
             lr = lr_at(batch.step, learner)

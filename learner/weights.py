@@ -55,7 +55,9 @@ class WeightPublisher:
         """
         self._is_out = True
         dtype = DTYPES[self.config.rollout.dtype]
-        tensors = gather_pieces(self.policy.shards(), dtype, self.policy.group)
+        if not self.policy.meshes.in_first_replica:
+            return  # those that hold rank 0's copy gather it
+        tensors = gather_pieces(self.policy.shards(), dtype, self.policy.meshes.replica)
         if self._publisher is None:
             for _ in tensors:
                 pass  # in the collectives, but nothing is put together here

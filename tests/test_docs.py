@@ -140,7 +140,8 @@ def test_files_and_tests_that_are_named_exist():
 def test_keys_that_are_named_exist():
     sections, unknown = "|".join(Config.model_fields), []
     modules = [path.relative_to(ROOT).with_suffix("") for package in PACKAGES for path in (ROOT / package).rglob("*")]
-    known = {*leaf_keys(), *(".".join(module.parts) for module in modules)}
+    blocks = {key.rpartition(".")[0] for key in leaf_keys()}
+    known = {*leaf_keys(), *blocks, *(".".join(module.parts) for module in modules)}
     for page in PAGES:
         # the table of names holds those of other systems in all columns but the first
         text, _, foreign = prose(page).partition("\n## Names of other frameworks\n")

@@ -119,6 +119,7 @@ class Checkpointer:
                 why = f"{_unreadable(folder, error)}; {_remedy(folder)}"
                 raise CheckpointError(f"checkpoint {folder}: {why}") from error
         optimizer.set_steps(state["optimizer_steps"])
+        optimizer.scale.load(state.get("loss_scale"))
         found = _describe(policy, optimizer)
         for key in ("parameter_digest", "optimizer_digest"):
             if found[key] != state[key]:
@@ -185,6 +186,7 @@ def _describe(policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
         "parameter_digest": policy.parameter_digest(),
         "optimizer_digest": combined(digests(moments, torch.float32, policy.group)),
         "optimizer_steps": optimizer.num_steps,
+        "loss_scale": optimizer.scale.state(),
         "layout": [[name, list(shape)] for name, _, shape in policy.layout("float32")],
         "packages": {name: version(name) for name in PACKAGES},
     }

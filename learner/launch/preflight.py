@@ -16,6 +16,7 @@ from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_loss, problem_with_reward
 from learner.launch.terminal import say
+from learner.policy.divisibility import problem_with
 from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
 
@@ -69,8 +70,8 @@ def check_input(config: Config) -> None:
     """Model folder and data files.
 
     Raises:
-        ConfigError: model folder missing, weights cut short, too few positions, or of a data file no prompt can be
-            rendered or none fits.
+        ConfigError: model folder missing, weights cut short, too few positions, sizes that learner.mesh does not
+            divide, or of a data file no prompt can be rendered or none fits.
         FingerprintError: a file of the model folder is missing or broken.
         DataError: a data file is missing or has a broken row (among the first 50,000).
     """
@@ -89,7 +90,10 @@ def check_input(config: Config) -> None:
     for file in weights:
         _check_safetensors(file)
     model_fingerprint(config.model.path, config.model.chat_template)
-    limit = read_json(folder / "config.json").get("max_position_embeddings")
+    model = read_json(folder / "config.json")
+    if problem := problem_with(config.learner.mesh, model):
+        raise ConfigError(problem)
+    limit = model.get("max_position_embeddings")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     if isinstance(limit, int) and prompt + answer > limit:
         raise ConfigError(

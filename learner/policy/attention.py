@@ -52,8 +52,8 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
     """Why torch's kernel cannot be used, or an empty string."""
     if device.type != "cuda":
         return f"the kernel needs CUDA, the learner runs on {device.type}"
-    if compute_dtype != "bfloat16":
-        return f"the kernel needs learner.compute_dtype 'bfloat16', it is {compute_dtype!r}"
+    if compute_dtype not in ("bfloat16", "float16"):
+        return f"the kernel needs learner.compute_dtype 'bfloat16' or 'float16', it is {compute_dtype!r}"
     if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
         return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
     if torch.cuda.get_device_capability(device) < (8, 0):

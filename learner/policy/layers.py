@@ -8,13 +8,13 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from learner.policy.memory import Recompute
 
 RECOMPUTED = "_checkpoint_wrapped_module."
-"""What recomputing adds to the names of parameters."""
+"""What recomputing and offloading each add to the names of parameters."""
 
 KEPT = (
     "aten::mm",
@@ -30,10 +30,11 @@ KEPT = (
 between them, norms, rotations and gates, costs memory instead and is run again."""
 
 
-def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool) -> None:
+def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool, offloaded: bool = False) -> None:
     """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept.
 
-    Compiled code takes rows of any length: nothing is filled up, and nothing compiles again.
+    Compiled code takes rows of any length: nothing is filled up, and nothing compiles again. `offloaded` layers, which
+    are recomputed, wait for that with their inputs in pinned host memory.
     """
     options: dict[str, Any] = {"preserve_rng_state": False}
     if recompute == "selective":
@@ -43,6 +44,8 @@ def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool
             layer = layers[number] = checkpoint_wrapper(layer, **options)
         if compiled:
             layer.compile(dynamic=True)
+        if offloaded:
+            layers[number] = offload_wrapper(layer)
 
 
 def _policy(_: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

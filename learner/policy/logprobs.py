@@ -4,6 +4,9 @@ The logits are the largest tensor of a step: tokens × vocabulary. Forward and b
 the memory of the output head does not depend on tokens times vocabulary. A product of 16-bit matrices is accumulated
 and kept in float32: rounding logits of 30 to bfloat16 moves them by up to 0.06.
 
+Where tensor ranks hold a part of the vocabulary each, three numbers a token are exchanged once for all chunks, and the
+gradient of the hidden states is summed.
+
 On CUDA a Triton kernel (learner/policy/vocabulary.py) reads each chunk once for maximum, sum and entropy together;
 elsewhere plain torch does the same.
 """
@@ -11,6 +14,7 @@ elsewhere plain torch does the same.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_BYTES = 1024**3
@@ -21,19 +25,25 @@ TILE = 256
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        owner, mine = _located(targets, len(weight), group)
         for part in _chunks(targets, weight):
             logits = _logits(hidden[part], weight)
-            logprobs[part], entropy[part], normalizer[part] = _statistics(logits, targets[part], temperature)
-        ctx.save_for_backward(hidden, weight, targets, entropy, normalizer)
-        ctx.temperature = temperature
+            found = _statistics(logits, mine[part].clamp(min=0), temperature)
+            logprobs[part], entropy[part], normalizer[part] = found
+        if group is not None and len(targets):
+            logprobs, entropy, normalizer = _joined(logprobs, entropy, normalizer, owner, group)
+        ctx.save_for_backward(hidden, weight, mine, entropy, normalizer)
+        ctx.temperature, ctx.group = temperature, group
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
         hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # sums over chunks in float32: in 16 bit each addition would round
@@ -45,7 +55,36 @@ class _Logprobs(torch.autograd.Function):
             grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[part])
             _add_product(weight_grad, grad.T, hidden[part])
-        return hidden_grad, weight_grad.to(weight.dtype), None, None
+        if ctx.group is not None and len(targets):
+            dist.all_reduce(hidden_grad, group=ctx.group)
+        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+
+
+def _located(targets: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """[n] the rank that holds the row of each target, and the row if it is of this rank, else -1."""
+    if group is None:
+        return targets, targets
+    owner = targets // rows
+    return owner, torch.where(owner == dist.get_rank(group), targets - owner * rows, -1)
+
+
+def _joined(
+    logprobs: Tensor, entropy: Tensor, normalizer: Tensor, owner: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logprobs, entropies and log-sum-exps over the whole vocabulary, from those over the part of each rank.
+
+    With z_r and H_r over part r, z = logsumexp(z_r) and the part's share of the probability s_r = exp(z_r - z):
+    logprob = logprob_r + log s_r of the part that holds the target; entropy = sum s_r (H_r - log s_r).
+    """
+    own = torch.stack([logprobs, entropy, normalizer])
+    ranks = dist.get_world_size(group)
+    found = own.new_empty(ranks * 3, own.shape[1])
+    dist.all_gather_into_tensor(found, own, group=group)
+    by_rank, entropies, normalizers = found.view(ranks, 3, -1).unbind(1)
+    whole = normalizers.logsumexp(0)
+    shares = normalizers - whole
+    joined = (by_rank + shares).gather(0, owner[None]).sum(0)  # of one term: FSDP wants no view from its units
+    return joined, (shares.exp() * (entropies - shares)).sum(0), whole
 
 
 def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:
@@ -92,7 +131,7 @@ def _gradient(
 ) -> Tensor:
     """Gradient of the logits in `dtype`.
 
-    With p of logits / temperature, and up to the factor 1 / temperature:
+    A target of -1 is of another rank. With p of logits / temperature, and up to the factor 1 / temperature:
     d logprob / d logit_v = [v is the target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
     if logits.is_cuda:
@@ -107,11 +146,13 @@ def _gradient(
         grad -= (of_entropy[:, None] * p).mul_(log_p.add_(entropy[:, None]))
     if of_logprobs is not None:
         grad -= of_logprobs[:, None] * p
-        grad.scatter_add_(1, targets[:, None], of_logprobs[:, None])
+        grad.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, of_logprobs, 0.0)[:, None])
     return (grad / temperature).to(dtype)
 
 
-def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
     """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
     Args:
@@ -119,9 +160,10 @@ def head_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: 
         weight: [V, H] of the output head, in the dtype of `hidden`; the head has no bias.
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
+        group: ranks that hold V rows each of the vocabulary, in order; with it this is a collective.
 
     Returns:
         Two [n] float32 tensors, with gradients to `hidden` and `weight`.
     """
-    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature, group)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -29,6 +29,8 @@ EAGER = 1.6
 """Activations without the compiler, over those with it: what it fuses is never written."""
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
+MOMENT_SPAN_BYTES = 512 * 1024**2
+"""Parameters whose moments are on the device at once where they live in host memory, largest tensors included."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
 REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 """Slowdown of a step, roughly: what the choice is ordered by."""
@@ -65,6 +67,16 @@ class Sizes:
             key_value=2 * int(config.get("num_key_value_heads") or heads) * dim,
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings")),
+        )
+
+    def over(self, ranks: int) -> "Sizes":
+        """What each of so many tensor ranks computes: hidden states are whole on all of them."""
+        return replace(
+            self,
+            query=self.query // ranks,
+            key_value=self.key_value // ranks,
+            intermediate=self.intermediate // ranks,
+            vocabulary=self.vocabulary // ranks,
         )
 
     @property
@@ -143,10 +155,11 @@ class Setup:
     """What decides how much a rank needs."""
 
     sizes: Sizes
+    """Of the whole model."""
     learner: LearnerSettings
-    """Its microbatch, `compile` and, where it is not `auto`, `recompute` are taken as given."""
+    """Its microbatch, `mesh`, `compile` and, where it is not `auto`, `recompute` are taken as given."""
     num_ranks: int
-    """Ranks that share the model."""
+    """Ranks that share the model: all but those of other copies."""
     compute_bytes: int = 2
     """Of an element of learner.compute_dtype."""
     wire_bytes: int = 0
@@ -157,14 +170,14 @@ class Setup:
     @classmethod
     def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
         """Of a configuration with every `auto` resolved, and config.json."""
-        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
+        bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
         # changes are made where the versions lie, which takes a GPU; direct updates are read from there
         may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
         return cls(
             sizes=Sizes.of(model),
             learner=config.learner,
-            num_ranks=config.num_learner_ranks,
+            num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
@@ -245,6 +258,8 @@ def _ways(setup: Setup) -> Iterator[Budget]:
     for level, keeps, whole, packs in itertools.product(levels, both, both, both):
         if setup.learner.recompute not in ("auto", level) or not (whole or setup.num_ranks > 1):
             continue
+        if setup.learner.offload_activations and level != "full":
+            continue
         if packs or setup.staged_bytes:
             yield Budget(level, keeps, whole, packs)
 
@@ -255,13 +270,16 @@ def _cost(way: Budget) -> float:
 
 
 def _items(setup: Setup, way: Budget) -> dict[str, int]:
-    sizes, compute_bytes = setup.sizes, setup.compute_bytes
-    mine = -(-sizes.parameters // setup.num_ranks)
+    tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
+    sizes = setup.sizes.over(tensor)
+    mine = -(-sizes.parameters * tensor // setup.num_ranks)
     largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
     per_token = activation_bytes(sizes, way.recompute, compiled=setup.learner.compile, element_bytes=compute_bytes)
+    if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
+        per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
     items = {
         "float32 weights": 4 * mine,
-        "AdamW state": 8 * mine,
+        "AdamW state": 2 * min(4 * mine, MOMENT_SPAN_BYTES) if setup.learner.offload_optimizer else 8 * mine,
         "gradients": 4 * (sizes.parameters if way.whole_gradients else mine + largest_unit),
         "gathered weights": compute_bytes * (sizes.parameters if way.keeps_gathered else 2 * largest_unit),
         "activations": per_token * setup.learner.max_tokens_per_microbatch,
@@ -269,7 +287,7 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
         "output head": HEAD_BYTES + (4 + compute_bytes) * sizes.embedding_parameters,
     }
     if setup.wire_bytes:
-        packed = 2 * setup.wire_bytes * sizes.parameters
+        packed = 2 * setup.wire_bytes * setup.sizes.parameters
         items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes
     return items
 

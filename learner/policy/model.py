@@ -1,10 +1,12 @@
 """The policy in training: a Hugging Face model sharded by FSDP2, with float32 master weights.
 
 Each decoder layer is one FSDP unit, and so are embedding and output head where they share no weights; the rest belongs
-to the root. The mesh has one dimension (also of size 1, so that one rank runs the same code as many). Gradients are
-summed over ranks, not averaged: the loss is already divided by the tokens of the whole batch.
+to the root. Most runs have a mesh of one dimension (also of size 1, so that one rank runs the same code as many);
+learner/policy/meshes.py names the others. Gradients are summed over ranks, not averaged: the loss is already divided by
+the tokens of the whole batch.
 """
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
-from learner.policy import attention
+from learner.policy import attention, context
+from learner.policy.context import Context
+from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
-from learner.policy.pretrained import allocate, build_empty, fill, read_config, weight_files
+from learner.policy.meshes import Meshes
+from learner.policy.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
+from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
 from weight_bus.digest import Digester, combined
 
@@ -33,10 +39,12 @@ class Head(torch.nn.Module):
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
+        self.vocabulary: dist.ProcessGroup | None = None
+        """Tensor ranks, each with its part of the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
         """See `head_logprobs`."""
-        return head_logprobs(hidden, self.weight, targets, temperature)
+        return head_logprobs(hidden, local_weight(self.weight), targets, temperature, self.vocabulary)
 
 
 class TokenModel(torch.nn.Module):
@@ -44,13 +52,16 @@ class TokenModel(torch.nn.Module):
 
     PREFIX = "transformer."
 
-    def __init__(self, transformer: Any) -> None:
+    def __init__(self, transformer: Any, context: Context | None = None) -> None:
         super().__init__()
         self.transformer = transformer
+        self.context = context
         transformer.lm_head = Head(transformer.lm_head.weight)
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""
+        if self.context is not None:
+            return self._forward_part(row, temperature, self.context)
         hidden = self.transformer.model(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
@@ -59,11 +70,35 @@ class TokenModel(torch.nn.Module):
         ).last_hidden_state
         return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature)  # type: ignore[no-any-return]
 
+    def _forward_part(self, row: Row, temperature: float, context: Context) -> tuple[Any, Any]:
+        """The same of a row that context ranks divide; all of them get all n."""
+        total = row.input_ids.shape[1]
+        own = context.own(row.kept, total)
+        hidden = self.transformer.model(
+            input_ids=context.part_of(row.input_ids),
+            position_ids=context.part_of(row.position_ids),
+            use_cache=False,
+            context=context,
+            row_tokens=total,
+            **attention.arguments(row.starts, row.longest),
+        ).last_hidden_state
+        places = row.kept[own] - context.rank * context.stretch(total)
+        found = self.transformer.lm_head(hidden[0, places], row.targets[own], temperature)
+        logprobs, entropy = context.join(torch.stack(found), own, len(row.kept))
+        return logprobs.clone(), entropy.clone()  # FSDP wants no views from its units
+
 
 class Policy:
     """Weights, forward and gather. All ranks call collective methods, in one order."""
 
-    def __init__(self, model: TokenModel, source: Path, mesh: DeviceMesh, device: torch.device, budget: Budget) -> None:
+    def __init__(
+        self,
+        model: TokenModel,
+        source: Path,
+        mesh: DeviceMesh | Meshes,
+        device: torch.device,
+        budget: Budget,
+    ) -> None:
         self.model = model
         self.budget = budget
         self.source = source
@@ -71,9 +106,12 @@ class Policy:
         self.device = device
         self.vocab_size = int(model.transformer.config.vocab_size)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.mesh = mesh
+        self.mesh, self.meshes = mesh, meshes_of(mesh)
         self.group = mesh.get_group()
+        """All ranks, with the copies of a model that is replicated."""
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
+        self.leads = self.meshes.leads
+        """Whether this rank speaks for those that compute the same rows."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
 
@@ -100,15 +138,21 @@ class Policy:
             yield name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, ""), parameter
 
     def shards(self) -> list[Shard]:
-        """This rank's rows of each parameter, sharing memory."""
-        return [shard_of(name, p, self.rank, self.world_size) for name, p in self.named_parameters()]
+        """This rank's block of each parameter, sharing memory."""
+        return [shard_of(name, p, self.meshes) for name, p in self.named_parameters()]
 
     def as_global(self, shard: Shard) -> torch.Tensor:
         """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        stride = torch.empty(shard.shape, device="meta").stride()
-        return DTensor.from_local(
-            shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
-        )
+        mesh, placements = self._placements[shard.name]
+        # not from_local, which would move what lies in host memory to the mesh's device
+        whole = torch.empty(shard.shape, device="meta")
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), shard.local.dtype))
+        return DTensor(shard.local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    @functools.cached_property
+    def _placements(self) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
+        """By parameter: on which mesh it lies, and how."""
+        return {name: (p.device_mesh, p.placements) for name, p in self.named_parameters() if isinstance(p, DTensor)}
 
     def prepare_row(self, *, last: bool) -> None:
         """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
@@ -117,6 +161,8 @@ class Policy:
         """
         for unit in self._units:
             unit.set_requires_gradient_sync(last or not self.budget.whole_gradients, recurse=False)
+            if self.meshes.replicas > 1:
+                unit.set_requires_all_reduce(last, recurse=False)
             unit.set_reshard_after_backward(last or not self.budget.keeps_gathered, recurse=False)
 
     def local_gradients(self) -> list[torch.Tensor]:
@@ -129,6 +175,30 @@ class Policy:
         if missing := [name for name, gradient in gradients.items() if gradient is None]:
             raise RuntimeError(f"{missing[0]} has no gradient")
         return [local_of(gradient) for gradient in gradients.values() if gradient is not None]
+
+    def settle_gradients(self) -> None:
+        """Give tensor ranks the same gradients of what each of them has whole. A collective.
+
+        They compute the same, but a reduction over shards may add up in another order for each; the first rank's are
+        taken, so that copies stay equal to the bit.
+        """
+        if self.meshes.tensor is None:
+            return
+        pairs = zip(self.local_gradients(), self.shards(), strict=True)
+        repeated = [gradient for gradient, shard in pairs if shard.split is None]
+        flat = torch.cat([gradient.flatten() for gradient in repeated])
+        dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
+        parts = torch.split(flat, [gradient.numel() for gradient in repeated])
+        for gradient, part in zip(repeated, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+    def squared_gradient(self) -> torch.Tensor:
+        """This rank's term of the squared norm of the gradient, 0-dim float64: over ranks they add up to it."""
+        pairs = zip(self.local_gradients(), self.shards(), strict=True)
+        counted = [gradient for gradient, shard in pairs if shard.counts]
+        if not counted:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.nn.utils.get_total_norm(counted).double().square()
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -145,7 +215,7 @@ class Policy:
         With tied embeddings model.embed_tokens.weight is sent and lm_head.weight left out. Memory is bounded by
         learner.policy.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
         """
-        yield from gather(self.shards(), DTYPES[dtype], self.group)
+        yield from gather(self.shards(), DTYPES[dtype], self.meshes.replica)
 
     def shard_digests(self, dtype: str) -> dict[str, int]:
         """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective."""
@@ -161,8 +231,15 @@ class Policy:
         return combined(self.shard_digests("float32"))
 
 
-def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget | None = None) -> Policy:
-    """Load model.path onto the device and shard it over the one-dimensional mesh. A collective.
+def meshes_of(mesh: DeviceMesh | Meshes) -> Meshes:
+    """The groups of a mesh; one of a single dimension shards."""
+    return mesh if isinstance(mesh, Meshes) else Meshes.flat(mesh)
+
+
+def build_policy(
+    config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget | None = None
+) -> Policy:
+    """Load model.path onto the device and divide it over the mesh. A collective.
 
     Args:
         budget: how memory is spent; by default the fastest way that fits into what every rank has free.
@@ -178,18 +255,25 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget:
     return policy
 
 
-def shaped_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget) -> Policy:
+def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> Policy:
     """The policy of model.path's config.json in memory without values. Raises PolicyError."""
-    folder = Path(config.model.path)
+    folder, meshes = Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
-    prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
-    _shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
+    if problem := problem_with(config.learner.mesh, model_config.to_dict()):
+        raise PolicyError(problem)
+    kernel = attention.choose(config.learner, model_config, device)
+    divided = Context(meshes.context, kernel) if meshes.context is not None else None
+    model = TokenModel(build_empty(model_config, context.NAME if divided else kernel), divided)
+    if meshes.tensor is not None:
+        parallelize(model.transformer, meshes.tensor)
+    layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
+    prepare(layers, budget.recompute, compiled=config.learner.compile, offloaded=offloaded)
+    _shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     return Policy(model, folder, mesh, device, budget)
 
 
-def _budget(config: Config, model_config: Any, mesh: DeviceMesh, device: torch.device) -> Budget:
+def _budget(config: Config, model_config: Any, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
     """The same on all ranks: by the least memory that any of them has free."""
     available = None
     if device.type == "cuda":

@@ -116,7 +116,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> None:
-    """Copy the rows of each shard out of the files, casting to float32.
+    """Copy the block of each shard out of the files, casting to float32.
 
     Raises:
         PolicyError: a tensor is missing, has another shape or is too many, or a file is not readable.
@@ -149,6 +149,8 @@ def _copy_rows(shard: Shard, source: Any, path: Path) -> None:
     if not rows:
         return
     piece = max(1, COPY_BYTES * rows // (shard.local.numel() * shard.local.element_size()))
+    columns = slice(shard.first_column, shard.first_column + shard.local.shape[1]) if shard.split == 1 else None
     for first in range(0, rows, piece):
         last = min(first + piece, rows)
-        shard.local[first:last].copy_(source[shard.first_row + first : shard.first_row + last])
+        window = slice(shard.first_row + first, shard.first_row + last)
+        shard.local[first:last].copy_(source[window] if columns is None else source[window, columns])

@@ -1,7 +1,8 @@
 """The batch desk: forms the batch of a step once and answers every rank's Take with its part.
 
 Ranks start no collective before all hold their part (invariant 9): each says so with Take(have=True), and
-Proceed goes out when the last one did. No socket.
+Proceed goes out when the last one did. Ranks that compute the same rows together (learner.mesh) follow each other and
+hold the same part. No socket.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ class BatchDesk:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
         self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
         self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
-        self.num_ranks = run.config.num_learner_ranks
+        self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.model_ranks
         self.batches: dict[int, list[m.Batch]] = {}
         self.take_since = 0.0
         self._fail = fail
@@ -44,7 +45,11 @@ class BatchDesk:
         if take.have:
             self._has(peer, take)
         elif take.step in self.batches:
-            self.peers.send(peer.identity, self.batches[take.step][take.rank])
+            self.peers.send(peer.identity, self.part(take.step, take.rank))
+
+    def part(self, step: int, rank: int) -> m.Batch:
+        """What a learner rank holds of the batch that was formed for a step."""
+        return self.batches[step][rank // self.ranks_per_part]
 
     def _has(self, peer: Peer, take: m.Take) -> None:
         haves = self.haves.setdefault(take.step, set())
@@ -82,8 +87,8 @@ class BatchDesk:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
-        limit = config.learner.max_tokens_per_microbatch
-        assignment = batches.assign(batches.total_lengths(groups), trained, self.num_ranks, limit)
+        limit, parts = config.max_tokens_per_row, self.num_ranks // self.ranks_per_part
+        assignment = batches.assign(batches.total_lengths(groups), trained, parts, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
         self.batches[step] = [
@@ -93,10 +98,10 @@ class BatchDesk:
                 expected_digest=line.steps[step].digest,
                 checkpoint=wants_checkpoint,
             )
-            for part in batches.build(step, groups, assignment, num_ranks=self.num_ranks, stats=stats)
+            for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats)
         ]
-        for rank, part in enumerate(self.batches[step]):
-            self.peers.to_rank(rank, part)
+        for rank in range(self.num_ranks):
+            self.peers.to_rank(rank, self.part(step, rank))
 
     def committed(self, message: m.Committed) -> None:
         """The step is in the weights; a repeated commit changes nothing."""

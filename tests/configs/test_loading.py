@@ -17,6 +17,8 @@ from configs.placement import node_devices
 DIRECT = ["rollout.engine=sglang", "weight_bus.apply=direct"]
 STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
 NODES = ["placement.rollout=node0:0-2", "placement.learner=node1:0"]
+ONE_EACH = ["placement.rollout=node0:0", "placement.learner=node1:0; node2:0"]
+HALVED = ["learner.mesh.context=2"]
 TWO_WIDE = ["placement.tensor_parallel=2", "placement.split=2:1"]
 
 
@@ -108,6 +110,12 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
         (["placement.share_gpus=true", "weight_bus.backend=nccl"], ["placement.share_gpus", "nccl", "take", "gloo"]),
         (["placement.rollout=;", "placement.learner=node0:0"], ["placement.rollout", "names no device"]),
         (["learner.max_tokens_per_microbatch=20"], ["learner.max_tokens_per_microbatch", "20", "26"]),
+        (
+            ["learner.mesh.tensor=4"],
+            ["learner.mesh", "tensor 4 × context 1 = 4", "the 2 learner ranks", "multiple of 4"],
+        ),
+        ([*ONE_EACH, "learner.mesh.tensor=2"], ["learner.mesh.tensor", "of one node", "node1 has 1 learner devices"]),
+        ([*HALVED, "learner.max_tokens_per_microbatch=12"], ["12 × learner.mesh.context 2", "raise it to 13"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides, words):
@@ -130,6 +138,8 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides, words
         ["network.host=10.0.0.1", "network.insecure=true"],
         ["network.host=10.0.0.1", "network.keys=keys"],
         ["placement.split=0:2", "placement.local_rollouts=false"],
+        [*HALVED, "learner.max_tokens_per_microbatch=13"],
+        ["placement.split=1:8", "learner.mesh={replicate: 2, tensor: 2, context: 2}"],
         ["placement.rollout=node0:0-5", "placement.learner=node0:6-7; node1:0,2"],
     ],
 )

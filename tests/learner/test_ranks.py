@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tiny_models import make_config
 
-from learner import ranks
+from learner.policy import meshes
 from learner.ranks import RanksError, device_of, join_ranks
 from replay.channel.interfaces import InterfaceError
 
@@ -81,7 +81,8 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
     monkeypatch.setattr(dist, "init_process_group", init)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(ranks, "init_device_mesh", lambda kind, shape: (kind, shape))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(meshes, "init_device_mesh", lambda kind, shape: (kind, shape))
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "NCCL_NVLS_ENABLE": "1"}.items():
         monkeypatch.setenv(name, value)
     with join_ranks(config(device="cuda", split="1:2")) as place:

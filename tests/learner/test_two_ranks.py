@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import mesh_ranks
 import pytest
 import torch
 from recorded import random_step
@@ -32,6 +33,7 @@ def folder(tmp_path_factory):
     save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
     save_model(folder / "llama", "llama", tied=False, **UNEVEN)
     (folder / "a_file").write_text("in the way")
+    mesh_ranks.save_models(folder)
     config = CONFIGS["qwen3"](**{**SIZES, **LARGE, "tie_word_embeddings": True})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "large", max_shard_size="40MB")
@@ -145,3 +147,72 @@ def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):
     assert all("a_file/x/checkpoints/step_1 could not be written" in message for message in blocked)
     assert [seen[rank]["export_fails"] for rank in range(2)] == [["NotADirectoryError", "OSError"], []]
     assert seen[0]["in_step"] == seen[1]["in_step"]
+
+
+# ---- meshes ---------------------------------------------------------------------------------------------
+
+CASES = {case[0]: case for case in mesh_ranks.CASES[2]}
+
+
+@pytest.fixture(scope="module")
+def trained(folder, mesh):
+    """Digest before, metrics of and weights after the steps of a case, on one rank; weights by the plain reference
+    where it has the loss."""
+    known = {}
+
+    def one(case):
+        config = mesh_ranks.configured(folder, case, 1)
+        key = (case[1], config.algorithm.loss)
+        if key not in known:
+            policy, optimizer = built(config, mesh)
+            start = policy.parameter_digest()
+            metrics = mesh_ranks.steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+            weights = dict(policy.named_full_tensors("float32"))
+            if config.algorithm.loss == "ppo_clip":
+                weights = train(folder / case[1], [random_step(step) for step in range(1, NUM_STEPS + 1)], config)
+            known[key] = start, metrics, weights
+        return known[key]
+
+    return one
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mesh_trains_what_one_rank_trains(seen, folder, trained, name):
+    start, metrics, expected = trained(CASES[name])
+    assert [rank["meshes"][name]["start"] for rank in seen] == [start] * 2
+    found = load_file(folder / f"mesh_{name}.safetensors")
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
+    one, two = (rank["meshes"][name] for rank in seen)
+    assert one["steps"] == two["steps"] and one["end"] == two["end"]
+    for alone, together in zip(metrics, one["steps"], strict=True):  # the norm of the gradient among them
+        assert together == pytest.approx(alone, rel=1e-4, abs=1e-6)
+
+
+def test_a_mesh_divides_what_it_says(seen):
+    """Parameters of both ranks together: two copies, one copy, or one with the norms twice."""
+    held = {name: sum(rank["meshes"][name]["held"] for rank in seen) for name in ("context", "replicate", "tensor")}
+    assert held["replicate"] == 2 * held["context"]
+    assert held["context"] < held["tensor"] < 1.02 * held["context"]
+
+
+def test_microbatches_gather_and_reduce_no_more_often_than_a_step_has_room_for(seen):
+    """Three units: two layers and the rest; without room each is gathered for every forward and backward."""
+    for found in (rank["meshes"]["traffic"] for rank in seen):
+        assert found["roomy"] == [3, 3]
+        assert found["tight"] == [3 * (2 * 2 + 1), 3 * 3]
+
+
+def test_a_checkpoint_moves_between_meshes(seen, folder, mesh):
+    for rank in seen:
+        assert rank["meshes"]["moved"]["saved"] == rank["meshes"]["moved"]["loaded"]
+    config = mesh_ranks.configured(folder, CASES["tensor"], 1)
+    policy, optimizer = built(config, mesh)
+    assert Checkpointer(config, policy, optimizer).resume() is not None
+    assert [policy.parameter_digest(), optimizer.num_steps] == seen[0]["meshes"]["moved"]["saved"]
+
+
+def test_copies_that_have_drifted_apart_are_an_error_on_every_rank(seen):
+    for said in (said for rank in seen for said in rank["meshes"]["drifted"]):
+        assert "model.norm.weight: the 2 copies that learner ranks hold are no longer equal" in said
+    assert all(rank["meshes"]["settled"] for rank in seen), "what differs by rounding alone is made equal"

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mesh_ranks
 import torch
 import torch.distributed as dist
 from recorded import batch_of, random_step, rows_of, train_on
@@ -206,6 +207,7 @@ def main() -> None:
             changed = configured(folder, name, learner=CONDITIONED | {"recompute": "full"})
             seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
         seen["export_fails"] = export_fails(folder, policy)
+        seen["meshes"] = mesh_ranks.everything(folder, 2)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))

@@ -59,6 +59,22 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     assert sent(made, "l", m.Proceed) and sent(made, "l1", m.Proceed)
 
 
+def test_ranks_that_compute_the_same_rows_hold_the_same_part():
+    made = service(ranks=4, placement__split="1:4", learner__mesh={"tensor": 2}, replay__async_lag=0)
+    ranks = ["l", "l1", "l2", "l3"]
+    finishes(made, 9, [0])
+    for number, rank in enumerate(ranks):
+        made.handle(rank, m.Take(step=1, rank=number), 1.0)
+    parts = [sent(made, rank, m.Batch)[-1] for rank in ranks]
+    assert parts[0] is parts[1] and parts[2] is parts[3]
+    divided = np.concatenate([parts[0].trajectory, parts[2].trajectory])
+    assert sorted(divided) == list(range(len(parts[0].all_rewards))), "each trajectory is of one part"
+    for number, rank in enumerate(ranks):
+        assert not any(sent(made, other, m.Proceed) for other in ranks)
+        made.handle(rank, m.Take(step=1, rank=number, have=True), 1.0)
+    assert all(sent(made, rank, m.Proceed) for rank in ranks)
+
+
 def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_again():
     made = service()
     finishes(made, 4, [0, 0])

@@ -1,0 +1,44 @@
+"""Whether a model can be divided as `learner.mesh` says. Pure, no torch: the dry run asks as well."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.learner import Mesh
+
+
+def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
+    """What the mesh does not divide, with the key, its value and one that works; empty where all is well.
+
+    Args:
+        mesh: learner.mesh.
+        model: the keys of config.json.
+    """
+    if mesh.model_ranks == 1:
+        return ""
+    heads = int(model["num_attention_heads"])
+    key_value = int(model.get("num_key_value_heads") or heads)
+    parts = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value,
+        "intermediate_size": int(model["intermediate_size"]),
+        "vocab_size": int(model["vocab_size"]),
+    }
+    uneven = {name: size for name, size in parts.items() if size % mesh.tensor}
+    if uneven:
+        works = next(n for n in range(mesh.tensor, 0, -1) if all(size % n == 0 for size in parts.values()))
+        found = " and ".join(f"{name} {size}" for name, size in uneven.items())
+        return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
+    if not _divides_heads(mesh.context, heads // mesh.tensor, key_value // mesh.tensor):
+        of = f" over learner.mesh.tensor {mesh.tensor}" if mesh.tensor > 1 else ""
+        sizes = range(mesh.context, 0, -1)
+        works = next(n for n in sizes if _divides_heads(n, heads // mesh.tensor, key_value // mesh.tensor))
+        return (
+            f"learner.mesh.context: {mesh.context} ranks cannot share num_attention_heads {heads} and"
+            f" num_key_value_heads {key_value}{of} of the model; take {works}"
+        )
+    return ""
+
+
+def _divides_heads(context: int, heads: int, key_value: int) -> bool:
+    """Each rank attends with as many heads; key/value heads that are fewer than the ranks are repeated."""
+    return heads % context == 0 and (key_value % context == 0 or context % key_value == 0)

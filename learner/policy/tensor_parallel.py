@@ -1,0 +1,98 @@
+"""Tensor parallelism: the ranks of a group divide heads, the MLP and the vocabulary among them.
+
+The division is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053), in the styles of torch.distributed.tensor.parallel:
+what comes out of q, k, v, gate and up is divided by columns, what goes into o and down by rows, so that a layer sums
+over the group twice in the forward and twice in the backward. Between layers every rank has the whole hidden states.
+Embedding and output head hold a part of the vocabulary each; logits are never exchanged (learner/policy/logprobs.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Sharded
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+PER_HEAD_NORMS = ("q_norm", "k_norm")
+"""Of Qwen3. Each rank norms its own heads, so the gradient of the one weight is the sum over the group."""
+
+
+def parallelize(transformer: Any, mesh: DeviceMesh) -> None:
+    """Divide a transformers model on the meta device, with its Head, over the one dimension of `mesh`, in place."""
+    for layer in transformer.model.layers:
+        parallelize_module(layer, mesh, _plan(layer), src_data_rank=None)
+    embedding = transformer.model.embed_tokens = VocabularyEmbedding(transformer.model.embed_tokens, mesh)
+    head = transformer.lm_head
+    head.vocabulary = mesh.get_group()
+    head.weight = embedding.weight if transformer.config.tie_word_embeddings else _rows_of(head.weight, mesh)
+
+
+def _plan(layer: Any) -> dict[str, ParallelStyle]:
+    whole, norms = Replicate(), [name for name in PER_HEAD_NORMS if hasattr(layer.self_attn, name)]
+    by_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    return {
+        # one input for all products that follow, so that its gradient is summed over the group once
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+        ),
+        "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
+        **{name: ColwiseParallel() for name in by_columns},
+        **{name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")},
+        **{f"self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms},
+    }
+
+
+def _rows_of(weight: Tensor, mesh: DeviceMesh) -> torch.nn.Parameter:
+    return torch.nn.Parameter(distribute_tensor(weight, mesh, [Sharded(0)], src_data_rank=None))
+
+
+class VocabularyEmbedding(torch.nn.Module):
+    """An embedding of which each rank of a group holds as many rows; all get the same whole hidden states."""
+
+    def __init__(self, whole: torch.nn.Embedding, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = _rows_of(whole.weight, mesh)
+        rows = whole.num_embeddings // mesh.size()
+        self.first, self.padding_idx = mesh.get_local_rank() * rows, whole.padding_idx
+        self.group = mesh.get_group()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., H] of int64 [...]."""
+        weight = local_weight(self.weight)
+        mine = ids - self.first
+        inside = (mine >= 0) & (mine < len(weight))
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        if padding is not None and not 0 <= padding < len(weight):
+            padding = None
+        rows = torch.nn.functional.embedding(torch.where(inside, mine, 0), weight, padding)
+        summed: Tensor = _Sum.apply(torch.where(inside[..., None], rows, 0.0), self.group)  # type: ignore[no-untyped-call]
+        return summed
+
+
+def local_weight(weight: Tensor) -> Tensor:
+    """This rank's part of a weight, with its gradient."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over a group, which every rank goes on with alike: the gradient is that of each term."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = term.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, None]:
+        return grads[0], None

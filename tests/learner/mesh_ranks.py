@@ -1,0 +1,224 @@
+"""Every mesh over the ranks of one process group, as they see it; tests/learner/test_two_ranks.py looks at two of them.
+
+`RANK=R WORLD_SIZE=N python mesh_ranks.py FOLDER` does the same for N ranks: three and four in test_meshes.py.
+"""
+
+import json
+import os
+import sys
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from recorded import batch_of, random_step, rows_of, train_on
+from safetensors.torch import save_file
+from tiny_models import CPU, built, make_config, process_group, save_model
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs import Config
+from learner.checkpoints.checkpointer import Checkpointer
+from learner.objective import Objective
+from learner.optimizer import Optimizer
+from learner.policy.memory import Budget
+from learner.policy.meshes import Meshes, make_meshes
+from learner.policy.model import Policy, build_policy
+from learner.policy.sharding import CopiesDiffer
+from learner.step import accumulate_gradients
+from weight_bus.digest import slice_digest
+
+CONDITIONED = {"adam_epsilon": 1e-6}
+NUM_STEPS = 5
+MICROBATCHES = 2
+Case = tuple[str, str, dict[str, int], dict[str, Any], dict[str, Any]]
+SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
+"""A loss that looks at whole trajectories, which context ranks divide."""
+NONE, FULL = {"recompute": "none"}, {"recompute": "full"}
+CASES: dict[int, list[Case]] = {
+    2: [
+        ("replicate", "even", {"replicate": 2}, NONE, {}),
+        ("tensor", "even", {"tensor": 2}, NONE, {}),
+        ("tensor_again", "even", {"tensor": 2}, FULL, {}),
+        ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
+        ("context", "even", {"context": 2}, NONE, {}),
+        ("context_again", "single", {"context": 2}, FULL, {}),
+        ("sequence", "even", {"context": 2}, NONE, SEQUENCE),
+    ],
+    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
+    4: [
+        (f"{name}_{learner['recompute']}", model, sizes, learner, {})
+        for name, model, sizes in (
+            ("tensor_shard", "uneven", {"tensor": 2}),
+            ("replicate_shard", "uneven", {"replicate": 2}),
+            ("replicate_tensor", "even", {"replicate": 2, "tensor": 2}),
+            ("context_tensor", "even", {"tensor": 2, "context": 2}),
+            ("context_shard", "single", {"context": 2}),
+            ("context_only", "even", {"context": 4}),
+        )
+        for learner in (NONE, FULL)
+    ],
+}
+"""By number of ranks: name, model, learner.mesh, other keys of the learner and the algorithm."""
+COMPILED: list[Case] = [
+    (f"compiled_{name}", "even", {name: 2}, {"recompute": "selective", "compile": True}, {})
+    for name in ("tensor", "context")
+]
+
+
+def save_models(folder: Path) -> None:
+    """Qwen3 with two key/value heads, with one, and with columns that four ranks share unevenly; Qwen2 with biases."""
+    save_model(folder / "even")
+    save_model(folder / "uneven", intermediate_size=190)
+    save_model(folder / "single", tied=False, num_key_value_heads=1)
+    save_model(folder / "biased", "qwen2", tied=False)
+
+
+def configured(folder: Path, case: Case, ranks: int) -> Config:
+    """The configuration of a case; `ranks` 1 is the same without a mesh."""
+    name, model, sizes, learner, algorithm = case
+    return make_config(
+        folder / model,
+        replay={"async_lag": 2},
+        placement={"split": f"1:{ranks}"},
+        learner={**CONDITIONED, **learner, "mesh": sizes if ranks > 1 else {}},
+        algorithm=algorithm,
+        run={"dir": str(folder / "runs"), "name": name},
+    )
+
+
+def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
+    """Train on these steps; the metrics of each."""
+    seen = []
+    part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
+    for step in numbers:
+        batch = batch_of(random_step(step), step, rank=part, world_size=parts, num_microbatches=MICROBATCHES)
+        sums, reason = train_on(batch, policy, optimizer, config)
+        assert not reason
+        seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
+    return seen
+
+
+def observe(folder: Path, case: Case, meshes: Any, world_size: int) -> dict[str, Any]:
+    """Train; check gather, digests and layout against each other; the weights go to FOLDER/mesh_<name>."""
+    config = configured(folder, case, world_size)
+    policy, optimizer = built(config, meshes)
+    seen: dict[str, Any] = {"start": policy.parameter_digest()}
+    seen["steps"] = steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+    full = dict(policy.named_full_tensors("float32"))
+    assert policy.shard_digests("float32") == {name: slice_digest(tensor) for name, tensor in full.items()}
+    rounded = dict(policy.named_full_tensors("bfloat16"))
+    assert policy.shard_digests("bfloat16") == {name: slice_digest(tensor) for name, tensor in rounded.items()}
+    if policy.rank == 0:
+        save_file(full, folder / f"mesh_{case[0]}.safetensors")
+    return seen | {"end": policy.parameter_digest(), "held": sum(shard.local.numel() for shard in policy.shards())}
+
+
+def moved(folder: Path, saved: Case, loaded: Case, world_size: int, meshes: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of one mesh, taken up by another: the same weights, moments and next step."""
+    seen = {}
+    for name, case in (("saved", saved), ("loaded", loaded)):
+        config = configured(folder, case, world_size)
+        policy, optimizer = built(config, meshes[case[0]])
+        keeper = Checkpointer(config, policy, optimizer)
+        if name == "saved":
+            steps(policy, optimizer, config, range(1, 3))
+            checkpoint = keeper.save(2, replay={})
+        else:
+            keeper.load(checkpoint)
+        seen[name] = [policy.parameter_digest(), optimizer.num_steps]
+    return seen
+
+
+def drifted(folder: Path, case: Case, meshes: Meshes, world_size: int) -> str:
+    """What is said after the last rank's copy of one parameter has changed by itself."""
+    policy, _ = built(configured(folder, case, world_size), meshes)
+    policy.parameter_digest()
+    if policy.rank == world_size - 1:
+        next(shard for shard in policy.shards() if shard.name == "model.norm.weight").local[:1] += 1e-3
+    try:
+        policy.parameter_digest()
+    except CopiesDiffer as error:
+        return str(error)
+    return ""
+
+
+def copies_are_settled(folder: Path, case: Case, meshes: Meshes, world_size: int) -> bool:
+    """Gradients of what every tensor rank has: those of the first rank count, should another differ in rounding."""
+    config = configured(folder, case, world_size)
+    policy, optimizer = built(config, meshes)
+    policy.model.transformer.model.norm.register_full_backward_pre_hook(
+        lambda _, grads: tuple(grad * (1 + 1e-6 * policy.rank) for grad in grads)
+    )
+    steps(policy, optimizer, config, range(1, 2))
+    try:
+        return bool(policy.parameter_digest())
+    except CopiesDiffer:
+        return False
+
+
+def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[str, list[int]]:
+    """Gathers and reductions of FSDP in a step of three microbatches, with room for whole weights and without."""
+    config, found = configured(folder, case, world_size), {}
+    for name, roomy in (("roomy", True), ("tight", False)):
+        budget = Budget("none", keeps_gathered=roomy, whole_gradients=roomy)
+        policy = build_policy(config, meshes, CPU, budget)
+        part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
+        batch = batch_of(random_step(1), 1, rank=part, world_size=parts, num_microbatches=3)
+        rows, tokens = rows_of(batch, config)
+        with Calls() as calls:
+            accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=1.0, global_tokens=tokens)
+        found[name] = [calls.seen["c10d::_allgather_base_"], calls.seen["c10d::_reduce_scatter_base_"]]
+    return found
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.seen[operator.name()] += 1
+        return operator(*arguments, **(named or {}))
+
+
+def meshes_for(folder: Path, cases: list[Case], world_size: int) -> dict[str, Any]:
+    """Of each case by name; equal ones share their groups."""
+    sizes = {case[0]: configured(folder, case, world_size).learner.mesh for case in cases}
+    made = {mesh: make_meshes(mesh, CPU, timedelta(seconds=60)) for mesh in dict.fromkeys(sizes.values())}
+    return {name: made[mesh] for name, mesh in sizes.items()}
+
+
+def everything(folder: Path, world_size: int) -> dict[str, Any]:
+    """Of all cases of so many ranks, and of checkpoints between the meshes."""
+    cases = CASES[world_size]
+    named, meshes = {case[0]: case for case in cases}, meshes_for(folder, cases, world_size)
+    seen: dict[str, Any] = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in cases}
+    if world_size == 2:
+        seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
+        seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
+        seen["traffic"] = traffic(folder, named["context"], meshes["context"], world_size)
+        seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
+    if world_size == 4:
+        pairs = [("tensor_shard_none", "replicate_shard_none"), ("replicate_tensor_none", "context_tensor_none")]
+        seen["moved"] = [moved(folder, named[a], named[b], world_size, meshes) for a, b in pairs]
+    return seen
+
+
+def main() -> None:
+    rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with process_group(folder / "store", rank, world_size):
+        if "COMPILED" in os.environ:
+            meshes = meshes_for(folder, COMPILED, world_size)
+            seen = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in COMPILED}
+        else:
+            seen = everything(folder, world_size)
+    (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
+    os._exit(0)  # as two_ranks.py does
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Meshes: what they do not divide is refused; three and four ranks train what one does (two: test_two_ranks.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import mesh_ranks
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import random_step
+from reference import train
+from safetensors.torch import load_file
+from tiny_models import CPU, make_config
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs import ConfigError
+from configs.learner import Mesh
+from learner.examples.random_qwen3 import SHAPES
+from learner.launch import preflight
+from learner.policy.divisibility import problem_with
+from learner.policy.model import build_policy
+from learner.policy.pretrained import PolicyError
+from learner.policy.sharding import Shard
+from tests.support.ranks import two_ranks
+
+MODEL = SHAPES["0.6B"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "said"),
+    [
+        ({"tensor": 3}, {}, "learner.mesh.tensor: 3 does not divide num_attention_heads 16"),
+        ({"tensor": 16}, {}, "16 does not divide num_key_value_heads 8 of the model; take 8"),
+        ({"tensor": 4}, {"vocab_size": 151_938}, "vocab_size 151938 of the model; take 2"),
+        ({"tensor": 2}, {"intermediate_size": 3071}, "intermediate_size 3071 of the model; take 1"),
+        ({"context": 32}, {}, "learner.mesh.context: 32 ranks cannot share num_attention_heads 16"),
+        ({"context": 3}, {}, "num_key_value_heads 8 of the model; take 2"),
+        ({"context": 4, "tensor": 8}, {}, "over learner.mesh.tensor 8 of the model; take 2"),
+        ({"context": 16}, {}, ""),  # two ranks share a key/value head
+        ({"context": 2, "tensor": 8, "replicate": 5}, {}, ""),
+    ],
+)
+def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
+    found = problem_with(Mesh(**sizes), MODEL | changes)
+    assert said in found if said else not found
+
+
+def test_the_dry_run_and_every_rank_look_at_the_model(
+    qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(qwen3, placement={"split": "1:4"}, learner={"mesh": {"tensor": 4}})
+    monkeypatch.setattr(preflight, "model_fingerprint", lambda *_: None)
+    with pytest.raises(ConfigError, match="tensor: 4 does not divide num_key_value_heads 2"):
+        preflight.check_input(config)
+    with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
+        build_policy(config, mesh, CPU)
+
+
+@given(
+    split=st.sampled_from([None, 0, 1]),
+    tensor_ranks=st.integers(1, 4),
+    shards=st.integers(1, 4),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 3),
+)
+def test_the_blocks_of_all_ranks_are_the_tensor_once(
+    split: int | None, tensor_ranks: int, shards: int, rows: int, columns: int
+) -> None:
+    shape = (rows * tensor_ranks, columns * tensor_ranks)
+    shard = Shard("t", shape, None, 0, split=split, tensor_ranks=tensor_ranks)  # type: ignore[arg-type]
+    ranks = tensor_ranks * shards
+    cells: list[tuple[int, int]] = []
+    for rank in range(0, ranks, tensor_ranks if split is None else 1):
+        (top, bottom), (left, right) = shard.rows_of(rank, ranks), shard.columns_of(rank)
+        cells += [(row, column) for row in range(top, bottom) for column in range(left, right)]
+        assert shard.held_by(rank, ranks) == (bottom - top) * (right - left) <= shard.held_by(0, ranks)
+    assert sorted(cells) == [(row, column) for row in range(shape[0]) for column in range(shape[1])]
+
+
+@pytest.mark.slow  # up to four processes that train, or two with a compiler
+@pytest.mark.parametrize(("ranks", "compiled"), [(3, False), (4, False), (2, True)])
+def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int, compiled: bool) -> None:
+    mesh_ranks.save_models(tmp_path)
+    program, cases = Path(mesh_ranks.__file__), mesh_ranks.COMPILED if compiled else mesh_ranks.CASES[ranks]
+    place = {"WORLD_SIZE": str(ranks)} | ({"COMPILED": "1"} if compiled else {})
+    seen = two_ranks(program, tmp_path, lambda rank: place, deadline_s=170, ranks=ranks)
+    recorded = [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)]
+    for case in cases:
+        expected = train(tmp_path / case[1], recorded, mesh_ranks.configured(tmp_path, case, 1))
+        found = load_file(tmp_path / f"mesh_{case[0]}.safetensors")
+        differences = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
+        assert found.keys() == expected.keys() and max(differences.values()) <= 1e-5, (case[0], differences)
+        assert all(rank[case[0]]["steps"] == seen[0][case[0]]["steps"] for rank in seen)
+    for moved in seen[0].get("moved", []):
+        assert moved["saved"] == moved["loaded"]
