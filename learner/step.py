@@ -57,6 +57,8 @@ class StepSums:
         trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over tokens of lag 0 only
         and absent without any, is the pure mismatch of the two implementations. `perf/max_memory_allocated_gb` is
         the most device memory (GiB) that any rank had allocated since the backward of the step before; absent on a CPU.
+        `perf/prefix_tokens_saved` is how many tokens of trajectories were not computed, because answers share prompts;
+        absent where none were.
         """
         v, n = self.values, self.global_tokens
         if n == 0:
@@ -70,6 +72,8 @@ class StepSums:
         }
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
+        if v["saved"]:
+            result["perf/prefix_tokens_saved"] = v["saved"]
         if v["peak_bytes_max"]:
             result["perf/max_memory_allocated_gb"] = v["peak_bytes_max"] / 1024**3
         return result
@@ -99,6 +103,7 @@ def accumulate_gradients(
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
     found["squared_gradient"] = torch.nn.utils.get_total_norm(policy.local_gradients()).double().square()
+    found["saved"] = torch.tensor(sum(row.saved for row in rows), dtype=torch.float64, device=policy.device)
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
     values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
-from replay.desks import batches
+from replay.desks import batches, sharing
 from replay.desks.granting import Granting
 from replay.journal.apply import record
 from replay.peers import Peer, Peers
@@ -82,8 +82,8 @@ class BatchDesk:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
-        limit = config.learner.max_tokens_per_microbatch
-        assignment = batches.assign(batches.total_lengths(groups), trained, self.num_ranks, limit)
+        limit, wanted = config.learner.max_tokens_per_microbatch, config.learner.share_prefixes
+        assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, self.num_ranks, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
         self.batches[step] = [
