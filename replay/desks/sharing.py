@@ -27,7 +27,7 @@ Wanted = Literal["auto"] | bool
 """learner.share_prefixes."""
 Int64 = NDArray[np.int64]
 COPIES_PER_TOKEN = 8
-WHOLE, SPREAD = (1.0, 0.9, 0.8, 0.5), 4
+WHOLE, SPREAD = (1.0, 0.9, 0.8, 0.5), 2
 """Shares of a batch that `assign` tries to keep in whole groups, and bins that each other group is dealt out to."""
 SHORTEST = 64
 """Prompt tokens from which `auto` shares: below, a kernel's tile of queries is not even full."""
