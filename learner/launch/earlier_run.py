@@ -76,9 +76,13 @@ def _as_it_was(path: Path) -> list[str]:
         tree = read_yaml(path.read_bytes())
     except yaml.YAMLError:
         return []
-    sections = {name: section for name, section in tree.items() if isinstance(section, dict)} if tree else {}
-    older = {key for key in BEFORE if key.partition(".")[2] not in sections.get(key.partition(".")[0], {})}
-    return [f"{key}={json.dumps(BEFORE[key])}" for key in sorted(older)]
+    settings = []
+    for key, value in BEFORE.items():
+        name, _, leaf = key.partition(".")
+        section = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(section, dict) and leaf not in section:
+            settings.append(f"{key}={json.dumps(value)}")
+    return settings
 
 
 def _last_step(run_dir: Path) -> int:
