@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from learner.policy.prefixes import Prefixes, lay_side_by_side
+from learner.policy.prefixes import offsets as offsets
 from replay.desks.sharing import Wanted
 from replay.messages import Batch
 
@@ -108,7 +109,9 @@ def lay_out(
             np.where(at > 0, first + at - 1, before)
             for at, first, before in zip(chosen, laid.answers, laid.before, strict=False)
         ]
-        targets = [piece[prompt + at] for piece, prompt, at in zip(pieces, prompts, chosen, strict=False)]
+        targets = [
+            piece[prompt + at].astype(np.int64) for piece, prompt, at in zip(pieces, prompts, chosen, strict=False)
+        ]
         of_token = joined([answers[i] + at for i, at in zip(members, chosen, strict=True)])
         counts = np.array([len(at) for at in chosen], np.int64)
         whole = batch.trajectory[members]
@@ -135,11 +138,6 @@ def lay_out(
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """All parts one after the other; empty without any."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
-    """[n+1] where each of n consecutive pieces begins, then the total."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def lags_of(batch: Batch) -> NDArray[np.int32]:

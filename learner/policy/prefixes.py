@@ -100,7 +100,7 @@ def lay_side_by_side(pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int]
     return Layout(
         ids=np.concatenate(laid).astype(np.int64),
         positions=np.concatenate(places),
-        starts=_offsets(lengths[:num_whole]),
+        starts=offsets(lengths[:num_whole]),
         longest=max(lengths[:num_whole]),
         before=[at + prompt - 1 for at, prompt in zip(place, prompts, strict=True)],
         answers=answers,
@@ -127,15 +127,16 @@ def _prefixes(first: int, answers: list[int], copied: list[NDArray[np.int64]]) -
     copies = [len(prompt) + len(own) for prompt, own in zip(copied[::2], copied[1::2], strict=True)]
     return Prefixes(
         first=first,
-        starts=torch.from_numpy(_offsets(answers).astype(np.int32)),
+        starts=torch.from_numpy(offsets(answers).astype(np.int32)),
         longest=max(answers),
         copied=torch.from_numpy(np.concatenate(copied)),
-        copy_starts=torch.from_numpy(_offsets(copies).astype(np.int32)),
+        copy_starts=torch.from_numpy(offsets(copies).astype(np.int32)),
         longest_copy=max(copies),
     )
 
 
-def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
+    """[n+1] where each of n consecutive pieces begins, then the total."""
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
