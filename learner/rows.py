@@ -123,7 +123,7 @@ def lay_out(
             prefixes=laid.prefixes,
             saved=laid.saved,
             kept=torch.from_numpy(joined(kept)),
-            targets=torch.from_numpy(joined([ids.astype(np.int64) for ids in next_tokens])),
+            targets=torch.from_numpy(joined(targets)),
             behaviour_logprobs=torch.from_numpy(batch.logprobs[of_token].astype(np.float32)),
             advantages=torch.from_numpy(np.repeat(advantages[whole], counts)),
             weights=torch.from_numpy(np.repeat(weights[whole], counts)),
