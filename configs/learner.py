@@ -46,7 +46,11 @@ class LearnerSettings(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm clip."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
-    """Padded tokens that one rank holds in one forward."""
+    """Tokens that one rank holds in one forward. A prompt that is computed once counts once; what is copied for it, see
+    share_prefixes, counts an eighth."""
+    share_prefixes: Literal["auto"] | bool = "auto"
+    """Compute a prompt once for the answers of its group that lie in one microbatch: the same gradients from fewer
+    tokens. `auto`: where that saves more than the copies of keys and values cost, from 64 prompt tokens on."""
     mesh: Mesh = Mesh()
     """What ranks do beside sharding (docs/howto/parallelism.md)."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

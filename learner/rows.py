@@ -2,8 +2,9 @@
 
 Pure. The number of microbatches and who is in which was fixed by replay for all ranks at once. Trajectories lie one
 after the other, with positions 0, 1, 2, ... in each, as in the engine that sampled; attention is given where each
-starts (learner/policy/attention.py). What is measured and trained has one element for each token in the loss and no
-other.
+starts (learner/policy/attention.py). Where it pays, answers share their prompt (learner/policy/prefixes.py): then
+tokens lie elsewhere, but what is measured and trained has one element for each token in the loss and no other, in the
+order of the trajectories, either way.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from learner.policy.prefixes import Prefixes, lay_side_by_side
+from learner.policy.prefixes import offsets as offsets
+from replay.desks.sharing import Wanted
 from replay.messages import Batch
 
 PAD_ID = 0
@@ -40,11 +44,12 @@ class Row:
     position_ids: torch.Tensor
     """[1, total] int64."""
     starts: torch.Tensor
-    """[m+1] int32, first position of each trajectory, then the total."""
+    """[m+1] int32, first position of each trajectory, then the total; with `prefixes`, of each trajectory that shares
+    nothing and each shared prompt."""
     longest: int
-    """Tokens of the longest trajectory."""
+    """Tokens of the longest of these."""
     kept: torch.Tensor
-    """[n] int64, positions whose next token is in the loss."""
+    """[n] int64, positions whose next token is in the loss; that of a shared prompt's last token several times."""
     targets: torch.Tensor
     """[n] int64, those next tokens; all tensors below speak of them."""
     behaviour_logprobs: torch.Tensor
@@ -59,15 +64,21 @@ class Row:
     """[m] int64, tokens in the loss of each trajectory, at least one; none in a row without any trajectory."""
     groups: torch.Tensor
     """[m] int64, group of each trajectory."""
+    prefixes: Prefixes | None = None
+    """Answers that share their prompts; None without any."""
+    saved: int = 0
+    """Tokens of the trajectories that the row leaves out, because they share their prompts."""
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {n: t.to(device, non_blocking=True) for n, t in named.items() if torch.is_tensor(t)}
-        return replace(self, **moved)
+        return replace(self, prefixes=self.prefixes and self.prefixes.to(device), **moved)
 
 
-def lay_out(batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.float32]) -> list[Row]:
+def lay_out(
+    batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.float32], share_prefixes: Wanted = False
+) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
     A row without a trajectory has two tokens and none in the loss, so that this rank takes part in every collective of
@@ -77,6 +88,7 @@ def lay_out(batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.f
         batch: this rank's part, which `check` has let pass.
         advantages: [N] float32, of the whole batch.
         weights: [N] float32, of each token of a trajectory; trajectories of weight 0 are left out.
+        share_prefixes: as in the configuration.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
     lags = lags_of(batch)
@@ -87,29 +99,31 @@ def lay_out(batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.f
     answers = offsets(batch.lengths)
 
     def row(members: list[int]) -> Row:
-        pieces = [tokens[i] for i in members]
-        if not pieces:
-            pieces = [np.full(MIN_TOKENS, PAD_ID, np.int32)]
-        lengths = [len(piece) for piece in pieces]
-        starts = offsets(lengths)
-        chosen = [answers[i] + np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
+        pieces, prompts = [tokens[i] for i in members], [int(batch.prompt_lengths[i]) for i in members]
+        if not members:
+            pieces, prompts = [np.full(MIN_TOKENS, PAD_ID, np.int32)], [1]
+        laid = lay_side_by_side(pieces, prompts, share_prefixes)
+        chosen = [np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
         # an answer's first token is predicted from the prompt's last
         kept = [
-            first + batch.prompt_lengths[i] - 1 + at - answers[i]
-            for i, first, at in zip(members, starts, chosen, strict=False)
+            np.where(at > 0, first + at - 1, before)
+            for at, first, before in zip(chosen, laid.answers, laid.before, strict=False)
         ]
-        of_token = joined(chosen)
-        ids = np.concatenate(pieces).astype(np.int64)
-        positions = joined(kept)
+        targets = [
+            piece[prompt + at].astype(np.int64) for piece, prompt, at in zip(pieces, prompts, chosen, strict=False)
+        ]
+        of_token = joined([answers[i] + at for i, at in zip(members, chosen, strict=True)])
         counts = np.array([len(at) for at in chosen], np.int64)
         whole = batch.trajectory[members]
         return Row(
-            input_ids=torch.from_numpy(ids)[None],
-            position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-            starts=torch.from_numpy(starts.astype(np.int32)),
-            longest=max(lengths),
-            kept=torch.from_numpy(positions),
-            targets=torch.from_numpy(ids[positions + 1]),
+            input_ids=torch.from_numpy(laid.ids)[None],
+            position_ids=torch.from_numpy(laid.positions)[None],
+            starts=torch.from_numpy(laid.starts.astype(np.int32)),
+            longest=laid.longest,
+            prefixes=laid.prefixes,
+            saved=laid.saved,
+            kept=torch.from_numpy(joined(kept)),
+            targets=torch.from_numpy(joined(targets)),
             behaviour_logprobs=torch.from_numpy(batch.logprobs[of_token].astype(np.float32)),
             advantages=torch.from_numpy(np.repeat(advantages[whole], counts)),
             weights=torch.from_numpy(np.repeat(weights[whole], counts)),
@@ -124,11 +138,6 @@ def lay_out(batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.f
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """All parts one after the other; empty without any."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-def offsets(lengths: NDArray[Any] | Sequence[int]) -> NDArray[np.int64]:
-    """[n+1] where each of n consecutive pieces begins, then the total."""
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
 
 def lags_of(batch: Batch) -> NDArray[np.int32]:

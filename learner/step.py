@@ -59,6 +59,8 @@ class StepSums:
         trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over tokens of lag 0 only
         and absent without any, is the pure mismatch of the two implementations. `perf/max_memory_allocated_gb` is
         the most device memory (GiB) that any rank had allocated since the backward of the step before; absent on a CPU.
+        `perf/prefix_tokens_saved` is how many tokens of trajectories were not computed, because answers share prompts;
+        absent where none were.
         """
         v, n = self.values, self.global_tokens
         if n == 0:
@@ -72,6 +74,8 @@ class StepSums:
         }
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
+        if v["saved"]:
+            result["perf/prefix_tokens_saved"] = v["saved"]
         if v["loss_scale_max"] != 1:
             result["actor/loss_scale"] = v["loss_scale_max"]
         if v["peak_bytes_max"]:
@@ -109,6 +113,7 @@ def accumulate_gradients(
         for name, value in measured.items():
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
+    found["saved"] = torch.tensor(sum(row.saved for row in rows), dtype=torch.float64, device=policy.device)
     if not policy.leads:  # another rank measured the same tokens
         found = {name: torch.zeros_like(value) for name, value in found.items()}
     policy.settle_gradients()

@@ -68,7 +68,8 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
     advantages = advantages_of(advantage, inputs)
     tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
     weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
-    return Prepared(advantages, lay_out(batch, advantages, weights), int(tokens.sum()))
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes)
+    return Prepared(advantages, rows, int(tokens.sum()))
 
 
 class Trainer:

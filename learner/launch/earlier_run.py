@@ -6,13 +6,19 @@ A playback needs no engine; it runs beside the original, as long as its journal,
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from configs.base import ConfigError
-from configs.loading import load
+from configs.loading import load, read_yaml
 from configs.schema import Config
 from learner import ledger
 from learner.launch.preflight import with_free_name
 from replay.journal import JournalReader
+
+BEFORE: dict[str, Any] = {"learner.share_prefixes": False}
+"""What a run did whose folder is older than a key, where its default would train other bits."""
 
 
 def resumed(run_dir: Path, overrides: list[str]) -> Config:
@@ -22,7 +28,8 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
         ConfigError: the folder is no run, or the run is past the steps that it shall have.
     """
     path, folder = _config_file("--resume", run_dir), run_dir.resolve()
-    config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
+    as_it_was = [f"run.name={folder.name}", f"run.dir={folder.parent}", *_as_it_was(path)]
+    config = load(path, [*as_it_was, *overrides])
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
     if wanted < done:
@@ -52,7 +59,8 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
         "evaluation.every_steps": 0,
         "network.replay_port": 0,
     }
-    return with_free_name(load(path, [*(f"{key}={value}" for key, value in fixed.items()), *overrides]))
+    settings = [*_as_it_was(path), *(f"{key}={value}" for key, value in fixed.items())]
+    return with_free_name(load(path, [*settings, *overrides]))
 
 
 def _config_file(option: str, run_dir: Path) -> Path:
@@ -60,6 +68,21 @@ def _config_file(option: str, run_dir: Path) -> Path:
     if not path.is_file():
         raise ConfigError(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
     return path
+
+
+def _as_it_was(path: Path) -> list[str]:
+    """Settings that keep an old run's arithmetic; none for a file that `load` will refuse."""
+    try:
+        tree = read_yaml(path.read_bytes())
+    except yaml.YAMLError:
+        return []
+    settings = []
+    for key, value in BEFORE.items():
+        name, _, leaf = key.partition(".")
+        section = tree.get(name) if isinstance(tree, dict) else None
+        if isinstance(section, dict) and leaf not in section:
+            settings.append(f"{key}={json.dumps(value)}")
+    return settings
 
 
 def _last_step(run_dir: Path) -> int:

@@ -1,7 +1,8 @@
 """Attention over trajectories that lie one after the other in a single row, without padding.
 
 Two implementations under names of ours, registered with transformers, which passes them what the forward was given:
-`cu_seq_lens_q` ([m+1] int32, where each trajectory starts, then the total) and `max_length_q` (the longest one).
+`cu_seq_lens_q` ([w+1] int32, where each trajectory starts, then the total), `max_length_q` (the longest one), and
+`prefixes` of a row in which answers share their prompts (learner/policy/prefixes.py).
 
     VARLEN   torch's flash attention over rows of unequal length: CUDA, 16 bit
     PADDED   scaled_dot_product_attention over trajectories that are padded here and nowhere else: any device and dtype
@@ -20,6 +21,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
 from configs.learner import LearnerSettings
+from learner.policy.prefixes import Prefixes, attend
+from learner.rows import Row
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +66,11 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
     return ""
 
 
-def arguments(starts: Tensor, longest: int) -> dict[str, Any]:
-    """What the forward of a transformers model must be given for a row, see learner.rows.Row."""
-    return {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+def arguments(row: Row) -> dict[str, Any]:
+    """What the forward of a transformers model must be given for a row, beside its tokens and their positions."""
+    starts, longest = row.starts, row.longest
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
+    return given | {"prefixes": row.prefixes}
 
 
 def make_varlen() -> Callable[..., tuple[Tensor, None]]:
@@ -82,7 +87,7 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
     if knows_groups:
         keywords["enable_gqa"] = True
 
-    def attend(
+    def varlen(
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -92,6 +97,7 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
         scaling: float,
         cu_seq_lens_q: Tensor,
         max_length_q: int,
+        prefixes: Prefixes | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
@@ -100,42 +106,87 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        kernel: Any = varlen_attn
-        out = kernel(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **keywords)
-        return out[None], None
+        return attend(segments, q, k, v, cu_seq_lens_q, max_length_q, prefixes, dim=0)[None], None
 
-    return attend
+    def segments(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
+    ) -> Tensor:
+        """[tokens, heads, D], in and out. The kernel aligns a causal mask to the last query and key, as asked."""
+        kernel: Any = varlen_attn
+        out: Tensor = kernel(
+            q, k, v, starts, starts if key_starts is None else key_starts, longest, longest_key, **keywords
+        )
+        return out
+
+    return varlen
 
 
 def _padded(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
-    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_q: Tensor,
     max_length_q: int,
+    prefixes: Prefixes | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """As _varlen, in plain torch. No shape depends on data, so that it compiles."""
-    heads, total, dim = query.shape[1:]
-    starts, column = cu_seq_lens_q[:-1, None], torch.arange(max_length_q, device=query.device)
-    # what stands in the padding is never seen by a token left of it, and nothing comes back from there
-    source = torch.where(column < cu_seq_lens_q[1:, None] - starts, starts + column, 0).flatten()
+) -> tuple[Tensor, None]:
+    """As varlen, in plain torch. No shape depends on data, so that it compiles."""
+
+    def segments(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
+    ) -> Tensor:
+        return _pad_and_attend(q, k, v, starts, key_starts, longest, longest_key, scaling)
+
+    out = attend(segments, query[0], key[0], value[0], cu_seq_lens_q, max_length_q, prefixes, dim=1)
+    return out[None], None
+
+
+def _pad_and_attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    longest: int,
+    longest_key: int,
+    scaling: float,
+) -> Tensor:
+    """[heads, tokens, D] to [tokens, heads, D], see learner.policy.prefixes.Kernel."""
+    heads, total, dim = query.shape
     place = torch.arange(total, device=query.device)
-    trajectory = torch.searchsorted(cu_seq_lens_q[1:], place, right=True)
-    back = trajectory * max_length_q + place - cu_seq_lens_q[trajectory]
+    segment = torch.searchsorted(starts[1:], place, right=True)
+    back = segment * longest + place - starts[segment]
+    source, mask = _source(starts, longest), None
+    key_source = source
+    if key_starts is not None:
+        key_source = _source(key_starts, longest_key)
+        earlier = (key_starts.diff() - starts.diff())[:, None, None, None]
+        row, column = (torch.arange(length, device=query.device) for length in (longest, longest_key))
+        mask = column <= row[:, None] + earlier
 
-    def padded(tensor: torch.Tensor) -> torch.Tensor:
-        """[1, heads, total, D] to [m, heads, longest, D]."""
-        return tensor[0].index_select(1, source).reshape(-1, starts.shape[0], max_length_q, dim).transpose(0, 1)
+    def padded(tensor: Tensor, source: Tensor, longest: int) -> Tensor:
+        """[heads, tokens, D] to [segments, heads, longest, D]."""
+        return tensor.index_select(1, source).reshape(-1, starts.shape[0] - 1, longest, dim).transpose(0, 1)
 
-    attend = torch.nn.functional.scaled_dot_product_attention
-    out = attend(padded(query), padded(key), padded(value), is_causal=True, scale=scaling, enable_gqa=True)
+    q, k, v = padded(query, source, longest), *(padded(t, key_source, longest_key) for t in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+    )
     joined: Tensor = out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, back)
-    return joined[None], None
+    return joined
+
+
+def _source(starts: Tensor, longest: int) -> Tensor:
+    """[segments * longest] which token stands in each place after padding.
+
+    What stands in the padding is never seen by a token left of it, and nothing comes back from there.
+    """
+    begin, column = starts[:-1, None], torch.arange(longest, device=starts.device)
+    return torch.where(column < starts[1:, None] - begin, begin + column, 0).flatten()
 
 
 AttentionInterface.register(PADDED, _padded)

@@ -8,6 +8,9 @@ layer are counted in elements of the compute dtype, per token:
     selective  outputs of products and attention
     full       the layer's input, and one layer at a time as with none
 
+Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
+for a position: no less than their part of what `none` keeps of a token (replay/desks/sharing.py).
+
 The counts were checked against the peaks of two shapes on an H200 (docs/benchmarks/learner.md).
 """
 

@@ -66,7 +66,7 @@ class TokenModel(torch.nn.Module):
             input_ids=row.input_ids,
             position_ids=row.position_ids,
             use_cache=False,
-            **attention.arguments(row.starts, row.longest),
+            **attention.arguments(row),
         ).last_hidden_state
         return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature)  # type: ignore[no-any-return]
 

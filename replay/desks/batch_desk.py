@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
-from replay.desks import batches
+from replay.desks import batches, sharing
 from replay.desks.granting import Granting
 from replay.journal.apply import record
 from replay.peers import Peer, Peers
@@ -88,7 +88,8 @@ class BatchDesk:
         config, line = self.run.config, self.buffer.line
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
         limit, parts = config.max_tokens_per_row, self.num_ranks // self.ranks_per_part
-        assignment = batches.assign(batches.total_lengths(groups), trained, parts, limit)
+        wanted = config.learner.share_prefixes
+        assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, parts, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
         self.batches[step] = [

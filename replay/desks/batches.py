@@ -43,6 +43,11 @@ def assign(lengths: NDArray[np.int64], trained: NDArray[np.bool_], num_ranks: in
     number = max(1, -(-int(lengths[order].sum()) // (num_ranks * max_tokens)))
     while (bins := _fill(lengths, order, num_ranks * number, max_tokens)) is None:
         number += 1
+    return placed(bins, trained, num_ranks, number)
+
+
+def placed(bins: NDArray[np.int64], trained: NDArray[np.bool_], num_ranks: int, number: int) -> Assignment:
+    """Trained trajectories in their bins, those of each microbatch one after the other; the others by turns."""
     bins[~trained] = np.arange((~trained).sum()) % num_ranks
     return Assignment((bins % num_ranks).astype(np.int32), (bins // num_ranks).astype(np.int32), number)
 

@@ -2,7 +2,8 @@
 
 A batch of groups with lognormal answers and random weights, on one device; each heat is a process of its own. MFU is
 by causal FLOPs at the lengths that there are (products forward and twice that backward, attention, the output head at
-answer tokens), without credit for what is computed again.
+answer tokens), without credit for what is computed again, or not at all because answers share their prompt; tokens are
+those of trajectories.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ HEATS: dict[str, dict[str, Any]] = {
     "compiled, none": {"compile": True, "recompute": "none"},
     "compiled, selective": {"compile": True, "recompute": "selective"},
     "compiled, full": {"compile": True, "recompute": "full"},
+    "auto, shared": {"compile": True, "share_prefixes": True},
+    "auto, apart": {"compile": True, "share_prefixes": False},
     "plain": {"recompute": "none"},
     "plain, selective": {"recompute": "selective"},
     "plain, full": {"recompute": "full"},
@@ -53,23 +56,42 @@ class Task:
     profile: str
 
 
-def batch_of(task: Task, vocabulary: int) -> Any:
-    """A batch for one rank, assigned as replay does."""
-    from replay.desks.batches import assign
+def answers_of(task: Task) -> Any:
+    """[trajectories] tokens of each answer."""
+    random = np.random.default_rng(0)
+    drawn = random.lognormal(np.log(task.mean) - SIGMA**2 / 2, SIGMA, task.trajectories)
+    return drawn.clip(8, task.cap).astype(np.int32)
+
+
+def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int) -> Any:
+    """A batch of groups of GROUP for one rank, assigned as replay does.
+
+    Args:
+        lengths: tokens of each answer.
+        prompt: tokens of each prompt.
+        settings: the learner section of the configuration.
+        vocabulary: ids are drawn from.
+    """
+    from replay.desks.sharing import Members, assign
     from replay.messages import Batch
 
-    random = np.random.default_rng(0)
-    n = task.trajectories
-    lengths = random.lognormal(np.log(task.mean) - SIGMA**2 / 2, SIGMA, n).clip(8, task.cap).astype(np.int32)
-    total = int(lengths.sum())
-    placed = assign(lengths.astype(np.int64) + task.prompt, np.ones(n, np.bool_), 1, task.max_tokens)
+    random = np.random.default_rng(1)
+    n, total = len(lengths), int(lengths.sum())
     groups = (np.arange(n) // GROUP).astype(np.int32)
+    members = Members(
+        prompts=np.full(n, prompt), answers=lengths.astype(np.int64), groups=groups, trained=np.ones(n, np.bool_)
+    )
+    placed = assign(members, settings.share_prefixes, 1, settings.max_tokens_per_microbatch)
+    prompts = random.integers(3, vocabulary, (groups[-1] + 1, prompt))
+    answers = np.split(random.integers(3, vocabulary, total), np.cumsum(lengths)[:-1])
     return Batch(
         step=1, rank=0, num_microbatches=placed.num_microbatches, total_loss_tokens=total,
         group_ids=[[0, int(group)] for group in np.unique(groups)], stats={}, lag_histogram={},
         trajectory=np.arange(n, dtype=np.int32), microbatch=placed.microbatch,
-        prompt_lengths=np.full(n, task.prompt, np.int32), lengths=lengths,
-        token_ids=random.integers(3, vocabulary, total + n * task.prompt).astype(np.int32),
+        prompt_lengths=np.full(n, prompt, np.int32), lengths=lengths,
+        token_ids=np.concatenate([part for pair in zip(prompts[groups], answers, strict=True) for part in pair]).astype(
+            np.int32
+        ),
         loss_mask=np.ones(total, np.uint8),
         logprobs=(-np.log(vocabulary) + random.normal(0, 0.1, total)).astype(np.float32),
         versions=np.zeros(total, np.int32), all_rewards=random.integers(0, 2, n).astype(np.float32),
@@ -77,16 +99,26 @@ def batch_of(task: Task, vocabulary: int) -> Any:
     )  # fmt: skip
 
 
-def flops(model: Any, batch: Any) -> float:
-    """Of one update: see the module's docstring."""
+def flops(model: Any, rows: Any) -> float:
+    """Of one update on these rows: see the module's docstring."""
     heads = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
     hidden, layers = model.hidden_size, model.num_hidden_layers
     per_token = layers * 2 * (2 * hidden * heads + 2 * hidden * keys + 3 * hidden * model.intermediate_size)
-    total = (batch.prompt_lengths + batch.lengths).astype(np.float64)
-    attention = layers * float((2 * 2 * heads * total * (total + 1) / 2).sum())
-    head = 2 * hidden * model.vocab_size * float(batch.lengths.sum())
-    return 3 * (per_token * float(total.sum()) + attention + head)
+    tokens = sum(row.input_ids.numel() for row in rows)
+    attention = layers * 2 * 2 * heads * sum(map(pairs, rows))
+    head = 2 * hidden * model.vocab_size * sum(len(row.kept) for row in rows)
+    return float(3 * (per_token * tokens + attention + head))
+
+
+def pairs(row: Any) -> int:
+    """Queries times the keys that they see."""
+    whole = row.starts.diff().long()
+    seen = int((whole * (whole + 1) // 2).sum())
+    if row.prefixes is not None:
+        queries, keys = row.prefixes.starts.diff().long(), row.prefixes.copy_starts.diff().long()
+        seen += int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
+    return seen
 
 
 def config_of(task: Task) -> Any:
@@ -144,7 +176,7 @@ def run_heat(task: Task) -> dict[str, Any]:
     with join_ranks(config) as ranks:
         policy, clock = build_policy(config, ranks.mesh, ranks.device), Clock(task, ranks.device)
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
-        batch = batch_of(task, policy.vocab_size)
+        batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size)
         updates = []
         for step in range(WARM_UP + task.steps + bool(task.profile)):
             clock.profiles = step == WARM_UP + task.steps
@@ -155,10 +187,9 @@ def run_heat(task: Task) -> dict[str, Any]:
         timed = {name: seconds[WARM_UP : WARM_UP + task.steps] for name, seconds in clock.seconds.items()}
         step_s = statistics.median(timed["step"])
         model = policy.model.transformer.config
-        kept = (updates[0].advantages != 0) & (batch.lengths > 0)
-        trained = replace(batch, prompt_lengths=batch.prompt_lengths[kept], lengths=batch.lengths[kept])
-        tokens = int((trained.prompt_lengths + trained.lengths).sum())
         rows = prepare(batch, trainer.advantage, config).rows
+        computed = sum(row.input_ids.numel() for row in rows)
+        tokens = computed + sum(row.saved for row in rows)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
         return {
@@ -171,10 +202,11 @@ def run_heat(task: Task) -> dict[str, Any]:
             "first_step_s": clock.seconds["step"][0],
             "tokens": tokens,
             "tokens_per_s": tokens / step_s,
-            "mfu": flops(model, trained) / step_s / speed if speed else None,
+            "tokens_computed": computed,
+            "mfu": flops(model, rows) / step_s / speed if speed else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
-            "fill": tokens / (len(rows) * max(row.input_ids.numel() for row in rows)),
+            "fill": computed / (len(rows) * max(row.input_ids.numel() for row in rows)),
             "first_loss": updates[0].sums.loss,
             "attention": model._attn_implementation,
             "recompute": policy.budget.recompute,

@@ -4,6 +4,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 from recorded import batch_of, random_step, rows_of, train_on
+from reference import Recorded
 from tiny_models import built, make_config, save_model
 
 from configs import Config
@@ -23,6 +25,7 @@ from learner.objective import Objective
 from learner.policy import attention
 from learner.policy.logprobs import CHUNK_BYTES, head_logprobs
 from learner.policy.model import Policy, build_policy
+from learner.policy.prefixes import lay_side_by_side
 from learner.step import accumulate_gradients, take_peak_bytes
 from tests.support.ranks import two_ranks
 from tests.support.runs import free_port
@@ -63,9 +66,12 @@ def configured(folder: Path, mode: str, dtype: str, **learner: Any) -> Config:
     )
 
 
-def logprobs_and_gradients(config: Config, policy: Policy) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+def logprobs_and_gradients(
+    config: Config, policy: Policy, trajectories: list[Recorded] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Logprobs of all tokens in the loss in order, the whole gradient as one vector, and the measurements."""
-    rows, tokens = rows_of(batch_of(random_step(1, vocab=1000), 1, num_microbatches=2), config)
+    batch = batch_of(trajectories or random_step(1, vocab=1000), 1, num_microbatches=2)
+    rows, tokens = rows_of(batch, config)
     with torch.no_grad():
         found = [policy.forward(row.to(policy.device), 1.0)[0] for row in rows]
     sums = accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=1.0, global_tokens=tokens)
@@ -88,13 +94,62 @@ def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, 
     outcomes = []
     for dtype, attend in ((torch.float32, attention._padded), (torch.bfloat16, attention.make_varlen())):
         inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
-        arguments = attention.arguments(starts, max(lengths))
-        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **arguments)
+        given = {"cu_seq_lens_q": starts, "max_length_q": max(lengths)}
+        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **given)
         out.backward(upstream.to(dtype))
         outcomes.append([out.detach().float(), *(t.grad.float() for t in inputs if t.grad is not None)])
     for expected, found in zip(*outcomes, strict=True):
         assert cosine(found.flatten(), expected.flatten()) > 0.9999
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (16, 8, 128)])
+def test_the_kernel_lets_an_answer_see_its_shared_prompt(heads: int, kv_heads: int, size: int) -> None:
+    """Its causal mask is aligned to the last query and key where there are more keys than queries."""
+    torch.manual_seed(0)
+    prompts, answers = (200, 200, 1, 200, 7), (1, 300, 17, 129, 64)
+    pieces = [np.r_[np.full(prompt, prompt), np.zeros(n)].astype(np.int32)
+              for prompt, n in zip(prompts, answers, strict=True)]  # fmt: skip
+    laid = lay_side_by_side(pieces, prompts, wanted=True)
+    assert laid.prefixes is not None and laid.saved == 400
+    given = {
+        "cu_seq_lens_q": torch.from_numpy(laid.starts.astype(np.int32)).to(GPU),
+        "max_length_q": laid.longest,
+        "prefixes": laid.prefixes.to(GPU),
+    }
+    drawn = [torch.randn((1, n, len(laid.ids), size), device=GPU) for n in (heads, kv_heads, kv_heads)]
+    upstream = torch.randn(1, len(laid.ids), heads, size, device=GPU)
+    outcomes = []
+    for dtype, attend in ((torch.float32, attention._padded), (torch.bfloat16, attention.make_varlen())):
+        inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
+        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **given)
+        out.backward(upstream.to(dtype))
+        outcomes.append([out.detach().float(), *(t.grad.float() for t in inputs if t.grad is not None)])
+    for expected, found in zip(*outcomes, strict=True):
+        assert cosine(found.flatten(), expected.flatten()) > 0.9999
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "selective"}, {"compile": True, "recompute": "full"}], ids=str)
+def test_shared_prompts_in_bfloat16_are_as_near_to_float32_as_prompts_apart(
+    folder: Path, mesh: DeviceMesh, changes: dict[str, Any]
+) -> None:
+    """The sum over the answers is as exact as that over tokens: gradients of copies are added up in float32."""
+    drawn = np.random.default_rng(0)
+    prompts = [drawn.integers(0, 1000, length).tolist() for length in (300, 90, 1, 160)]
+    given = [replace(t, prompt_ids=prompts[t.group]) for t in random_step(1, vocab=1000, group_size=8)]
+    exact = configured(folder, "sdpa", "float32", share_prefixes=False)
+    expected, gradient, _ = logprobs_and_gradients(exact, build_policy(exact, mesh, GPU), given)
+    errors = {}
+    for share in (False, True):
+        config = configured(folder, "auto", "bfloat16", share_prefixes=share, **changes)
+        policy = build_policy(config, mesh, GPU)
+        assert policy.model.transformer.config._attn_implementation == attention.VARLEN
+        found, other, metrics = logprobs_and_gradients(config, policy, given)
+        assert bool(metrics.get("perf/prefix_tokens_saved")) is share
+        errors[share] = (float((found - expected).abs().mean()), 1 - cosine(other, gradient))
+    for apart, shared in zip(errors[False], errors[True], strict=True):
+        assert shared <= 1.3 * apart, errors
 
 
 def test_bfloat16_without_padding_is_near_float32_with_padding(folder: Path, mesh: DeviceMesh) -> None:

@@ -97,6 +97,12 @@ def test_two_ranks_train_what_the_reference_trains(seen, folder, model):
     assert all(not torch.equal(found[name], start[name]) for name in expected)
 
 
+def test_prompts_that_answers_share_train_the_same_weights(seen):
+    for found in (rank["shared_prompts"] for rank in seen):
+        assert found == seen[0]["shared_prompts"]
+        assert found["difference"] <= 1e-5 and found["saved"] > 100
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_read_the_same_numbers_and_one_rank_nearly_the_same(seen, folder, mesh, model):
     assert seen[0][model]["steps"] == seen[1][model]["steps"]

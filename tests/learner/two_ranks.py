@@ -136,6 +136,19 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
     }
 
 
+def shared_prompts(config: Config, mesh: DeviceMesh, expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The steps again, all answers of a rank in one microbatch and with shared prompts: how far the weights are off."""
+    policy, optimizer = built(config, mesh)
+    saved = 0.0
+    for step in range(1, NUM_STEPS + 1):
+        batch = batch_of(random_step(step), step, rank=policy.rank, world_size=policy.world_size)
+        sums, reason = train_on(batch, policy, optimizer, config)
+        assert not reason
+        saved += sums.metrics()["perf/prefix_tokens_saved"]
+    found = dict(policy.named_full_tensors("float32"))
+    return {"saved": saved, "difference": max(float((found[n] - expected[n]).abs().max()) for n in expected)}
+
+
 def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
     """A weight that is not a number on rank 1 alone: both ranks must skip, and nothing may change."""
     before = policy.parameter_digest()
@@ -206,6 +219,8 @@ def main() -> None:
             seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
             changed = configured(folder, name, learner=CONDITIONED | {"recompute": "full"})
             seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
+        sharing = configured(folder, name, learner=CONDITIONED | {"share_prefixes": True})
+        seen["shared_prompts"] = shared_prompts(sharing, mesh, full)
         seen["export_fails"] = export_fails(folder, policy)
         seen["meshes"] = mesh_ranks.everything(folder, 2)
         # A collective after all failures: both ranks are still in step.

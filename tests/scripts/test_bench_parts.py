@@ -20,8 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs import Config
+from configs.learner import LearnerSettings
 from learner.examples import random_qwen3
 from learner.learner import Learner
+from learner.rows import lay_out
 from replay import messages as m
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with
@@ -30,6 +32,7 @@ from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
 from scripts.bench import bus, core, link, load, pipeline, replay
+from scripts.bench import learner as bench_learner
 from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
 from scripts.bench.load import Case, prepare
 from scripts.bench.replay import MIB, memory
@@ -304,3 +307,21 @@ def test_growth_is_seen() -> None:
     grows = memory([i * MIB for i in range(1, 401)])
     assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0 and len(grows["rss_mib_curve"]) < 70
     assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
+
+
+def test_flops_of_the_learner_are_those_of_tokens_that_are_computed() -> None:
+    """Nobody is credited for a prompt that is computed once for eight answers."""
+    model, lengths, prompt = random_qwen3.config("tiny"), np.arange(1, 9, dtype=np.int32), 64
+    found = []
+    for share in (False, True):
+        settings = LearnerSettings(share_prefixes=share, max_tokens_per_microbatch=10_000)
+        batch = bench_learner.batch_of(lengths, prompt, settings, 512)
+        rows = lay_out(batch, np.ones(8, np.float32), np.ones(8, np.float32), share)
+        found.append(bench_learner.flops(model, rows))
+        assert sum(row.saved for row in rows) == 7 * prompt * share
+    heads, keys, hidden = 4 * 16, 2 * 16, 64
+    per_token = 2 * 2 * (2 * hidden * heads + 2 * hidden * keys + 3 * hidden * 192)
+    total = prompt + lengths
+    attention = 2 * 2 * 2 * heads * int((total * (total + 1) // 2).sum())
+    assert found[0] == 3 * (per_token * int(total.sum()) + attention + 2 * hidden * 512 * int(lengths.sum()))
+    assert found[0] - found[1] == 3 * 7 * (per_token * prompt + 2 * 2 * 2 * heads * prompt * (prompt + 1) // 2)
