@@ -29,6 +29,9 @@ learner.recompute                 | enable_gradient_checkpointing | - | - | - | 
 algorithm.clip_low                | clip_ratio_low | --eps-clip | - | - | epsilon
 algorithm.clip_high               | clip_ratio_high | --eps-clip-high | - | - | epsilon_high
 learner.max_grad_norm             | grad_clip | - | - | - | -
+learner.lora.rank                 | lora_rank | - | - | lora_rank | lora_r
+learner.lora.alpha                | lora_alpha | - | - | lora_alpha | lora_alpha
+learner.lora.targets              | target_modules | - | - | target_modules | lora_target_modules
 learner.lr                        | optim.lr | - | - | - | learning_rate
 algorithm.advantage               | algorithm.adv_estimator | - | - | - | -
 algorithm.dynamic_sampling        | algorithm.filter_groups.enable | - | - | - | -

@@ -5,10 +5,11 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.aliases import FRAMEWORKS, ROWS
@@ -46,14 +47,20 @@ def page() -> str:
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
-        rows = [
-            (f"`{name}.{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
-            for key, one in section.model_fields.items()
-        ]
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
-        parts += [table(("key", "type", "default", "meaning"), rows)]
+        parts += [table(("key", "type", "default", "meaning"), rows_of(section, f"{name}."))]
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
     return "\n".join([*parts, FOREIGN, table(("key", *FRAMEWORKS), foreign)])
+
+
+def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:
+    """A row for each key, those of sections within in their place."""
+    for key, one in section.model_fields.items():
+        if isinstance(one.annotation, type) and issubclass(one.annotation, BaseModel):
+            yield from rows_of(one.annotation, f"{prefix}{key}.")
+        else:
+            meaning = " ".join((one.description or "").split())
+            yield f"`{prefix}{key}`", type_text(one), default_text(one), meaning
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

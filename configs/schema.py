@@ -216,6 +216,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_fit_their_base(self) -> "Config":
+        if not self.learner.lora.rank:
+            return self
+        rank, bus = self.learner.lora.rank, self.weight_bus
+        if bus.apply == "direct":
+            raise ValueError(
+                f"learner.lora.rank: {rank} with weight_bus.apply 'direct', which writes whole weights into SGLang;"
+                " take weight_bus.apply=staged"
+            )
+        if self.rollout.dtype != self.learner.compute_dtype:
+            raise ValueError(
+                f"learner.lora.rank: {rank} with rollout.dtype {self.rollout.dtype!r} and learner.compute_dtype"
+                f" {self.learner.compute_dtype!r}: both ends hold the same frozen weights, which digests prove, and so"
+                " have one dtype; set one to the other, or both to auto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _network_is_safe(self) -> "Config":
         network = self.network
         if not is_loopback(network.host) and network.keys is None and not network.insecure:

@@ -5,7 +5,7 @@ to the root. The mesh has one dimension (also of size 1, so that one rank runs t
 summed over ranks, not averaged: the loss is already divided by the tokens of the whole batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
 from configs import Config
-from learner.policy import attention
+from configs.learner import Lora
+from learner.policy import attention, lora
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.pretrained import allocate, build_empty, fill, read_config, weight_files
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.rows import Row
+from weight_bus.adapters import PREFIX, SCALE, scale_digest
 from weight_bus.digest import Digester, combined
 
 
@@ -76,6 +78,10 @@ class Policy:
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
+        self.lora: Lora | None = None
+        """Adapters are in training, and all else is frozen."""
+        self.frozen_digests: dict[str, int] = {}
+        """Of `frozen`, in its own dtype, and of the scale of adapters."""
 
     def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
@@ -92,12 +98,32 @@ class Policy:
         return when_exhausted(config, self.model.transformer.config.to_dict(), self.budget, str(error), device_bytes)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by HF name, in the order used everywhere; tied ones once."""
+        """Parameters in training by HF name, adapters by peft's, in the order used everywhere; tied ones once."""
+        for name, parameter in self._all_parameters():
+            if self.lora is None or parameter.requires_grad:
+                yield name if self.lora is None else f"{PREFIX}{name}", parameter
+
+    def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
         for unit in self._units:
             unit.reshard()
         for name, parameter in self.model.named_parameters():
             yield name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, ""), parameter
+
+    def frozen(self) -> list[Shard]:
+        """This rank's rows of each tensor that stays as it is, sharing memory: with LoRA the model, else none."""
+        if self.lora is None:
+            return []
+        named = [(name, p) for name, p in self._all_parameters() if not p.requires_grad]
+        return [shard_of(name, p, self.rank, self.world_size) for name, p in named]
+
+    def model_shards(self) -> Iterable[Shard]:
+        """This rank's rows of each tensor of the model as it answers, adapters merged. A collective: exhaust it."""
+        return self.shards() if self.lora is None else lora.merged(self, self.lora)
+
+    def model_layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of everything that `model_shards` yields."""
+        return [(shard.name, dtype, shard.shape) for shard in self.frozen() or self.shards()]
 
     def shards(self) -> list[Shard]:
         """This rank's rows of each parameter, sharing memory."""
@@ -148,16 +174,19 @@ class Policy:
         yield from gather(self.shards(), DTYPES[dtype], self.group)
 
     def shard_digests(self, dtype: str) -> dict[str, int]:
-        """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective."""
+        """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective.
+
+        Tensors that stay as they are come along, in the dtype that they have.
+        """
         shards = self.shards()
         places = [shard.local.data_ptr() for shard in shards]
         known = self._digesters.get(dtype)
         if known is None or known[0] != places:
             known = self._digesters[dtype] = (places, digester(shards, DTYPES[dtype]))
-        return digests(shards, DTYPES[dtype], self.group, known[1])
+        return digests(shards, DTYPES[dtype], self.group, known[1]) | self.frozen_digests
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights, equal at every world size. A collective."""
+        """One digest of the float32 master weights and of what is frozen, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 
@@ -174,12 +203,22 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget:
     model_config = read_config(folder)
     files = weight_files(folder)
     budget = budget or _budget(config, model_config, mesh, device)
-    model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
+    transformer = build_empty(model_config, attention.choose(config.learner, model_config, device))
+    adapters = config.learner.lora if config.learner.lora.rank else None
+    if adapters is not None:
+        lora.adapt(transformer, adapters, DTYPES[config.learner.compute_dtype])
+    model = TokenModel(transformer)
     prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
     _shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)
-    fill(policy.shards(), files, folder)
+    policy.lora = adapters
+    fill(policy.frozen() or policy.shards(), files, folder)
+    if adapters is not None:
+        lora.initialize(policy.shards(), config.run.seed)
+        dtype = DTYPES[config.learner.compute_dtype]
+        frozen = digests(policy.frozen(), dtype, policy.group)
+        policy.frozen_digests = {**frozen, SCALE: scale_digest(adapters.scale)}
     return policy
 
 
