@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from configs.learner import LearnerSettings
+from configs.learner import LearnerSettings, Lora
 from configs.schema import Config
 
 Recompute = Literal["none", "selective", "full"]
@@ -64,6 +64,13 @@ class Sizes:
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings")),
         )
+
+    def adapter_parameters(self, lora: Lora) -> int:
+        """Of A and B of all layers."""
+        key, mlp = self.key_value // 2, self.intermediate
+        ends = {"q_proj": self.query, "k_proj": key, "v_proj": key, "o_proj": self.query}
+        ends |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
+        return self.layers * lora.rank * sum(self.hidden + ends[name] for name in lora.projections)
 
     @property
     def layer_parameters(self) -> int:
@@ -232,21 +239,26 @@ def _cost(way: Budget) -> float:
 
 
 def _items(setup: Setup, way: Budget) -> dict[str, int]:
-    sizes, compute_bytes = setup.sizes, setup.compute_bytes
-    mine = -(-sizes.parameters // setup.num_ranks)
+    sizes, compute_bytes, lora = setup.sizes, setup.compute_bytes, setup.learner.lora
+    adapters = sizes.adapter_parameters(lora) if lora.rank else 0
+    trained = adapters or sizes.parameters
+    mine = -(-trained // setup.num_ranks)
     largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
+    largest_trained = adapters // sizes.layers or largest_unit
     per_token = activation_bytes(sizes, way.recompute, compiled=setup.learner.compile, element_bytes=compute_bytes)
     items = {
         "float32 weights": 4 * mine,
         "AdamW state": 8 * mine,
-        "gradients": 4 * (sizes.parameters if way.whole_gradients else mine + largest_unit),
+        "gradients": 4 * (trained if way.whole_gradients else mine + largest_trained),
         "gathered weights": compute_bytes * (sizes.parameters if way.keeps_gathered else 2 * largest_unit),
         "activations": per_token * setup.learner.max_tokens_per_microbatch,
         # its chunk, and the gradient of its weights in float32 and the compute dtype
-        "output head": HEAD_BYTES + (4 + compute_bytes) * sizes.embedding_parameters,
+        "output head": HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters,
     }
+    if adapters:
+        items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
     if setup.wire_bytes:
-        packed = 2 * setup.wire_bytes * sizes.parameters
+        packed = 2 * setup.wire_bytes * trained
         items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes
     return items
 
