@@ -79,7 +79,8 @@ class AdaptedWeights:
         piece.view.copy_(made)
 
     def _check(self, adapters: Mapping[str, torch.Tensor]) -> None:
-        rank, expected = self._lora["rank"], {}
+        rank = self._lora["rank"]
+        expected: dict[str, tuple[int, ...]] = {}
         for piece in self._slices:
             if piece.name in self._kept:
                 outputs, inputs = piece.full_shape
