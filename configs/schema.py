@@ -110,7 +110,8 @@ class Config(Section):
 
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
-        rollout, ranks = self.rollout, self.num_learner_ranks
+        rollout, ranks, rank = self.rollout, self.num_learner_ranks, self.learner.lora.rank
+        adapters = f" (adapters of rank {rank})" if rank else ""
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
@@ -119,8 +120,8 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}; weights over"
-            f" {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}; weights"
+            f" over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
         )
 
     @property

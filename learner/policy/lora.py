@@ -37,7 +37,8 @@ class AdaptedLinear(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., outputs]."""
-        return torch.nn.functional.linear(x, self.weight, self.bias) + self.scale * self.lora_B(self.lora_A(x))
+        added: Tensor = self.lora_B(self.lora_A(x))
+        return torch.nn.functional.linear(x, self.weight, self.bias) + self.scale * added
 
 
 def adapt(transformer: Any, lora: Lora, compute_dtype: torch.dtype) -> None:

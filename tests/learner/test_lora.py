@@ -101,7 +101,7 @@ def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(saved: Any, 
                 assert difference <= 1e-5 * max(1.0, float(expected.abs().max())), name
                 checked += 1
     assert checked == len(found) == 2 * 7 * 2
-    assert float(found[b].abs().max()) > 1e-4
+    assert all(float(gradient.abs().max()) > 1e-6 for gradient in found.values())
 
 
 def test_the_merged_export_answers_the_same_and_the_frozen_weights_stay(saved: Any, folder: Path) -> None:

@@ -120,8 +120,9 @@ class LiveWeights:
         self.layout = layout(spec)
         # The last HF tensor of a live one reaches to its end.
         ends = {rows.live: (rows.start + rows.shape[0], *rows.shape[1:]) for rows in self.layout.values()}
-        made = base.tensors if base is not None else {n: torch.zeros(shape, dtype=dtype) for n, shape in ends.items()}
-        self.tensors = dict(made)
+        self.tensors: dict[str, torch.Tensor] = (
+            base.tensors if base is not None else {n: torch.zeros(shape, dtype=dtype) for n, shape in ends.items()}
+        )
         self._views = {
             name: self.tensors[rows.live].narrow(0, rows.start, rows.shape[0]) for name, rows in self.layout.items()
         }
