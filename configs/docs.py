@@ -47,30 +47,26 @@ def page() -> str:
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
-        rows = [
-            (f"`{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
-            for key, one in leaf_fields(section, f"{name}.")
-        ]
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
-        parts += [table(("key", "type", "default", "meaning"), rows)]
+        parts += [table(("key", "type", "default", "meaning"), rows_of(section, f"{name}."))]
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
     return "\n".join([*parts, FOREIGN, table(("key", *FRAMEWORKS), foreign)])
+
+
+def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:
+    """A row for each key, those of sections within in their place."""
+    for key, one in section.model_fields.items():
+        if isinstance(one.annotation, type) and issubclass(one.annotation, BaseModel):
+            yield from rows_of(one.annotation, f"{prefix}{key}.")
+        else:
+            meaning = " ".join((one.description or "").split())
+            yield f"`{prefix}{key}`", type_text(one), default_text(one), meaning
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
     return f"{top}|{'---|' * len(head)}\n{''.join(rest)}"
-
-
-def leaf_fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    """(dotted key, field) of a section, those of sections inside of it in their place."""
-    for key, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from leaf_fields(kind, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", field
 
 
 def type_text(field: FieldInfo) -> str:

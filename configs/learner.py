@@ -1,10 +1,42 @@
 """The learner: optimizer, evaluation, checkpoints and the limits past which a run stops by itself."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
 from configs.base import Section
+
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
+"""Of attention and MLP, in the order of a decoder layer."""
+
+
+class Lora(Section):
+    """Low-rank adapters in training in place of the weights, which stay as they are (Hu et al. 2021, 2106.09685)."""
+
+    rank: int = Field(default=0, ge=0)
+    """Rows of A and columns of B of each adapter; 0 trains all weights."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | list[Projection] = "all-linear"
+    """Projections that get an adapter; `all-linear` is all of attention and MLP."""
+
+    @field_validator("targets")
+    @classmethod
+    def _are_some(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, list) and (not value or len(set(value)) < len(value)):
+            raise ValueError("name each projection once, such as [q_proj, v_proj], or take all-linear")
+        return value
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A."""
+        return self.alpha / self.rank
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """The targets by name, in the order of a decoder layer."""
+        return tuple(name for name in PROJECTIONS if self.targets == "all-linear" or name in self.targets)
 
 
 class Mesh(Section):
@@ -70,6 +102,7 @@ class LearnerSettings(Section):
     in every step."""
     offload_activations: bool = False
     """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
+    lora: Lora = Lora()
 
     @field_validator("recompute", mode="before")
     @classmethod

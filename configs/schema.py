@@ -123,6 +123,8 @@ class Config(Section):
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
         rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.model_ranks
+        rank = self.learner.lora.rank
+        adapters = f" (adapters of rank {rank})" if rank else ""
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         many = "s" if ranks > 1 else ""
         parts = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
@@ -133,8 +135,8 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}; weights over"
-            f" {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}; weights"
+            f" over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
         )
 
     @property
@@ -254,6 +256,29 @@ class Config(Section):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
             raise ValueError(
                 f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_fit_their_base(self) -> "Config":
+        if not self.learner.lora.rank:
+            return self
+        rank, bus = self.learner.lora.rank, self.weight_bus
+        if bus.apply == "direct":
+            raise ValueError(
+                f"learner.lora.rank: {rank} with weight_bus.apply 'direct', which writes whole weights into SGLang;"
+                " take weight_bus.apply=staged"
+            )
+        if self.learner.mesh.tensor > 1:
+            raise ValueError(
+                f"learner.lora.rank: {rank} with learner.mesh.tensor {self.learner.mesh.tensor}: adapters are not"
+                " divided over tensor ranks; take learner.mesh.tensor=1"
+            )
+        if self.rollout.dtype != self.learner.compute_dtype:
+            raise ValueError(
+                f"learner.lora.rank: {rank} with rollout.dtype {self.rollout.dtype!r} and learner.compute_dtype"
+                f" {self.learner.compute_dtype!r}: both ends hold the same frozen weights, which digests prove, and so"
+                " have one dtype; set one to the other, or both to auto"
             )
         return self
 

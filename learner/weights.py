@@ -35,6 +35,7 @@ class WeightPublisher:
                 incarnation=incarnation,
                 keys=load_keys(config.network.keys),
                 insecure=config.network.insecure,
+                kept=policy.frozen_digests,
                 pack_on_host=not policy.budget.packs_on_device,
             )
 

@@ -7,7 +7,7 @@ A layout is made once (names, dtypes, shapes never change within a run); `with_d
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from configs.infrastructure import WeightBus
@@ -43,7 +43,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The ordered list of everything a weight update carries, and the digest of each tensor."""
+    """The ordered list of everything a weight update carries, and the digest of each tensor.
+
+    A digest without an entry is of a tensor that stays as it is: the engine must hold it, and it does not travel.
+    """
 
     entries: tuple[Entry, ...]
     bucket_sizes: tuple[int, ...]
@@ -66,17 +69,27 @@ class Manifest:
         """Bytes on the wire."""
         return sum(self.bucket_sizes)
 
-    def with_digests(self, digests: Mapping[str, int]) -> "Manifest":
-        """The same layout with the digests of one version. Raises ValueError unless each is that of a tensor."""
-        wrong = {entry.name for entry in self.entries} ^ set(digests)
+    @property
+    def kept(self) -> dict[str, int]:
+        """Digests of what stays as it is, by name."""
+        sent = {entry.name for entry in self.entries}
+        return {name: digest for name, digest in self.digests.items() if name not in sent}
+
+    def with_digests(self, digests: Mapping[str, int], kept: Collection[str] = ()) -> "Manifest":
+        """The same layout with the digests of one version; `kept` names those of tensors that stay as they are.
+
+        Raises ValueError unless each is that of a tensor here, or of a kept one that is not here.
+        """
+        sent = {entry.name for entry in self.entries}
+        wrong = sent.intersection(kept) or (sent.union(kept) ^ set(digests))
         if wrong:
             raise ValueError(f"digests do not match the manifest, first difference: {min(wrong)!r}")
         return replace(self, digests=dict(digests))
 
     def differences(self, held: Mapping[str, int]) -> list[str]:
         """Names whose digest in `held` is missing or not the manifest's; names that are too many."""
-        wrong = [e.name for e in self.entries if held.get(e.name) != self.digests.get(e.name)]
-        return wrong + sorted(set(held) - {e.name for e in self.entries})
+        wrong = [name for name, digest in self.digests.items() if held.get(name) != digest]
+        return wrong + sorted(set(held) - set(self.digests))
 
 
 class Planner:

@@ -99,6 +99,8 @@ class Begin(OfVersion):
     shapes: list[list[int]]
     digests: list[int]
     digest: str  # of the whole version
+    kept: dict[str, int] = field(default_factory=dict)
+    """Digests of tensors that do not travel: the engine must hold them (weight_bus/adapters.py)."""
     base: str = ""
     """Digest of the staged version that what follows is a change of; empty says that the version comes whole."""
     wire_bytes: int = 0  # of the change, as it comes
@@ -198,18 +200,19 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
 
     Raises:
         WireError: lists of different lengths, a negative size, an absurd total, an unknown dtype, a name given
-            twice, or digests that do not add up to `begin.digest`.
+            twice, or digests that are not those of `begin.digest`.
     """
     if not len(begin.names) == len(begin.dtypes) == len(begin.shapes) == len(begin.digests):
         raise WireError(f"Begin of v{begin.version}: names, dtypes, shapes and digests differ in length")
     if begin.bucket_bytes < 1 or not 0 < begin.rank < begin.size:
         raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, rank {begin.rank}/{begin.size}")
     tensors = tuple(zip(begin.names, begin.dtypes, map(tuple, begin.shapes), strict=True))
+    digests = dict(zip(begin.names, begin.digests, strict=True))
     try:
-        manifest = _layout(tensors, begin.bucket_bytes, alignment)
+        layout = _layout(tensors, begin.bucket_bytes, alignment)
+        manifest = layout.with_digests({**digests, **begin.kept}, begin.kept)
     except ValueError as error:
         raise WireError(f"Begin of v{begin.version}: {error}") from error
-    manifest = manifest.with_digests(dict(zip(begin.names, begin.digests, strict=True)))
     if manifest.num_bytes > MAX_UPDATE_BYTES:
         raise WireError(f"Begin of v{begin.version}: {manifest.num_bytes} bytes is above {MAX_UPDATE_BYTES}")
     if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= manifest.num_bytes:

@@ -8,7 +8,7 @@ Example:
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 
 from configs.infrastructure import WeightBus
@@ -37,6 +37,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         run_id: subscribers of another run are refused.
         incarnation: the learner's start within the run; part of every group's name.
         transport_factory: makes the data plane; none takes the configured one.
+        kept: names in `digests` of tensors that never travel; every engine must hold them.
         keys: of the learner's node; without, `host` must be a loopback address unless `insecure` allows more.
 
     Raises:
@@ -52,11 +53,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         run_id: str,
         incarnation: int,
         transport_factory: TransportFactory | None = None,
+        kept: Collection[str] = (),
         keys: Keys | None = None,
         insecure: bool = False,
         pack_on_host: bool = False,
     ) -> None:
-        self._config = config
+        self._config, self._kept = config, frozenset(kept)
         transport = (transport_factory or make_transport)(config, host)
         device = HOST if pack_on_host else transport.device
         self._packer = Packer(config.bucket_bytes, device, alignment_of(config))
@@ -103,8 +105,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         Args:
             version: above every version published before.
             named_tensors: HF names, in wire dtype, on any device; none may be written before this returns.
-            digests: of the parameters, taken from the learner's own shards. The engines' digests are held against them,
-                so they must not come from `named_tensors`.
+            digests: of the parameters and of `kept`, taken from the learner's own shards. The engines' digests are held
+                against them, so they must not come from `named_tensors`.
             evaluate: subscribers keep this version for an evaluation.
 
         Raises:
@@ -125,7 +127,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             version=version,
             evaluate=evaluate,
             buffer=spare,
-            manifest=layout.with_digests(digests),
+            manifest=layout.with_digests(digests, self._kept),
             buckets=buckets,
             progress=Progress(len(buckets), 0 if room else len(buckets)),
             started_at=started,

@@ -245,6 +245,7 @@ class Round:
             shapes=shapes,
             digests=digests,
             digest=self._offer.digest,
+            kept=self._offer.manifest.kept,
             base=change.base if change is not None else "",
             wire_bytes=change.coded.numel() if change is not None else 0,
             change_bytes=change.num_bytes if change is not None else 0,

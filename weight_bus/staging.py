@@ -63,7 +63,7 @@ class Staging:
         launched, self._launched = self._launched, {}
         sums = [value for index in buckets for value in launched[index].sums()]
         names = [entry.name for bucket in self.manifest.by_bucket() for entry in bucket]
-        return self.manifest.differences(dict(zip(names, sums, strict=True)))
+        return self.manifest.differences({**self.manifest.kept, **dict(zip(names, sums, strict=True))})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update as views into the buffers; copy them to keep them."""

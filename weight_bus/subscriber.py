@@ -337,6 +337,8 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         differences = self._intake.manifest.differences(held)
         if differences and not reason:
             reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
+            if self._intake.manifest.kept.keys() & set(differences):
+                reason += "; no update carries that: start the engine with the learner's model.path and learner.lora"
         if reason:
             engine.quarantine(commit.version, reason)
         else:

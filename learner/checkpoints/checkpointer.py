@@ -2,7 +2,8 @@
 
     checkpoints/step_N/
         dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
-        hf/          the same parameters, for everyone else
+        hf/          the same parameters, for everyone else; adapters merged
+        adapter/     with LoRA: the adapters for peft. dcp/ has no more than they
         state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
+from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
 from learner.checkpoints.export import sync_file, write_hf_folder, write_json
 from learner.checkpoints.folders import incomplete, latest_complete, numbered, step_of
 from learner.optimizer import MOMENTS, Optimizer
@@ -71,6 +73,9 @@ class Checkpointer:
             dcp_save(_tensors(policy, self._optimizer), checkpoint_id=folder / "dcp")
         with _together(policy, folder, "written"):
             write_hf_folder(policy, policy.source, folder / "hf", "float32")
+        if policy.lora is not None:
+            with _together(policy, folder, "written"):
+                write_adapter_folder(policy, folder / "adapter")
         with _together(policy, folder, "completed"):
             if policy.rank == 0:
                 _check_shards(folder)
@@ -111,6 +116,9 @@ class Checkpointer:
             if state.get("format") != FORMAT:
                 found = state.get("format")
                 raise CheckpointError(f"checkpoint {folder} has format {found}, this version reads {FORMAT}")
+            base_problem = problem_with_base(state, policy)
+            if base_problem:
+                raise CheckpointError(f"checkpoint {folder} {base_problem}")
             _check_layout(folder, state["layout"], policy)
         with _together(policy, folder, "loaded"):
             try:
@@ -188,6 +196,7 @@ def _describe(policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
         "optimizer_steps": optimizer.num_steps,
         "loss_scale": optimizer.scale.state(),
         "layout": [[name, list(shape)] for name, _, shape in policy.layout("float32")],
+        **describe_base(policy),
         "packages": {name: version(name) for name in PACKAGES},
     }
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.policy.model import Policy
-from learner.policy.sharding import DTYPES
+from learner.policy.sharding import DTYPES, gather
 
 FILE_BYTES = 4_000_000_000
 """A safetensors file holds at most this much, or a single larger tensor; also the memory that rank 0 needs."""
@@ -35,16 +35,16 @@ def write_hf_folder(policy: Policy, source_folder: Path, target: Path, dtype: st
     """Write the weights in `dtype` with everything that AutoModelForCausalLM.from_pretrained needs. A collective.
 
     Rank 0 writes while all ranks gather; every file is flushed to disk before it returns there. Tied embeddings are
-    written once, as model.embed_tokens.weight.
+    written once, as model.embed_tokens.weight. Adapters are merged into what they adapt.
 
     Raises:
         OSError: rank 0 could not write. It goes on gathering before it raises, so no other rank is left alone.
     """
-    files = plan_files(policy.layout(dtype))
+    files = plan_files(policy.model_layout(dtype))
     file_of = {name: target / file for file, names in files.items() for name in names}
     pending: dict[str, torch.Tensor] = {}
     total, error = 0, None
-    for name, tensor in policy.named_full_tensors(dtype):
+    for name, tensor in gather(policy.model_shards(), DTYPES[dtype], policy.meshes.replica):
         if policy.rank != 0 or error is not None:
             continue
         pending[name] = tensor.cpu().contiguous()

@@ -43,21 +43,22 @@ class _Logprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
         hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
-        # sums over chunks in float32: in 16 bit each addition would round
-        weight_grad = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        # sums over chunks in float32: in 16 bit each addition would round; none where the head is frozen
+        weight_grad = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         for part in _chunks(targets, weight):
             logits = _logits(hidden[part], weight)
             known = (targets[part], normalizer[part], entropy[part])
             of_logprobs, of_entropy = (None if g is None else g[part] for g in grads)
             grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype)
             torch.mm(grad, weight, out=hidden_grad[part])
-            _add_product(weight_grad, grad.T, hidden[part])
+            if weight_grad is not None:
+                _add_product(weight_grad, grad.T, hidden[part])
         if ctx.group is not None and len(targets):
             dist.all_reduce(hidden_grad, group=ctx.group)
-        return hidden_grad, weight_grad.to(weight.dtype), None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
 
 
 def _located(targets: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

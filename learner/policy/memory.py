@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.base import ConfigError
-from configs.learner import LearnerSettings
+from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
 
@@ -81,6 +81,13 @@ class Sizes:
             intermediate=self.intermediate // ranks,
             vocabulary=self.vocabulary // ranks,
         )
+
+    def adapter_parameters(self, lora: Lora) -> int:
+        """Of A and B of all layers."""
+        key, mlp = self.key_value // 2, self.intermediate
+        ends = {"q_proj": self.query, "k_proj": key, "v_proj": key, "o_proj": self.query}
+        ends |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
+        return self.layers * lora.rank * sum(self.hidden + ends[name] for name in lora.projections)
 
     @property
     def layer_parameters(self) -> int:
@@ -273,24 +280,29 @@ def _cost(way: Budget) -> float:
 
 
 def _items(setup: Setup, way: Budget) -> dict[str, int]:
-    tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
+    tensor, compute_bytes, lora = setup.learner.mesh.tensor, setup.compute_bytes, setup.learner.lora
     sizes = setup.sizes.over(tensor)
-    mine = -(-sizes.parameters * tensor // setup.num_ranks)
+    adapters = sizes.adapter_parameters(lora) if lora.rank else 0
+    trained = adapters or sizes.parameters
+    mine = -(-trained * tensor // setup.num_ranks)
     largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
+    largest_trained = adapters // sizes.layers or largest_unit
     per_token = activation_bytes(sizes, way.recompute, compiled=setup.learner.compile, element_bytes=compute_bytes)
     if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
         per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
     items = {
         "float32 weights": 4 * mine,
         "AdamW state": 2 * min(4 * mine, MOMENT_SPAN_BYTES) if setup.learner.offload_optimizer else 8 * mine,
-        "gradients": 4 * (sizes.parameters if way.whole_gradients else mine + largest_unit),
+        "gradients": 4 * (trained if way.whole_gradients else mine + largest_trained),
         "gathered weights": compute_bytes * (sizes.parameters if way.keeps_gathered else 2 * largest_unit),
         "activations": per_token * setup.learner.max_tokens_per_microbatch,
         # its chunk, and the gradient of its weights in float32 and the compute dtype
-        "output head": HEAD_BYTES + (4 + compute_bytes) * sizes.embedding_parameters,
+        "output head": HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters,
     }
+    if adapters:
+        items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
     if setup.wire_bytes:
-        packed = 2 * setup.wire_bytes * setup.sizes.parameters
+        packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
         items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes
     return items
 

@@ -7,7 +7,7 @@ the tokens of the whole batch.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
-from learner.policy import attention, context
+from configs.learner import Lora
+from learner.policy import attention, context, lora
 from learner.policy.context import Context
 from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
@@ -30,6 +31,7 @@ from learner.policy.pretrained import PolicyError, allocate, build_empty, fill, 
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
+from weight_bus.adapters import PREFIX, SCALE, scale_digest
 from weight_bus.digest import Digester, combined
 
 
@@ -80,7 +82,7 @@ class TokenModel(torch.nn.Module):
             use_cache=False,
             context=context,
             row_tokens=total,
-            **attention.arguments(row.starts, row.longest),
+            **attention.arguments(row),
         ).last_hidden_state
         places = row.kept[own] - context.rank * context.stretch(total)
         found = self.transformer.lm_head(hidden[0, places], row.targets[own], temperature)
@@ -114,6 +116,10 @@ class Policy:
         """Whether this rank speaks for those that compute the same rows."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
+        self.lora: Lora | None = None
+        """Adapters are in training, and all else is frozen."""
+        self.frozen_digests: dict[str, int] = {}
+        """Of `frozen`, in its own dtype, and of the scale of adapters."""
 
     def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
@@ -130,12 +136,32 @@ class Policy:
         return when_exhausted(config, self.model.transformer.config.to_dict(), self.budget, str(error), device_bytes)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Parameters by HF name, in the order used everywhere; tied ones once."""
+        """Parameters in training by HF name, adapters by peft's, in the order used everywhere; tied ones once."""
+        for name, parameter in self._all_parameters():
+            if self.lora is None or parameter.requires_grad:
+                yield name if self.lora is None else f"{PREFIX}{name}", parameter
+
+    def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
         for unit in self._units:
             unit.reshard()
         for name, parameter in self.model.named_parameters():
             yield name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, ""), parameter
+
+    def frozen(self) -> list[Shard]:
+        """This rank's rows of each tensor that stays as it is, sharing memory: with LoRA the model, else none."""
+        if self.lora is None:
+            return []
+        named = [(name, p) for name, p in self._all_parameters() if not p.requires_grad]
+        return [shard_of(name, p, self.meshes) for name, p in named]
+
+    def model_shards(self) -> Iterable[Shard]:
+        """This rank's rows of each tensor of the model as it answers, adapters merged. A collective: exhaust it."""
+        return self.shards() if self.lora is None else lora.merged(self, self.lora)
+
+    def model_layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of everything that `model_shards` yields."""
+        return [(shard.name, dtype, shard.shape) for shard in self.frozen() or self.shards()]
 
     def shards(self) -> list[Shard]:
         """This rank's block of each parameter, sharing memory."""
@@ -218,16 +244,19 @@ class Policy:
         yield from gather(self.shards(), DTYPES[dtype], self.meshes.replica)
 
     def shard_digests(self, dtype: str) -> dict[str, int]:
-        """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective."""
+        """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective.
+
+        Tensors that stay as they are come along, in the dtype that they have.
+        """
         shards = self.shards()
         places = [shard.local.data_ptr() for shard in shards]
         known = self._digesters.get(dtype)
         if known is None or known[0] != places:
             known = self._digesters[dtype] = (places, digester(shards, DTYPES[dtype]))
-        return digests(shards, DTYPES[dtype], self.group, known[1])
+        return digests(shards, DTYPES[dtype], self.group, known[1]) | self.frozen_digests
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights, equal at every world size. A collective."""
+        """One digest of the float32 master weights and of what is frozen, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 
@@ -251,7 +280,11 @@ def build_policy(
     model_config = read_config(folder)
     files = weight_files(folder)
     policy = shaped_policy(config, mesh, device, budget or _budget(config, model_config, mesh, device))
-    fill(policy.shards(), files, folder)
+    fill(policy.frozen() or policy.shards(), files, folder)
+    if policy.lora is not None:
+        lora.initialize(policy.shards(), config.run.seed)
+        frozen = digests(policy.frozen(), DTYPES[config.learner.compute_dtype], policy.group)
+        policy.frozen_digests = {**frozen, SCALE: scale_digest(policy.lora.scale)}
     return policy
 
 
@@ -263,14 +296,20 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
         raise PolicyError(problem)
     kernel = attention.choose(config.learner, model_config, device)
     divided = Context(meshes.context, kernel) if meshes.context is not None else None
-    model = TokenModel(build_empty(model_config, context.NAME if divided else kernel), divided)
+    transformer = build_empty(model_config, context.NAME if divided else kernel)
+    adapters = config.learner.lora if config.learner.lora.rank else None
+    if adapters is not None:
+        lora.adapt(transformer, adapters, DTYPES[config.learner.compute_dtype])
+    model = TokenModel(transformer, divided)
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
     layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
     prepare(layers, budget.recompute, compiled=config.learner.compile, offloaded=offloaded)
     _shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
-    return Policy(model, folder, mesh, device, budget)
+    policy = Policy(model, folder, mesh, device, budget)
+    policy.lora = adapters
+    return policy
 
 
 def _budget(config: Config, model_config: Any, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:

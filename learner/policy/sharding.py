@@ -35,7 +35,7 @@ class CopiesDiffer(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One logical tensor by its HF name: the block held here (float32 master), and where it belongs."""
+    """One logical tensor by its HF name: the block held here (float32, unless frozen), and where it belongs."""
 
     name: str
     shape: tuple[int, ...]
@@ -122,14 +122,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gather(shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
+def gather(shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors in `dtype`, in order, real on every rank; the caller may keep them. A collective: exhaust it."""
     for name, pieces in gather_pieces(shards, dtype, group):
         yield name, pieces.whole()
 
 
 def gather_pieces(
-    shards: Sequence[Shard], dtype: torch.dtype, group: dist.ProcessGroup
+    shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Pieces]]:
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 

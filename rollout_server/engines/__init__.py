@@ -45,6 +45,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
             dtype=config.rollout.dtype,
             num_threads=config.rollout.num_threads,
             seed=config.run.seed,
+            lora=config.learner.lora if config.learner.lora.rank else None,
         )
     from rollout_server.engines.sglang.engine import SGLangEngine
 

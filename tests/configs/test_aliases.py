@@ -28,6 +28,7 @@ algorithm.proximal  |                                         |                 
 algorithm.kl_coef   | actor_rollout_ref.actor.kl_loss_coef    | --kl-loss-coef       | | actor.kl_ctl | beta
 replay.async_lag    | max_off_policy_threshold | | orchestrator.max_off_policy_steps | rollout.max_head_offpolicyness | max_staleness
 placement.tensor_parallel | actor_rollout_ref.rollout.tensor_model_parallel_size | --rollout-num-gpus-per-engine | | |
+learner.lora.rank  | actor_rollout_ref.model.lora_rank        |                      |                            | actor.lora_rank | lora_r
 checkpoint.every_steps | trainer.save_freq                    | --save-interval      | ckpt.interval | saver.freq_steps | save_steps
 """  # noqa: E501 - a table
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()[1:]]

@@ -53,6 +53,15 @@ def test_more_memory_buys_a_faster_way_and_what_does_not_fit_is_the_smallest() -
     assert chosen("1.7B", 200, learner={"recompute": "full"}).recompute == "full", "what was asked for is done"
 
 
+def test_adapters_make_room_for_a_model_that_does_not_fit_whole() -> None:
+    whole, adapters = (chosen("8B", 78, learner={"lora": {"rank": rank}}) for rank in (0, 16))
+    assert whole.total > 78 * GIB > adapters.total and adapters.recompute == "selective"
+    assert adapters.items["frozen weights"] == 2 * Sizes.of(SHAPES["8B"]).parameters
+    for item in ("AdamW state", "float32 weights", "gradients", "packed versions (rank 0)"):
+        assert adapters.items[item] < 0.006 * whole.items[item], item
+    assert adapters.items["output head"] < whole.items["output head"], "which has no gradient"
+
+
 def test_ranks_share_weights_and_where_there_is_no_room_gradients() -> None:
     one, eight = chosen("8B", 1000), chosen("8B", 60, num_ranks=8)
     assert eight.items["AdamW state"] == pytest.approx(one.items["AdamW state"] / 8, rel=1e-6)

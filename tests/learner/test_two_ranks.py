@@ -11,10 +11,11 @@ from reference import train
 from safetensors.torch import load_file
 from tiny_models import CONFIGS, SIZES, built, save_model
 from transformers import AutoModelForCausalLM
-from two_ranks import NUM_STEPS, configured, steps
+from two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 
 from learner.checkpoints.checkpointer import Checkpointer
 from tests.support.ranks import two_ranks
+from weight_bus.adapters import names_of
 from weight_bus.digest import combined, slice_digest
 
 DEADLINE_S = 100
@@ -146,6 +147,26 @@ def test_checkpoints_move_between_one_and_two_ranks(seen, folder, mesh, one_rank
     assert Checkpointer(config, policy, optimizer).resume() is not None
     assert policy.parameter_digest() == seen[0][model]["checkpoints"]["saved"]
     assert optimizer.num_steps == NUM_STEPS
+
+
+def test_adapters_on_two_ranks_are_those_of_one_and_merge_into_the_export(seen, folder, mesh):
+    config = configured(folder, "qwen3", learner=CONDITIONED | LORA)
+    policy, optimizer = built(config, mesh)
+    assert [rank["lora"]["start"] for rank in seen] == [policy.parameter_digest()] * 2, "A is drawn alike"
+    assert all(rank["lora"]["resumed"] == rank["lora"]["end"] == seen[0]["lora"]["end"] for rank in seen)
+    steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+    step = folder / "runs" / "lora" / "checkpoints" / f"step_{NUM_STEPS}"
+    found, expected = (
+        load_file(step / "adapter" / "adapter_model.safetensors"),
+        dict(policy.named_full_tensors("float32")),
+    )
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
+    whole, merged = load_file(folder / "qwen3" / "model.safetensors"), load_file(step / "hf" / "model.safetensors")
+    for name, weight in merged.items():
+        a, b = names_of(name)
+        added = 2.0 * found[b] @ found[a] if a in found else torch.zeros(())
+        assert float((weight - whole[name] - added).abs().max()) <= 1e-6, name
 
 
 def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):

@@ -31,6 +31,7 @@ from learner.step import accumulate_gradients
 from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
+LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 NUM_STEPS = 5
 NUM_MICROBATCHES = 5
 """More than the second microbatch of some ranks can fill, so dummies meet full ones."""
@@ -186,6 +187,18 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
     return seen
 
 
+def adapters(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+    """LoRA: five steps, a merged export by both ranks, and a checkpoint that comes back."""
+    config = configured(folder, "qwen3", learner=CONDITIONED | LORA, run={"dir": str(folder / "runs"), "name": "lora"})
+    policy, optimizer = built(config, mesh)
+    start = policy.parameter_digest()
+    steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+    Checkpointer(config, policy, optimizer).save(NUM_STEPS, replay={})
+    fresh, fresh_optimizer = built(config, mesh)
+    Checkpointer(config, fresh, fresh_optimizer).resume()
+    return {"start": start, "end": policy.parameter_digest(), "resumed": fresh.parameter_digest()}
+
+
 def export_fails(folder: Path, policy: Policy) -> list[str]:
     """Rank 0 cannot write: it must raise only after it has gathered everything with the other."""
     seen = []
@@ -221,6 +234,7 @@ def main() -> None:
             seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
         sharing = configured(folder, name, learner=CONDITIONED | {"share_prefixes": True})
         seen["shared_prompts"] = shared_prompts(sharing, mesh, full)
+        seen["lora"] = adapters(folder, mesh)
         seen["export_fails"] = export_fails(folder, policy)
         seen["meshes"] = mesh_ranks.everything(folder, 2)
         # A collective after all failures: both ranks are still in step.

@@ -51,7 +51,7 @@ DECIDED = {
     "custom_sigquit_handler": "nothing: the rollout server watches its children",
     "trust_remote_code": "nothing: code in a model folder is never run",
     "speculative_algorithm": "nothing yet: behaviour logprobs with it are not proven",
-    "enable_lora": "nothing yet: updates carry whole weights",
+    "enable_lora": "learner.lora",
 }
 """ServerArgs that Slipstream decides, and what to set instead."""
 
@@ -127,7 +127,8 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     defaults: dict[str, Any] = {"cuda_graph_max_bs_decode": config.rollout.max_running}
     if "mem_fraction_static" in config.rollout.sglang:
         return defaults
-    staged = config.weight_bus.backend != "gloo" and config.weight_bus.apply == "staged"
+    bus, of_adapters = config.weight_bus, config.learner.lora.rank > 0
+    staged = bus.backend != "gloo" and bus.apply == "staged" and not of_adapters
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path)))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]

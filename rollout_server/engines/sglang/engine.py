@@ -49,7 +49,11 @@ class SGLangEngine:
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder()
         os.environ[FOLDER] = str(self._staging.path)
-        self._staging.name_tensors(folder_tensors(Path(config.model.path)))
+        tensors, lora = list(folder_tensors(Path(config.model.path))), config.learner.lora
+        if lora.rank:
+            self._staging.adapt(tensors, lora)
+        else:
+            self._staging.name_tensors(tensors)
         try:
             self.sglang = process(config)
         except BaseException:

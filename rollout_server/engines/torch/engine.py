@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from configs.learner import Lora
 from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.torch.family import read_spec
@@ -45,6 +46,7 @@ class TorchEngine:
         dtype: "float32" or "bfloat16"; the weights of the folder are cast to it.
         num_threads: intra-op threads; torch keeps one number per process.
         seed: mixed into every request's seed.
+        lora: adapters, zero at first, that updates carry; the weights of the folder stay then.
 
     Raises EngineError where the folder cannot be served exactly.
     """
@@ -58,6 +60,7 @@ class TorchEngine:
         dtype: str = "float32",
         num_threads: int = 1,
         seed: int = 0,
+        lora: Lora | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise EngineError(
@@ -66,9 +69,9 @@ class TorchEngine:
         torch.set_num_threads(num_threads)
         folder = Path(folder)
         self._spec = read_spec(folder, max_context)
-        weights = LiveWeights(self._spec, DTYPES[dtype])
+        weights = LiveWeights(self._spec, DTYPES[dtype], lora)
         try:
-            weights.load(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype]))
+            weights.fill(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype]))
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error
         self._max_context, self._num_threads, self._seed = max_context, num_threads, seed

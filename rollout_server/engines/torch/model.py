@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from rollout_server.engines.torch.family import ModelSpec
-from rollout_server.engines.torch.weights import LiveWeights
+from rollout_server.engines.torch.weights import Layer, LiveWeights
 
 LENGTH_BUCKET = 16
-Layer = dict[str, torch.Tensor]
 
 
 def _bucketed(length: int) -> int:
@@ -147,7 +146,8 @@ class TorchModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated q [N, H, D] and k [N, K, D], and v as k."""
         spec, heads = self.spec, self.spec.num_heads
-        fused = F.linear(self._norm(x, layer["input_norm"]), layer["qkv"], layer.get("qkv_bias"))
+        normed = self._norm(x, layer["input_norm"])
+        fused = layer.adapt("qkv", normed, F.linear(normed, layer["qkv"], layer.get("qkv_bias")))
         by_head = fused.view(x.shape[0], -1, spec.head_dim)
         qk, v = by_head[:, : -spec.num_kv_heads], by_head[:, -spec.num_kv_heads :]
         if "q_norm" in layer:
@@ -160,12 +160,14 @@ class TorchModel:
 
     def _after_attention(self, layer: Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Output projection, MLP and both residuals; [N, hidden]."""
-        x = torch.addmm(x, mixed, layer["o"].t())
+        x = layer.adapt("o", mixed, torch.addmm(x, mixed, layer["o"].t()))
         if "o_bias" in layer:
             x = x + layer["o_bias"]
-        gate_up = F.linear(self._norm(x, layer["post_norm"]), layer["gate_up"], layer.get("gate_up_bias"))
+        normed = self._norm(x, layer["post_norm"])
+        gate_up = layer.adapt("gate_up", normed, F.linear(normed, layer["gate_up"], layer.get("gate_up_bias")))
         gate, up = gate_up.chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate) * up, layer["down"].t())
+        inner = F.silu(gate) * up
+        x = layer.adapt("down", inner, torch.addmm(x, inner, layer["down"].t()))
         return x + layer["down_bias"] if "down_bias" in layer else x
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import msgpack
 import torch
 
 from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.live import LiveWeights, check_addresses, synchronize
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
 from weight_bus.staging import DTYPES
@@ -22,6 +23,7 @@ from weight_bus.staging import DTYPES
 _mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
 """Memory of other processes that this one has mapped, by its number, with what describes it."""
 _live: LiveWeights | None = None
+_adapted: AdaptedWeights | None = None
 _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
 """The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
@@ -47,6 +49,8 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
         if rank == 0:
             receiver.start(request["receive"], next(model.parameters()).device)
         return {}
+    if request["lora"]:
+        return _with_adapters(model, request, rank)
     started = time.monotonic()
     live = _live_weights(model, [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]])
     tensors = _tensors(request, rank) if request["load"] else []
@@ -56,6 +60,24 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
     seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
     found = zip(live.slices, digests, strict=True)
     return {"slices": [[p.name, list(p.start), p.view.numel(), digest] for p, digest in found], "seconds": seconds}
+
+
+def _with_adapters(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The same where updates are adapters."""
+    global _adapted
+    started, load_s = time.monotonic(), 0.0
+    base, lora = [(name, tuple(shape)) for name, shape in request["base"]], request["lora"]
+    tensors = _tensors(request, rank) if request["load"] else []
+    synchronize()
+    if _adapted is None or not _adapted.are_of(model, base, lora):
+        check_addresses(model)
+        _adapted = AdaptedWeights(model, base, lora)
+    waited = time.monotonic()
+    if request["load"]:
+        load_s = _adapted.load(tensors)
+    slices = [[name, list(start), count, digest] for name, start, count, digest in _adapted.digests()]
+    seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
+    return {"slices": slices, "seconds": seconds}
 
 
 def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:

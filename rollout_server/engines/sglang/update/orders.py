@@ -18,7 +18,9 @@ import msgpack
 import torch
 from safetensors import safe_open
 
+from configs.learner import Lora
 from rollout_server.engines.base import EngineError
+from weight_bus.adapters import SCALE
 from weight_bus.digest import add
 from weight_bus.remote import RemoteUpdate
 from weight_bus.staging import DTYPES, NAMES
@@ -39,6 +41,8 @@ class StagingFolder:
         self.path = Path(tempfile.mkdtemp(prefix="slipstream-", dir=root))  # mode 0700
         self._sequence = 0
         self._tensors: list[list[Any]] = []
+        self._base: list[list[Any]] = []
+        self._lora: dict[str, Any] = {}
         self._handles: dict[int, dict[str, Any]] = {}
         self._files: dict[int, tuple[Path, torch.Tensor]] = {}
         """Host memory by its number; a path is never used twice, so that it names what the schedulers have mapped."""
@@ -75,13 +79,19 @@ class StagingFolder:
 
     def write_digest(self) -> None:
         """Order digests of the live tensors. Raises EngineError before the first update."""
-        if not self._tensors:
+        if not self._tensors and not self._base:
             raise EngineError("no update has named this model's tensors yet, so there is nothing to digest")
         self._write()
 
     def name_tensors(self, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """(name, shape) of what the model holds, so that `write_digest` works before the first update."""
         self._tensors = [[name, "", list(shape), 0, 0] for name, shape in tensors]
+
+    def adapt(self, base: Iterable[tuple[str, tuple[int, ...]]], lora: Lora) -> None:
+        """From now on updates are adapters of these tensors (name, shape), which the model holds."""
+        self._base = [[name, list(shape)] for name, shape in base]
+        self._lora = {"rank": lora.rank, "scale": lora.scale, "projections": list(lora.projections)}
+        self._tensors = []
 
     def replies(self, num_ranks: int) -> list[dict[str, Any]]:
         """Reply of each scheduler to the last request. Raises EngineError where one is missing.
@@ -105,6 +115,7 @@ class StagingFolder:
         A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
         """
         sizes = {name: math.prod(shape) for name, _, shape, _, _ in self._tensors}
+        sizes |= {name: math.prod(shape) for name, shape in self._base} | ({SCALE: 1} if self._lora else {})
         parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
         wrong: set[str] = set()
         for reply in replies:
@@ -131,6 +142,7 @@ class StagingFolder:
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
         request = {"sequence": self._sequence, "load": load, "memory": memory, "tensors": self._tensors, **order}
+        request |= {"base": self._base, "lora": self._lora}
         replace(self.path / REQUEST, request)
 
     def _cuda(self, storage: torch.UntypedStorage) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""LoRA in a checkpoint: the adapters as peft reads them, and the frozen weights that they belong to."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from learner.policy.model import Policy
+from weight_bus.digest import combined
+
+
+def write_adapter_folder(policy: Policy, folder: Path) -> None:
+    """Write adapter_config.json and, in float32, adapter_model.safetensors. A collective; rank 0 writes.
+
+    Raises:
+        OSError: rank 0 could not write.
+    """
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in policy.named_full_tensors("float32")}
+    lora = policy.lora
+    if policy.rank != 0 or lora is None:
+        return
+    folder.mkdir(parents=True)
+    file = folder / "adapter_model.safetensors"
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file}: {error}") from error
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(policy.source.absolute()),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.projections),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+
+
+def describe_base(policy: Policy) -> dict[str, Any]:
+    """What state.json says of the frozen weights; empty without LoRA."""
+    if policy.lora is None:
+        return {}
+    digest = combined(policy.frozen_digests)
+    return {"base": {"path": str(policy.source), "digest": digest, "lora": policy.lora.model_dump()}}
+
+
+def problem_with_base(saved: Mapping[str, Any], policy: Policy) -> str:
+    """Why adapters of this state.json do not go with these frozen weights; empty where they do."""
+    own, base = describe_base(policy).get("base"), saved.get("base")
+    if own is None and base is None:
+        return ""
+    if own is None or base is None:
+        there, here = ("with", "without") if base else ("without", "with")
+        return f"was trained {there} learner.lora and this run is {here}; set learner.lora.rank as it was"
+    if own["lora"] != base["lora"]:
+        return f"has adapters of learner.lora {base['lora']}, this run has {own['lora']}; set it as it was"
+    if own["digest"] != base["digest"]:
+        return (
+            f"has adapters of other frozen weights: digest {base['digest']} of {base['path']} there, {own['digest']} of"
+            f" {own['path']} here; set model.path to the folder that they were trained on"
+        )
+    return ""

@@ -1,0 +1,140 @@
+"""Adapters in SGLang's schedulers: merged slice by slice over ranks and fusions, proven, without drift."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from sglang_served import Served, check_logprobs, digests, random_model
+from test_sglang_requests import FOLDER, Model, filled
+from test_torch_lora import ALL, adapters_of, merged
+
+from configs.learner import Lora
+from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.update.adapted import AdaptedWeights
+from rollout_server.engines.sglang.update.layout import live_slices
+from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
+from weight_bus.digest import add, slice_digest
+
+LORA = Lora(rank=2, alpha=3.0, targets=["k_proj", "up_proj", "down_proj"])
+ORDER = {"rank": 2, "scale": 1.5, "projections": list(LORA.projections)}
+Tensors = dict[str, torch.Tensor]
+
+
+def update(seed: int) -> Tensors:
+    generator, made = torch.Generator().manual_seed(seed), {}
+    for name, (outputs, inputs) in ((n, s) for n, s in FOLDER.items() if is_adapted(n, LORA.projections)):
+        a, b = names_of(name)
+        made[a], made[b] = torch.randn(2, inputs, generator=generator), torch.randn(outputs, 2, generator=generator)
+    return made
+
+
+def held(models: list[AdaptedWeights]) -> dict[str, int]:
+    """Over all ranks, as StagingFolder adds up what schedulers say."""
+    parts: dict[str, dict[tuple[int, ...], int]] = {}
+    for model in models:
+        for name, start, _, digest in model.digests():
+            assert parts.setdefault(name, {}).setdefault(start, digest) == digest, "replicas are equal"
+    return {name: add(list(slices.values())) for name, slices in parts.items()}
+
+
+def live_piece(model: Model, name: str) -> torch.Tensor:
+    return next(piece.view for piece in live_slices(model, FOLDER.items()) if piece.name == name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_rank_merges_its_slices_and_nothing_drifts(ranks: int) -> None:
+    whole, models = filled(ranks)
+    adapted = [AdaptedWeights(model, FOLDER.items(), ORDER) for model in models]
+    base = {name: slice_digest(tensor) for name, tensor in whole.items()}
+    assert held(adapted) == base | {SCALE: scale_digest(1.5)}
+    for seed in range(5):
+        adapters = update(seed)
+        for each in adapted:
+            each.load(list(adapters.items()))
+        assert held(adapted) == base | {n: slice_digest(t) for n, t in adapters.items()} | {SCALE: scale_digest(1.5)}
+        for model in models:
+            for piece in live_slices(model, FOLDER.items()):
+                a, b = names_of(piece.name)
+                right = whole[piece.name] + (1.5 * adapters[b] @ adapters[a] if a in adapters else 0.0)
+                cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
+                assert torch.allclose(piece.view, right[cut], atol=1e-6), piece.name
+    for each in adapted:
+        each.load([(name, torch.zeros_like(tensor)) for name, tensor in adapters.items()])
+    for model in models:
+        for piece in live_slices(model, FOLDER.items()):
+            cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
+            assert torch.equal(piece.view, whole[piece.name][cut]), "to the bit what it was"
+
+
+def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name() -> None:
+    _, (model,) = filled(1)
+    adapted, name = AdaptedWeights(model, FOLDER.items(), ORDER), "mlp.up_proj.weight"
+    adapted.load(list(update(1).items()))
+    before = held([adapted])
+
+    def differ() -> list[str]:
+        found = held([adapted])
+        return [n for n in before if found[n] != before[n]]
+
+    live = live_piece(model, name)
+    kept = live.clone()
+    live[3, 1] += 1
+    assert differ() == [name]
+    live.copy_(adapted._kept[name])  # as if it had not been merged at all
+    assert differ() == [name]
+    live.copy_(kept)
+    assert differ() == []
+    a, _ = names_of(name)
+    adapted._adapters[a][0, 0] += 1
+    assert differ() == [a]
+    adapted.load(list(update(1).items()))
+    adapted._kept[name][0, 0] += 1
+    adapted.load(list(update(1).items()))
+    assert differ() == [name]
+
+
+def test_an_update_that_is_not_these_adapters_touches_nothing() -> None:
+    whole, (model,) = filled(1)
+    adapted, adapters = AdaptedWeights(model, FOLDER.items(), ORDER), update(1)
+    a, _ = names_of("mlp.up_proj.weight")
+    for wrong in (
+        {n: t for n, t in adapters.items() if n != a},
+        adapters | {a: torch.zeros(3, 8)},
+        adapters | {"norm.weight": whole["norm.weight"]},
+    ):
+        with pytest.raises(ValueError, match=r"the update has .*, learner\.lora means .* here"):
+            adapted.load(list(wrong.items()))
+    assert torch.equal(live_piece(model, "mlp.up_proj.weight"), whole["mlp.up_proj.weight"])
+
+
+async def test_a_real_sglang_decodes_with_what_adapters_make_of_its_weights(served: Served) -> None:
+    """Its present weights stand for the folder's; afterwards it goes back to whole updates."""
+    engine, base = served.engine, served.model
+    tensors = [(name, tuple(tensor.shape)) for name, tensor in base.named_parameters()]
+    engine._staging.adapt(tensors, ALL)
+    try:
+        assert await engine.digest() == {**digests(base), SCALE: scale_digest(ALL.scale)}
+        for seed in (1, 2):
+            adapters = adapters_of(base, ALL, seed)
+            await engine.pause("keep_kv")
+            await engine.load(iter(adapters.items()), served.version + seed)
+            expected = digests(base) | {name: slice_digest(tensor) for name, tensor in adapters.items()}
+            assert await engine.digest() == {**expected, SCALE: scale_digest(ALL.scale)}
+            await engine.resume()
+            (answer,) = await served.sample([5, 6, 7])
+            assert set(answer.versions) == {served.version + seed}
+            check_logprobs(merged(copy_of(base), ALL, adapters), [5, 6, 7], answer)
+        await engine.pause("keep_kv")
+        with pytest.raises(EngineError, match=r"learner\.lora means"):
+            await engine.load(iter(list(adapters.items())[1:]), served.version + 3)
+    finally:
+        engine._staging._base, engine._staging._lora = [], {}
+        await asyncio.sleep(0)
+        await served.update(4, "keep_kv", version=served.version + 4)
+
+
+def copy_of(model: Any) -> Any:
+    twin = random_model(0)
+    twin.load_state_dict(model.state_dict())
+    return twin
