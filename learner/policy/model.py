@@ -77,10 +77,9 @@ class Policy:
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
 
-    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, ...]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
-        logprobs, entropy = self.model(row, temperature)
-        return logprobs, entropy
+        return tuple(self.model(row, temperature))
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
         """What to change where the error says that memory ran out; empty for other errors."""
@@ -173,28 +172,28 @@ def build_policy(config: Config, mesh: DeviceMesh, device: torch.device, budget:
     folder = Path(config.model.path)
     model_config = read_config(folder)
     files = weight_files(folder)
-    budget = budget or _budget(config, model_config, mesh, device)
+    budget = budget or choose_for(Setup.of(config, model_config.to_dict()), mesh, device)
     model = TokenModel(build_empty(model_config, attention.choose(config.learner, model_config, device)))
     prepare(model.transformer.model.layers, budget.recompute, compiled=config.learner.compile)
-    _shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
+    shard(model, mesh, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)
     fill(policy.shards(), files, folder)
     return policy
 
 
-def _budget(config: Config, model_config: Any, mesh: DeviceMesh, device: torch.device) -> Budget:
-    """The same on all ranks: by the least memory that any of them has free."""
+def choose_for(setup: Setup, mesh: DeviceMesh, device: torch.device) -> Budget:
+    """The same on all ranks: by the least memory that any of them has free. A collective."""
     available = None
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         least = torch.tensor(free, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
         available = usable(int(least))
-    return choose(Setup.of(config, model_config.to_dict()), available)
+    return choose(setup, available)
 
 
-def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
+def shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     inner = model.transformer

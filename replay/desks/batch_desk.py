@@ -10,6 +10,7 @@ from dataclasses import replace
 from replay import messages as m
 from replay.desks import batches
 from replay.desks.granting import Granting
+from replay.desks.shaping import shape
 from replay.journal.apply import record
 from replay.peers import Peer, Peers
 from replay.run import Run
@@ -81,6 +82,7 @@ class BatchDesk:
     def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
+        groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
         limit = config.learner.max_tokens_per_microbatch
         assignment = batches.assign(batches.total_lengths(groups), trained, self.num_ranks, limit)
@@ -93,7 +95,7 @@ class BatchDesk:
                 expected_digest=line.steps[step].digest,
                 checkpoint=wants_checkpoint,
             )
-            for part in batches.build(step, groups, assignment, num_ranks=self.num_ranks, stats=stats)
+            for part in batches.build(step, groups, assignment, num_ranks=self.num_ranks, stats=stats | measured)
         ]
         for rank, part in enumerate(self.batches[step]):
             self.peers.to_rank(rank, part)

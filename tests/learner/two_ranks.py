@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import beside_ranks
 import torch
 import torch.distributed as dist
 from recorded import batch_of, random_step, rows_of, train_on
@@ -205,6 +206,7 @@ def main() -> None:
             seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
             changed = configured(folder, name, learner=CONDITIONED | {"recompute": "full"})
             seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
+        seen["beside"] = beside_ranks.observe(folder, mesh)
         seen["export_fails"] = export_fails(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()

@@ -1,4 +1,4 @@
-"""Two processes of one program, as ranks of a process group."""
+"""Processes of one program, as ranks of a process group."""
 
 import json
 import os
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def two_ranks(
-    program: Path, folder: Path, place: Callable[[int], Mapping[str, str]], *, deadline_s: float
+    program: Path, folder: Path, place: Callable[[int], Mapping[str, str]], *, deadline_s: float, size: int = 2
 ) -> list[dict[str, Any]]:
-    """What `python PROGRAM FOLDER` wrote to FOLDER/rank_R.json; `place` is the environment of a rank."""
+    """What `python PROGRAM FOLDER` wrote to FOLDER/rank_R.json, for `size` ranks; `place` is the environment of one."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "learner")))
     ranks = [
         subprocess.Popen(
@@ -23,7 +23,7 @@ def two_ranks(
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(size)
     ]
     try:
         errors = [process.communicate(timeout=deadline_s)[1] for process in ranks]
@@ -33,4 +33,4 @@ def two_ranks(
             process.wait()
     for rank, process in enumerate(ranks):
         assert process.returncode == 0, f"rank {rank}:\n{errors[rank][-4000:]}"
-    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(size)]
