@@ -82,16 +82,24 @@ CLIPS: dict[str, Clip] = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo"
 class Algorithm(Section):
     """Advantages and loss. Formulas and sources stand in docs/algorithms.md."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline"] = "grpo"
+    advantage: Literal["grpo", "dr_grpo", "rloo", "maxrl", "reinforce++", "reinforce++_baseline", "gae"] = "grpo"
     """What a reward is compared with: group mean and standard deviation (`grpo`), group mean (`dr_grpo`), the other
     answers of the group (`rloo`), group mean, as a divisor too (`maxrl`), the batch (`reinforce++`), both
-    (`reinforce++_baseline`)."""
+    (`reinforce++_baseline`), a critic's values of each token (`gae`, section critic)."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
     max_flat_drops: float = Field(default=4.0, gt=0)
     """Most groups that dynamic sampling drops for a step, in units of rollout.groups_per_step; more are kept."""
     drop_zero_advantage: bool = True
-    """Leave trajectories of zero advantage out of the batch and of its token count."""
+    """Leave trajectories of zero advantage out of the batch and of its token count; not with `gae` nor kl_in `reward`,
+    where advantages follow from more than rewards."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Last tokens before rollout.max_new_tokens that cost reward, more with each (DAPO); 0 has no such tokens."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """What an answer as long as rollout.max_new_tokens loses to overlong_buffer."""
+    overlong_filter: bool = False
+    """Leave answers that were cut at rollout.max_new_tokens out of the loss; their rewards still count in their group
+    (DAPO)."""
     loss: str = "ppo_clip"
     """`ppo_clip`, `gspo`, `cispo`, `sapo`, `dppo_tv`, `policy_gradient`, or one of yours: `path/to/file.py:name`."""
     clip_low: float | None = Field(default=None, gt=0, le=1)
@@ -132,6 +140,10 @@ class Algorithm(Section):
     """Where the KL term goes: into the loss, or into the reward, before advantages."""
     kl_coef: float = Field(default=1e-3, ge=0)
     """Factor of the KL term (verl: 0.001)."""
+    reference_path: str | None = None
+    """Hugging Face folder of the reference model; unset: model.path, the policy as it began."""
+    reference_refresh_steps: int = Field(default=0, ge=0)
+    """Steps after which the reference becomes a copy of the policy; 0 keeps it as it began."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
 
@@ -156,6 +168,27 @@ class Algorithm(Section):
             )
         if self.kl_in == "reward" and self.kl == "none":
             raise ValueError("kl_in: 'reward' without an estimator; set algorithm.kl to k1, k2 or k3")
+        if self.kl == "none" and (self.reference_path is not None or self.reference_refresh_steps):
+            key = "reference_path" if self.reference_path is not None else "reference_refresh_steps"
+            raise ValueError(
+                f"{key}: nothing uses a reference model; set algorithm.kl to k1, k2 or k3, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_suit_the_advantage(self) -> "Algorithm":
+        if self.dynamic_sampling and self.advantages_need_tokens:
+            what = "advantage: 'gae'" if self.advantage == "gae" else "kl_in: 'reward'"
+            raise ValueError(
+                f"{what} with dynamic_sampling, which drops groups of equal rewards as if they taught nothing, and here"
+                " they do; take dynamic_sampling=false"
+            )
+        if self.advantage == "maxrl" and (self.kl_in == "reward" or self.overlong_buffer):
+            key = "kl_in: 'reward'" if self.kl_in == "reward" else f"overlong_buffer: {self.overlong_buffer}"
+            raise ValueError(
+                f"{key} makes rewards negative, and advantage 'maxrl' takes rewards >= 0 only; leave it out, or take"
+                " advantage 'dr_grpo'"
+            )
         return self
 
     @property
@@ -167,7 +200,18 @@ class Algorithm(Section):
     @property
     def flat_groups_are_left_out(self) -> bool:
         """Groups whose rewards are all equal cost the learner nothing."""
-        return self.drop_zero_advantage and self.advantage in ("grpo", "dr_grpo", "rloo", "maxrl")
+        compares_groups = self.advantage in ("grpo", "dr_grpo", "rloo", "maxrl")
+        return self.drop_zero_advantage and compares_groups and not self.advantages_need_tokens
+
+    @property
+    def advantages_need_tokens(self) -> bool:
+        """Advantages follow from forwards over the tokens, not from rewards alone."""
+        return self.advantage == "gae" or self.kl_in == "reward"
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """A group of one answer has advantage 0."""
+        return self.advantage not in ("gae", "reinforce++")
 
     @property
     def has_ratio(self) -> bool:
@@ -179,3 +223,26 @@ class Algorithm(Section):
         """Something accounts for the distance between the policy in training and the one that sampled."""
         ratio_against_behaviour = self.has_ratio and self.proximal == "behaviour"
         return ratio_against_behaviour or self.correction != "none"
+
+
+class Critic(Section):
+    """The value model of algorithm.advantage `gae`: the policy's backbone with a scalar head, and its own optimizer."""
+
+    path: str | None = None
+    """Hugging Face folder that the critic starts from, with its `score.weight` as head where it has one; unset:
+    model.path, with a head of zeros."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic; warm-up, schedule, betas and clipping are those of the learner section."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which the critic learns and the policy stays as it is."""
+    updates: int = Field(default=1, ge=1)
+    """Critic updates a step, each over the whole batch."""
+    clip: float = Field(default=0.5, gt=0)
+    """Furthest that a value may move within a step before its loss stops pulling (verl: 0.5); matters from the second
+    update on."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """Lambda of generalized advantage estimation; 1 compares the return with the value, 0 one step ahead."""
+    whiten: bool = True
+    """Advantages get mean 0 and variance 1 over all tokens of the batch, as in verl."""

@@ -3,15 +3,20 @@
 `shares` reads `placement.split`, or `placement.rollout` and `placement.learner`; configs/plan.py makes processes of it.
 """
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.base import ConfigError
 from configs.infrastructure import Placement
 
 ONLY_NODE = "node0"
 """What the one host of `placement.split` is called."""
+
+BESIDE = ("reference", "critic")
+"""Roles of models that may have ranks of their own beside the learner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,23 @@ class Share:
     node: str
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
+    reference: tuple[int, ...] = ()
+    """Of ranks of its own, in the learner's torchrun world; as `critic`."""
+    critic: tuple[int, ...] = ()
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of the `learner`, or of `rollout`."""
-        return self.learner if role == "learner" else self.rollout
+        """Those of the `learner`, with the models beside it, or of `rollout`."""
+        return self.training if role == "learner" else self.rollout
+
+    @property
+    def training(self) -> tuple[int, ...]:
+        """Devices of the node's torchrun, in the order of its ranks."""
+        return (*self.learner, *self.reference, *self.critic)
+
+    @property
+    def roles(self) -> list[str]:
+        """Of the ranks of its torchrun."""
+        return [role for role in ("learner", *BESIDE) if getattr(self, role)]
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
@@ -64,12 +82,29 @@ def shares(placement: Placement) -> tuple[Share, ...]:
         missing = "rollout" if placement.rollout is None else "learner"
         raise ConfigError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
     if placement.rollout is None or placement.learner is None:
-        return (_split(placement),)
-    rollout = _by_node("placement.rollout", placement.rollout)
-    learner = _by_node("placement.learner", placement.learner)
+        parts = [_split(placement)]
+    else:
+        rollout = _by_node("placement.rollout", placement.rollout)
+        learner = _by_node("placement.learner", placement.learner)
+        parts = [
+            Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
+        ]
+    reference, critic = (_beside(placement, role, [part.node for part in parts if part.learner]) for role in BESIDE)
     return tuple(
-        Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
+        replace(part, reference=tuple(reference.get(part.node, ())), critic=tuple(critic.get(part.node, ())))
+        for part in parts
     )
+
+
+def _beside(placement: Placement, role: str, nodes: list[str]) -> dict[str, list[int]]:
+    """Devices by node of a model with ranks of its own, which lie on the learner's `nodes`; none without."""
+    where: str = getattr(placement, role)
+    found = {} if where == "learner" else _by_node(f"placement.{role}", where)
+    if strange := [node for node in found if node not in nodes]:
+        raise ConfigError(
+            f"placement.{role}: {where!r}: {strange[0]} has no learner rank; take devices of a node that has some"
+        )
+    return found
 
 
 def check(placement: Placement) -> None:
@@ -86,7 +121,13 @@ def check(placement: Placement) -> None:
             " (rollout servers started by hand: placement.local_rollouts=false)"
         )
     for part in parts:
-        both = set(part.rollout) & set(part.learner)
+        for first, second in itertools.combinations(("learner", *BESIDE), 2):
+            if both := set(getattr(part, first)) & set(getattr(part, second)):
+                raise ConfigError(
+                    f"placement: {part.node}:{min(both)} is given to both placement.{first} and placement.{second}; a"
+                    " rank has a device of its own"
+                )
+        both = set(part.rollout) & set(part.training)
         if both and not placement.share_gpus:
             raise ConfigError(
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
@@ -105,16 +146,31 @@ def check(placement: Placement) -> None:
             )
 
 
-def ranks_of(parts: tuple[Share, ...], node: str) -> range:
-    """The learner ranks of a node; they count through the nodes in their order."""
+def ranks_of(parts: tuple[Share, ...], node: str, role: str = "learner") -> range:
+    """The ranks of a role on a node; they count through the nodes in their order."""
     names = [part.node for part in parts]
-    before = sum(len(part.learner) for part in parts[: names.index(node)])
-    return range(before, before + len(parts[names.index(node)].learner))
+    before = sum(len(getattr(part, role)) for part in parts[: names.index(node)])
+    return range(before, before + len(getattr(parts[names.index(node)], role)))
+
+
+def training_ranks(parts: tuple[Share, ...]) -> list[tuple[str, int]]:
+    """Role of each rank of the learner's torchrun world, and its number among the ranks of that role.
+
+    Example: a node with 2 learner devices and 1 for the critic has ("learner", 0), ("learner", 1), ("critic", 0).
+    """
+    count: Counter[str] = Counter()
+    found = []
+    for part in parts:
+        for role in ("learner", *BESIDE):
+            for _ in getattr(part, role):
+                found.append((role, count[role]))
+                count[role] += 1
+    return found
 
 
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
-    return max((*share.rollout, *share.learner), default=-1) + 1
+    return max((*share.rollout, *share.training), default=-1) + 1
 
 
 def _split(placement: Placement) -> Share:

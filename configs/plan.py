@@ -150,16 +150,16 @@ class _Words:
         command = (
             *(self.python, "-m", "learner.launch.torchrun"),
             *self._rendezvous(self.config.learner_nodes, share.node),
-            f"--nproc-per-node={len(ranks)}",
+            f"--nproc-per-node={len(share.training)}",
             *self._command(module, share.node, "--replay", self.address)[1:],
             *(["--resume"] if self.resume else []),
         )
         ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
         if ports and len(self.config.learner_nodes) > 1:
             ports["rendezvous"] = self.config.placement.rendezvous_port
-        name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
+        name = ", ".join(_ranks(role, ranks_of(self.config.shares, share.node, role)) for role in share.roles)
         threads = self.config.learner.num_threads
-        return self._process(name, "learner", share.node, command, threads, share.learner, ports)
+        return self._process(name, "learner", share.node, command, threads, share.training, ports)
 
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads
@@ -203,6 +203,10 @@ class _Words:
             f"--master-addr={address}",
             f"--master-port={self.config.placement.rendezvous_port}",
         )
+
+
+def _ranks(role: str, ranks: range) -> str:
+    return f"{role} ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{role} rank {ranks[0]}"
 
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:

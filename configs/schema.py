@@ -8,13 +8,13 @@ import ipaddress
 
 from pydantic import Field, model_validator
 
-from configs.algorithm import Algorithm, Replay, Rollout
+from configs.algorithm import Algorithm, Critic, Replay, Rollout
 from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
-from configs.placement import Share, check, shares
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits, Mesh
+from configs.placement import Share, check, shares, training_ranks
 
 MAX_ASYNC_LAG = 8
 Needed = dict[str, tuple[str, ...]]
@@ -52,6 +52,7 @@ class Config(Section):
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
+    critic: Critic = Critic()
     learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -90,6 +91,11 @@ class Config(Section):
     def max_tokens_per_row(self) -> int:
         """Tokens of a microbatch, of which each context rank holds its share."""
         return self.learner.max_tokens_per_microbatch * self.learner.mesh.context
+
+    @property
+    def training_ranks(self) -> list[tuple[str, int]]:
+        """Role of each rank of the torchrun world (`learner`, `reference` or `critic`), and its number in that role."""
+        return training_ranks(self.shares)
 
     @property
     def num_rollout_devices(self) -> int:
@@ -177,6 +183,34 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _ranks_beside_have_work(self) -> "Config":
+        for role, is_needed, key in (
+            ("critic", self.algorithm.advantage == "gae", "algorithm.advantage=gae"),
+            ("reference", self.algorithm.kl != "none", "algorithm.kl=k3"),
+        ):
+            where = getattr(self.placement, role)
+            if where != "learner" and not is_needed:
+                raise ValueError(
+                    f"placement.{role}: {where!r}, but nothing here needs a {role}; set {key}, or leave it out"
+                )
+            if is_needed and self.learner.mesh != Mesh():
+                raise ValueError(
+                    f"learner.mesh: {self.learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing"
+                    " else; leave learner.mesh out"
+                )
+            if is_needed and self.learner.lora.rank:
+                raise ValueError(
+                    f"learner.lora.rank: {self.learner.lora.rank} with a {role} ({key}), which is not made for adapters"
+                    " yet; take learner.lora.rank=0"
+                )
+        if self.critic.path is not None and self.algorithm.advantage != "gae":
+            raise ValueError(
+                f"critic.path: {self.critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or"
+                " leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_large_enough(self) -> "Config":
         total, ranks = self.trajectories_per_step, self.num_data_ranks
         if total < ranks:
@@ -185,11 +219,11 @@ class Config(Section):
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
-        if self.rollout.group_size == 1:
+        if self.rollout.group_size == 1 and self.algorithm.compares_within_groups:
             raise ValueError(
                 f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
                 " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
-                " such as 8"
+                " such as 8, or algorithm.advantage 'gae'"
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.max_tokens_per_row:
@@ -209,6 +243,22 @@ class Config(Section):
             if found[key] not in possible:
                 way_out = str(possible[0]).lower()
                 raise ValueError(f"learner.offload_activations: true with {key} {found[key]!r}; take {key}={way_out}")
+        return self
+
+    @model_validator(mode="after")
+    def _shaping_leaves_something_to_learn(self) -> "Config":
+        buffer, longest = self.algorithm.overlong_buffer, self.rollout.max_new_tokens
+        if buffer > longest:
+            raise ValueError(
+                f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
+                f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
+            )
+        warm_up = self.critic.warmup_steps if self.algorithm.advantage == "gae" else 0
+        if warm_up >= self.learner.total_steps:
+            raise ValueError(
+                f"critic.warmup_steps: {warm_up} of learner.total_steps {self.learner.total_steps}, so the policy would"
+                " never learn; take fewer"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.schema import Config
 from learner.batches import BatchReader
+from learner.beside.build import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.health_checks import HealthChecks
 from learner.ledger import Ledger
@@ -20,7 +21,7 @@ from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
 from learner.step import OVERFLOW
-from learner.trainer import Trainer, Update
+from learner.trainer import CRITIC_WARMUP, Trainer, Update
 from learner.weights import WeightPublisher
 from replay import messages as m
 from replay.messages import Batch
@@ -39,14 +40,15 @@ class Learner:
         self.batches = batches
         self.policy = build_policy(config, ranks.mesh, ranks.device)
         self.optimizer = Optimizer(config.learner, self.policy)
-        self.checkpoints = Checkpointer(config, self.policy, self.optimizer)
+        self.beside = build_beside(config, self.policy, ranks.lines)
+        self.checkpoints = Checkpointer(config, self.policy, self.optimizer, self.beside.parts)
         self.health_checks = HealthChecks(config)
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._spans = Spans()
-        self.trainer = Trainer(config, self.policy, self.optimizer, self._spans)
+        self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside)
         self._step_started = time.monotonic()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
@@ -88,8 +90,10 @@ class Learner:
         return self._spans(name)
 
     def policy_digest(self) -> str:
-        """Digest of the float32 master weights (a collective)."""
-        return combined(self.digests) if self.config.rollout.dtype == "float32" else self.policy.parameter_digest()
+        """Digest of the float32 master weights, those of a critic included (a collective)."""
+        is_sent_whole = self.config.rollout.dtype == "float32"
+        masters = self.digests if is_sent_whole else self.policy.shard_digests("float32")
+        return combined({**masters, **self.beside.digests()})
 
     def publish(self, version: int) -> None:
         """Hand the weights to the bus; they travel while the next batch is awaited."""
@@ -120,7 +124,7 @@ class Learner:
             raise
         if self.policy.leads:
             self.rollouts.write_if_due(batch, update.advantages)
-        if update.reason:
+        if update.reason not in ("", CRITIC_WARMUP):
             log.warning("step %d was not applied: %s", batch.step, update.reason)
         return update
 
@@ -164,7 +168,8 @@ class Learner:
             self.batches.drain()
             self._record_evaluations()
         applied = update.applied or update.reason == OVERFLOW  # which cures itself, until the scale is 1
-        self.health_checks.check(step, update.values, applied=applied, has_advantage=update.has_advantage)
+        if update.reason != CRITIC_WARMUP:
+            self.health_checks.check(step, update.values, applied=applied, has_advantage=update.has_advantage)
 
     def checkpoint_if_due(self, batch: Batch) -> None:
         """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""
@@ -188,6 +193,7 @@ class Learner:
             self._record_evaluations()
             self.metrics.close()
         self.bus.close()
+        self.beside.close()
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox

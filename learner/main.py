@@ -85,7 +85,12 @@ def memory_budget(config: Config) -> str:
     model = read_json(path)
     if available is not None and (text := refusal(config, model, available)):
         raise ConfigError(text)
-    return f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
+    said = f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
+    if critics := sum(role == "critic" for role, _ in config.training_ranks):
+        own = model if config.critic.path is None else read_json(Path(config.critic.path) / "config.json")
+        setup = Setup.of(config, own).alone(critics)
+        said += f"memory of a critic GPU, at most:\n{choose(setup, available).describe(available)}\n"
+    return said
 
 
 def prepare(args: argparse.Namespace) -> Config:

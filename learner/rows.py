@@ -8,7 +8,7 @@ order of the trajectories, either way.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ class Row:
     behaviour_logprobs: torch.Tensor
     """[n] float32, of the policy that sampled the token."""
     advantages: torch.Tensor
-    """[n] float32, of the token's trajectory."""
+    """[n] float32, of the token's trajectory, or with a critic of the token."""
     weights: torch.Tensor
     """[n] float32, share of the token in the loss of the batch (learner/objective/aggregation.py)."""
     lags: torch.Tensor
@@ -64,6 +64,14 @@ class Row:
     """[m] int64, tokens in the loss of each trajectory, at least one; none in a row without any trajectory."""
     groups: torch.Tensor
     """[m] int64, group of each trajectory."""
+    trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """[m] int64, position of each trajectory in the batch."""
+    reference_logprobs: torch.Tensor | None = None
+    """[n] float32 of the reference model, where the run has a KL term."""
+    values: torch.Tensor | None = None
+    """[n] float32 of the critic at the start of the step, before the token."""
+    returns: torch.Tensor | None = None
+    """[n] float32, what the critic learns."""
     prefixes: Prefixes | None = None
     """Answers that share their prompts; None without any."""
     saved: int = 0
@@ -71,7 +79,7 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        named = {one.name: getattr(self, one.name) for one in fields(self)}
         moved: dict[str, Any] = {n: t.to(device, non_blocking=True) for n, t in named.items() if torch.is_tensor(t)}
         return replace(self, prefixes=self.prefixes and self.prefixes.to(device), **moved)
 
@@ -130,6 +138,7 @@ def lay_out(
             lags=torch.from_numpy(lags[of_token].astype(np.float32)),
             lengths=torch.from_numpy(counts),
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
+            trajectories=torch.from_numpy(whole.astype(np.int64)),
         )
 
     return [row(members) for members in contents]

@@ -6,17 +6,19 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from learner.objective import Objective
+from learner.objective import Measurements
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy
 from learner.rows import Row
 
+Measure = Callable[..., tuple[torch.Tensor, Measurements]]
+"""Of a row and what the model's forward gives for it: its share of the loss, and measurements (an Objective)."""
 MAX = "_max"
 """End of the name of a measurement that is a maximum; the others are sums."""
 OVERFLOW = "overflow"
@@ -26,6 +28,7 @@ _MEANS = {
     "actor/ppo_kl": "k1",
     "actor/ppo_kl_k3": "k3",
     "actor/pg_clipfrac": "clipped",
+    "actor/kl_loss": "kl",
     "actor/ratio_mean": "weight",
     "training/rollout_probs_diff_mean": "prob_diff",
     "training/rollout_logprobs_diff_mean": "logprob_diff",
@@ -86,7 +89,7 @@ class StepSums:
 def accumulate_gradients(
     policy: Policy,
     rows: Sequence[Row],
-    objective: Objective,
+    objective: Measure,
     *,
     temperature: float,
     global_tokens: int,

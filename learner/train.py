@@ -19,13 +19,14 @@ import torch.distributed as dist
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
+from learner.beside.serve import serve
 from learner.checkpoints.checkpointer import CheckpointError
 from learner.health_checks import SilentlyWrong
 from learner.learner import Learner
 from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
-from learner.ranks import Ranks, RanksError, join_ranks
+from learner.ranks import Ranks, RanksError, join_ranks, place_of
 from learner.report.metrics import MetricsError
 from learner.rows import BatchError
 from replay.channel import ChannelError, KeysError
@@ -109,25 +110,29 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
     parser.add_argument("--resume", action="store_true", help="start from the newest complete checkpoint")
     args = parser.parse_args()
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
-    rank = os.environ.get("RANK", "0")
+    role, rank = "learner", int(os.environ.get("RANK", "0"))
     try:
         config = from_arguments(args)
-        set_up_logging(f"learner-{rank}", config.run_dir)
-        train(config, args.replay, resume=args.resume, make_learner=make_learner)
+        role, rank = place_of(config)
+        set_up_logging(f"{role}-{rank}", config.run_dir)
+        if role == "learner":
+            train(config, args.replay, resume=args.resume, make_learner=make_learner)
+        else:
+            serve(config)
     except (*REFUSALS, RunEnded) as error:
-        stop(rank, error)
+        stop(role, rank, error)
     except (ChannelError, dist.DistError) as error:
-        log.error("learner rank %s breaks off: %s", rank, error)
+        log.error("%s rank %d breaks off: %s", role, rank, error)
         leave(1)
     except Exception as error:  # the edge of the process: whatever it is, the log names it
-        log.exception("learner rank %s breaks off: %s: %s", rank, type(error).__name__, error)
+        log.exception("%s rank %d breaks off: %s: %s", role, rank, type(error).__name__, error)
         leave(1)
     leave(0)
 
 
-def stop(rank: str, error: BaseException) -> NoReturn:
+def stop(role: str, rank: int, error: BaseException) -> NoReturn:
     """Log why this rank stops, and exit."""
-    log.error("learner rank %s stops: %s", rank, error)
+    log.error("%s rank %d stops: %s", role, rank, error)
     leave(2)
 
 

@@ -1,14 +1,16 @@
-"""One training step: advantages, rows, gradients, update. What learns, without replay, bus or files."""
+"""One training step: rows, advantages, gradients, update. Without replay, bus or files."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
 from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage
+from learner.beside.beside import Beside
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
@@ -16,6 +18,9 @@ from learner.policy.model import Policy
 from learner.rows import Row, lay_out
 from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
+
+CRITIC_WARMUP = "critic_warmup"
+"""Reason of an update that left the policy alone on purpose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,17 @@ class Update:
     lr: float
     reason: str
     """Why the weights did not move; empty where they did."""
+    beside: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the critic and the reference model."""
+    rewards_differ: bool = True
+    """Whether the batch has more than one reward; without, even a critic has nothing to compare."""
 
     @property
     def values(self) -> dict[str, float]:
         """Numbers for metrics.jsonl."""
-        return self.sums.metrics() | {
+        return {
+            **self.beside,
+            **self.sums.metrics(),
             "actor/grad_norm": self.sums.grad_norm,
             "actor/lr": self.lr,
             "critic/advantages/mean": float(self.advantages.mean()),
@@ -57,16 +68,20 @@ class Update:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether any token was trained on."""
-        return self.sums.global_tokens > 0
+        """Whether any token was trained on for its reward."""
+        return self.sums.global_tokens > 0 and self.rewards_differ
 
 
 def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
-    """Advantages and token weights of the whole batch, the same on every rank, and this rank's rows."""
+    """Advantages and token weights of the whole batch, the same on every rank, and this rank's rows.
+
+    Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
+    """
     algorithm = config.algorithm
     inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
     advantages = advantages_of(advantage, inputs)
-    tokens = np.where((advantages != 0) | (not algorithm.drop_zero_advantage), batch.all_loss_tokens, 0)
+    keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
+    tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes)
     return Prepared(advantages, rows, int(tokens.sum()))
@@ -75,7 +90,7 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
-    `span` is entered with the name of each phase: `lay_out`, `gradients`, `apply`.
+    `span` is entered with the name of each phase: `lay_out`, `judge`, `critic`, `gradients`, `apply`.
     """
 
     def __init__(
@@ -84,27 +99,37 @@ class Trainer:
         policy: Policy,
         optimizer: Optimizer,
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        beside: Beside | None = None,
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
         self.advantage = build_advantage(config.algorithm)
         self.objective = Objective(config.algorithm)
+        self.beside = beside or Beside(config, policy)
 
     def train_step(self, batch: Batch) -> Update:
         """Forward and backward over all rows, clip, AdamW. A collective; decides alike on all ranks."""
-        learner = self.config.learner
+        learner, beside = self.config.learner, self.beside
         with self._span("lay_out"):
             work = prepare(batch, self.advantage, self.config)
-        with self._span("gradients"):
-            temperature = self.config.rollout.temperature
-            sums = accumulate_gradients(
-                self.policy,
-                work.rows,
-                self.objective,
-                temperature=temperature,
-                global_tokens=work.global_tokens,
-                loss_scale=self.optimizer.scale.value,
-            )
-        with self._span("apply"):
-            lr = lr_at(batch.step, learner)
-            reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
-        return Update(sums, work.advantages, lr, reason)
+        with self._span("judge"):
+            judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
+        with self._span("critic"):
+            learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
+        sums, lr, reason = StepSums(Counter(), 0), 0.0, CRITIC_WARMUP
+        if not beside.only_critic_learns(batch.step):
+            with self._span("gradients"):
+                temperature, tokens = self.config.rollout.temperature, work.global_tokens
+                sums = accumulate_gradients(
+                    self.policy,
+                    judged.rows,
+                    self.objective,
+                    temperature=temperature,
+                    global_tokens=tokens,
+                    loss_scale=self.optimizer.scale.value,
+                )
+            with self._span("apply"):
+                lr = lr_at(batch.step, learner)
+                reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
+        beside.follow(self.policy, step=batch.step)
+        differ = bool(np.ptp(batch.all_rewards) > 0)
+        return Update(sums, judged.advantages, lr, reason, judged.values | learnt, differ)

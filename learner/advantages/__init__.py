@@ -23,7 +23,12 @@ __all__ = ["ADVANTAGES", "Advantage", "AdvantageInputs", "advantages_of", "build
 
 
 def build_advantage(algorithm: Algorithm) -> Advantage:
-    """The advantage of this configuration."""
+    """The advantage of this configuration.
+
+    That of `gae` is the reward itself: learner/beside/advantages.py compares it with a critic's values, token by token.
+    """
+    if algorithm.advantage == "gae":
+        return lambda inputs: inputs.values
     return ADVANTAGES[algorithm.advantage](algorithm)
 
 

@@ -4,6 +4,7 @@
         dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
         hf/          the same parameters, for everyone else; adapters merged
         adapter/     with LoRA: the adapters for peft. dcp/ has no more than they
+        critic/, reference/   what else the run trains or refreshes (learner/beside/saving.py)
         state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 
@@ -16,7 +17,7 @@ import json
 import logging
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
+from learner.beside.saving import Part
 from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
 from learner.checkpoints.export import sync_file, write_hf_folder, write_json
 from learner.checkpoints.folders import incomplete, latest_complete, numbered, step_of
@@ -52,8 +54,8 @@ class CheckpointError(RuntimeError):
 class Checkpointer:
     """The checkpoints of one run: runs/<name>/checkpoints/step_N. Methods but `kept` are collectives."""
 
-    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer) -> None:
-        self._config, self._policy, self._optimizer = config, policy, optimizer
+    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer, parts: Sequence[Part] = ()) -> None:
+        self._config, self._policy, self._optimizer, self._parts = config, policy, optimizer, parts
         self._run_dir = Path(config.run_dir)
         self._parent = self._run_dir / "checkpoints"
 
@@ -70,7 +72,11 @@ class Checkpointer:
                 shutil.rmtree(folder)
         own = _describe(policy, self._optimizer)
         with _together(policy, folder, "written"):
-            dcp_save(_tensors(policy, self._optimizer), checkpoint_id=folder / "dcp")
+            tensors = _tensors(policy, self._optimizer)
+            dcp_save(tensors, checkpoint_id=folder / "dcp", process_group=policy.group)
+        for part in self._parts:
+            with _together(policy, folder, "written"):
+                part.save(folder)
         with _together(policy, folder, "written"):
             write_hf_folder(policy, policy.source, folder / "hf", "float32")
         if policy.lora is not None:
@@ -122,10 +128,13 @@ class Checkpointer:
             _check_layout(folder, state["layout"], policy)
         with _together(policy, folder, "loaded"):
             try:
-                dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp")
+                dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", process_group=policy.group)
             except CheckpointException as error:
                 why = f"{_unreadable(folder, error)}; {_remedy(folder)}"
                 raise CheckpointError(f"checkpoint {folder}: {why}") from error
+        for part in self._parts:
+            with _together(policy, folder, "loaded"):
+                part.load(folder)
         optimizer.set_steps(state["optimizer_steps"])
         optimizer.scale.load(state.get("loss_scale"))
         found = _describe(policy, optimizer)

@@ -152,7 +152,7 @@ def last_error(log_path: Path, offset: int = 0) -> str:
 def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     """Log lines that name why a learner rank stops; they sort by timestamp."""
     lines = _end_of(log_path, offset).splitlines() if log_path.exists() else []
-    return [line for line in lines if re.search(rf" ERROR learner rank \d+ {verb}: ", line)]
+    return [line for line in lines if re.search(rf" ERROR (learner|reference|critic) rank \d+ {verb}: ", line)]
 
 
 def killed_rank(log_path: Path, offset: int) -> str:

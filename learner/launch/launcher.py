@@ -233,7 +233,7 @@ class Launcher:
         if self.resume:
             self.say_fallback()
         (process,) = self.plan().of(self.node, "learner")
-        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
+        logs = [self.run_dir / "logs" / f"{role}-{number}.log" for role, number in self.config.training_ranks]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         environment = {**process.environment, PARENT: str(os.getpid())}
         self.learner = self._start("learner", list(process.command), environment)

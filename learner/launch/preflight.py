@@ -13,6 +13,7 @@ from pathlib import Path
 from configs.base import ConfigError
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
+from learner.beside.folders import check_folders
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_loss, problem_with_reward
 from learner.launch.terminal import say
@@ -100,6 +101,7 @@ def check_input(config: Config) -> None:
             f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
             f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
         )
+    check_folders(config)
     check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
         check_prompts(config, config.data.eval)

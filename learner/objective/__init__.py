@@ -21,16 +21,16 @@ class Objective:
         self.loss = build_loss(algorithm)
         self.correct = build_correction(algorithm)
 
-    def __call__(
-        self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor, reference: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Measurements]:
+    def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured.
 
         Args:
             row: m trajectories, n tokens in the loss.
             logprobs: [n] of the policy in training, with a gradient.
             entropy: [n] of its distribution at each token.
-            reference: [n] logprobs of the reference model, for a KL term.
+
+        Raises:
+            ValueError: the loss has a KL term and the row no logprobs of a reference model.
         """
         algorithm, now = self.algorithm, logprobs.detach()
         proximal = self._proximal(row, now)
@@ -55,11 +55,12 @@ class Objective:
             measured |= {"correction": correction.sum(), "refused": (correction == 0).sum()}
         if algorithm.entropy_coef:
             total = total - algorithm.entropy_coef * (row.weights * entropy).sum()
-        if reference is not None:
-            kl = estimate(algorithm.kl, logprobs, reference)
+        if algorithm.kl != "none" and algorithm.kl_in == "loss":
+            if row.reference_logprobs is None:
+                raise ValueError(f"algorithm.kl: {algorithm.kl!r}, and a row has no logprobs of a reference model")
+            kl = estimate(algorithm.kl, logprobs, row.reference_logprobs)
             measured["kl"] = kl.detach().sum()
-            if algorithm.kl_in == "loss":
-                total = total + algorithm.kl_coef * (row.weights * kl).sum()
+            total = total + algorithm.kl_coef * (row.weights * kl).sum()
         return total, measured
 
     def _proximal(self, row: Row, now: torch.Tensor) -> torch.Tensor:

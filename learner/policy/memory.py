@@ -176,6 +176,10 @@ class Setup:
     """Of an element of the two packed versions that rank 0 holds on its GPU; 0 where it holds none there."""
     staged_bytes: int = 0
     """Of the buffers through which versions in host memory are sent; 0 where they cannot lie there."""
+    has_reference: bool = False
+    """A reference model lies on the same ranks."""
+    has_critic: bool = False
+    """A critic does."""
 
     @classmethod
     def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
@@ -191,7 +195,14 @@ class Setup:
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
+            has_reference=config.algorithm.kl != "none" and config.placement.reference == "learner",
+            has_critic=config.algorithm.advantage == "gae" and config.placement.critic == "learner",
         )
+
+    def alone(self, num_ranks: int) -> "Setup":
+        """The same for ranks that hold one model that learns, and publish nothing: a critic's own."""
+        changes: dict[str, Any] = {"num_ranks": num_ranks, "wire_bytes": 0, "staged_bytes": 0}
+        return replace(self, has_reference=False, has_critic=False, **changes)
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with other microbatches."""
@@ -301,6 +312,12 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
     }
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
+    if setup.has_reference:
+        items["reference weights"] = compute_bytes * mine
+    if setup.has_critic:
+        # its step comes before the policy's, in the same memory for gradients and activations
+        body = -(-(sizes.layers * sizes.layer_parameters + sizes.embedding_parameters) // setup.num_ranks)
+        items["critic weights and AdamW state"] = 12 * body
     if setup.wire_bytes:
         packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
         items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes

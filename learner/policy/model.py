@@ -121,10 +121,9 @@ class Policy:
         self.frozen_digests: dict[str, int] = {}
         """Of `frozen`, in its own dtype, and of the scale of adapters."""
 
-    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, ...]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
-        logprobs, entropy = self.model(row, temperature)
-        return logprobs, entropy
+        return tuple(self.model(row, temperature))
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
         """What to change where the error says that memory ran out; empty for other errors."""
@@ -279,7 +278,8 @@ def build_policy(
     folder = Path(config.model.path)
     model_config = read_config(folder)
     files = weight_files(folder)
-    policy = shaped_policy(config, mesh, device, budget or _budget(config, model_config, mesh, device))
+    setup = Setup.of(config, model_config.to_dict())
+    policy = shaped_policy(config, mesh, device, budget or choose_for(setup, mesh, device))
     fill(policy.frozen() or policy.shards(), files, folder)
     if policy.lora is not None:
         lora.initialize(policy.shards(), config.run.seed)
@@ -305,25 +305,25 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
         parallelize(model.transformer, meshes.tensor)
     layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
     prepare(layers, budget.recompute, compiled=config.learner.compile, offloaded=offloaded)
-    _shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
+    shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)
     policy.lora = adapters
     return policy
 
 
-def _budget(config: Config, model_config: Any, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
-    """The same on all ranks: by the least memory that any of them has free."""
+def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
+    """The same on all ranks: by the least memory that any of them has free. A collective."""
     available = None
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         least = torch.tensor(free, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
         available = usable(int(least))
-    return choose(Setup.of(config, model_config.to_dict()), available)
+    return choose(setup, available)
 
 
-def _shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
+def shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     inner = model.transformer

@@ -11,6 +11,7 @@ from dataclasses import replace
 from replay import messages as m
 from replay.desks import batches, sharing
 from replay.desks.granting import Granting
+from replay.desks.shaping import shape
 from replay.journal.apply import record
 from replay.peers import Peer, Peers
 from replay.run import Run
@@ -86,6 +87,7 @@ class BatchDesk:
     def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
+        groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
         limit, parts = config.max_tokens_per_row, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
@@ -99,7 +101,7 @@ class BatchDesk:
                 expected_digest=line.steps[step].digest,
                 checkpoint=wants_checkpoint,
             )
-            for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats)
+            for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats | measured)
         ]
         for rank in range(self.num_ranks):
             self.peers.to_rank(rank, self.part(step, rank))

@@ -75,7 +75,7 @@ def build(
     loss_tokens, rewards = np.concatenate(masks), np.concatenate([g.rewards for g in groups])
     all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
     lag = _lag(step, groups)
-    stats = stats | _stats(groups, lengths, prompt_lengths, lag)
+    stats = _stats(groups, lengths, prompt_lengths, lag) | stats
     batches = []
     for r in range(num_ranks):
         mine = np.flatnonzero(assignment.rank == r).astype(np.int32)
@@ -107,9 +107,14 @@ def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
 
 
 def trained(groups: list[Group], *, flat: bool) -> NDArray[np.bool_]:
-    """[N] trajectories that the learner computes anything for; those of groups of equal rewards only with `flat`."""
+    """[N] trajectories that the learner computes anything for: with a token in the loss, and of groups of equal rewards
+    only with `flat`."""
     counted = [flat or g.rewards.min() < g.rewards.max() for g in groups]
-    return np.repeat(np.array(counted), [g.lengths.size for g in groups])
+    in_loss: NDArray[np.bool_] = np.concatenate(
+        [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) > 0 for g in groups]
+    )
+    in_loss &= np.repeat(np.array(counted), [g.lengths.size for g in groups])
+    return in_loss
 
 
 def in_the_loss(group: Group, values: NDArray[Any]) -> NDArray[Any]:

@@ -8,6 +8,7 @@ from reference import Recorded
 
 from configs import Config
 from learner.advantages import build_advantage
+from learner.beside.beside import Beside
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -75,9 +76,11 @@ def batch_of(
     )
 
 
-def train_on(batch: Batch, policy: Policy, optimizer: Optimizer, config: Config) -> tuple[StepSums, str]:
+def train_on(
+    batch: Batch, policy: Policy, optimizer: Optimizer, config: Config, beside: Beside | None = None
+) -> tuple[StepSums, str]:
     """One whole step, and why it was not applied."""
-    update = Trainer(config, policy, optimizer).train_step(batch)
+    update = Trainer(config, policy, optimizer, beside=beside).train_step(batch)
     return update.sums, update.reason
 
 

@@ -8,6 +8,7 @@ so, which is rounding and nothing else, makes an update as large as any other, s
 five steps) differ by up to the learning rate; compare with 1e-5 there, or leave a few out.
 """
 
+import copy
 import math
 import statistics
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def train(
     The model in the folder is version first_step − 1.
     """
     model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True, dtype=torch.float32).eval()
-    learner = config.learner
+    learner, first = config.learner, copy.deepcopy(model).requires_grad_(False)
     adamw = torch.optim.AdamW(
         model.parameters(), betas=learner.betas, eps=learner.adam_epsilon, weight_decay=learner.weight_decay
     )
@@ -53,7 +54,7 @@ def train(
         if tokens == 0:
             continue
         adamw.zero_grad()
-        (step_loss(model, kept, step, config) / tokens).backward()
+        (step_loss(model, first, kept, step, config) / tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
         for group in adamw.param_groups:
             group["lr"] = learning_rate(config, step)
@@ -73,8 +74,12 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
     return result
 
 
-def step_loss(model: torch.nn.Module, kept: list[tuple[Recorded, float]], step: int, config: Config) -> torch.Tensor:
+def step_loss(
+    model: torch.nn.Module, first: torch.nn.Module, kept: list[tuple[Recorded, float]], step: int, config: Config
+) -> torch.Tensor:
     """Sum of the loss over all tokens of the step's trajectories, from one forward with padding on the right.
+
+    With algorithm.kl it has k3's term against the `first` model.
 
     The padding is needed for parity to rounding: AdamW's first steps move an element by the learning rate in the
     direction of its gradient however small that is, so elements of almost no gradient amplify rounding.
@@ -83,15 +88,24 @@ def step_loss(model: torch.nn.Module, kept: list[tuple[Recorded, float]], step: 
     ids = torch.zeros(len(kept), width, dtype=torch.long)
     for row, (t, _) in enumerate(kept):
         ids[row, : len(t.prompt_ids) + len(t.response_ids)] = torch.tensor(t.prompt_ids + t.response_ids)
-    logprobs = torch.log_softmax(model(input_ids=ids).logits.float() / config.rollout.temperature, dim=-1)
-    found, columns = [], []
+    models = [model, first] if config.algorithm.kl != "none" else [model]
+    logits = [each(input_ids=ids).logits.float() for each in models]
+    logprobs, *_, before = [
+        torch.log_softmax(one / config.rollout.temperature, dim=-1) for one in [*logits, logits[-1]]
+    ]
+    found, columns, frozen = [], [], []
     for row, (t, advantage) in enumerate(kept):
         for i, token in enumerate(t.response_ids):
             if t.loss_mask[i]:
                 found.append(logprobs[row, len(t.prompt_ids) + i - 1, token])
+                frozen.append(before[row, len(t.prompt_ids) + i - 1, token])
                 columns.append([t.logprobs[i], advantage, float(step - 1 - t.versions[i])])
     behaviour, advantages, lags = torch.tensor(columns).unbind(1)
-    return token_losses(torch.stack(found), behaviour, advantages, lags, config).sum()
+    now, old = torch.stack(found), torch.stack(frozen)
+    losses = token_losses(now, behaviour, advantages, lags, config)
+    if config.algorithm.kl != "none":
+        losses = losses + config.algorithm.kl_coef * (torch.exp(old - now) - 1 + now - old)
+    return losses.sum()
 
 
 def token_losses(

@@ -14,6 +14,7 @@ from tiny_models import built, logprobs, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
+from learner.beside.build import build_beside
 from learner.losses import LossInputs, LossOutput
 from learner.objective import Objective
 from learner.policy.model import Policy
@@ -37,8 +38,10 @@ def largest_difference(policy: Policy, expected: dict[str, torch.Tensor]) -> flo
 
 def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Policy:
     policy, optimizer = built(config, mesh)
+    beside = build_beside(config, policy, {})
     for step, trajectories in enumerate(STEPS, start=1):
-        _, reason = train_on(batch_of(trajectories, step, num_microbatches=num_microbatches), policy, optimizer, config)
+        batch = batch_of(trajectories, step, num_microbatches=num_microbatches)
+        _, reason = train_on(batch, policy, optimizer, config, beside)
         assert not reason
     return policy
 
@@ -53,6 +56,7 @@ SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
         ("qwen3", {}, {"proximal": "log_linear", "correction": "token_tis", "advantage": "dr_grpo"}),
         ("qwen3", {}, {"loss": "policy_gradient", "i_know_this_is_biased": True, "drop_zero_advantage": False}),
         ("llama", SCHEDULE, {"loss": "ppo_clip"}),
+        ("qwen3", {}, {"kl": "k3", "kl_coef": 0.3}),
     ],
 )
 def test_five_steps_agree_with_the_reference(

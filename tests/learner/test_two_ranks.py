@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import beside_ranks
 import mesh_ranks
 import pytest
 import torch
 from recorded import random_step
 from reference import train
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, SIZES, built, save_model
+from tiny_models import CONFIGS, SIZES, built, make_config, save_model
 from transformers import AutoModelForCausalLM
 from two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 
@@ -167,6 +168,30 @@ def test_adapters_on_two_ranks_are_those_of_one_and_merge_into_the_export(seen, 
         a, b = names_of(name)
         added = 2.0 * found[b] @ found[a] if a in found else torch.zeros(())
         assert float((weight - whole[name] - added).abs().max()) <= 1e-6, name
+
+
+@pytest.mark.parametrize("case", beside_ranks.CASES)
+def test_models_beside_the_policy_give_the_same_on_its_ranks_and_on_their_own(seen, folder, mesh, case):
+    config = beside_ranks.configured(folder, case)
+    alone = make_config(
+        folder / "qwen3",
+        **{**beside_ranks.SECTIONS, **beside_ranks.CASES[case][0], "run": {"dir": str(folder / "alone"), "name": case}},
+    )
+    made, metrics = beside_ranks.train(alone, mesh)
+    found, expected = load_file(folder / f"beside_{case}.safetensors"), dict(made.policy.named_full_tensors("float32"))
+    assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
+    for one, two in zip(metrics, seen[0]["beside"][case]["metrics"], strict=True):
+        assert one.keys() == two.keys() and two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    role, second = config.training_ranks[1][0], seen[1]["beside"][case]
+    assert second == seen[0]["beside"][case] if role == "learner" else second == {"served": role}
+
+
+@pytest.mark.parametrize("case", beside_ranks.CASES)
+def test_critic_and_refreshed_reference_are_part_of_a_checkpoint(seen, case):
+    found = seen[0]["beside"][case]
+    assert found["resumed"] == found["digest"]
+    name = "reference" if case == "reference" else "critic"
+    assert f"it has no {name}/; the run that wrote it had no {name} of its own" in found["damaged"]
 
 
 def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):

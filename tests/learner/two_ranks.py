@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import beside_ranks
 import mesh_ranks
 import torch
 import torch.distributed as dist
@@ -235,6 +236,7 @@ def main() -> None:
         sharing = configured(folder, name, learner=CONDITIONED | {"share_prefixes": True})
         seen["shared_prompts"] = shared_prompts(sharing, mesh, full)
         seen["lora"] = adapters(folder, mesh)
+        seen["beside"] = beside_ranks.observe(folder, mesh)
         seen["export_fails"] = export_fails(folder, policy)
         seen["meshes"] = mesh_ranks.everything(folder, 2)
         # A collective after all failures: both ranks are still in step.

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def two_ranks(
     program: Path, folder: Path, place: Callable[[int], Mapping[str, str]], *, deadline_s: float, ranks: int = 2
 ) -> list[dict[str, Any]]:
-    """What `python PROGRAM FOLDER` wrote to FOLDER/rank_R.json; `place` is the environment of a rank."""
+    """What `python PROGRAM FOLDER` wrote to FOLDER/rank_R.json, for `size` ranks; `place` is the environment of one."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "learner")))
     processes = [
         subprocess.Popen(

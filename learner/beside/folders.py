@@ -1,0 +1,39 @@
+"""The model folders beside model.path, checked before anything starts. Imports no torch."""
+
+from pathlib import Path
+
+from configs.base import ConfigError
+from configs.schema import Config
+from replay.fingerprint import ARCHITECTURE_KEYS, read_json
+
+
+def check_folders(config: Config) -> None:
+    """Refuse a reference model or a critic that cannot speak of the policy's tokens.
+
+    Raises:
+        ConfigError: no such folder, no weights, another vocabulary; or another architecture than the policy's, of which
+            the reference is to become a copy.
+        FingerprintError: its config.json is missing or broken.
+    """
+    algorithm = config.algorithm
+    given = {"algorithm.reference_path": algorithm.reference_path, "critic.path": config.critic.path}
+    policy = read_json(Path(config.model.path) / "config.json") if any(given.values()) else {}
+    for key, path in given.items():
+        if path is None:
+            continue
+        if not Path(path).is_dir() or not any(Path(path).glob("*.safetensors")):
+            raise ConfigError(f"{key}: {path!r} is no folder with config.json and safetensors; give one, or none")
+        own = read_json(Path(path) / "config.json")
+        if own.get("vocab_size") != policy.get("vocab_size"):
+            raise ConfigError(
+                f"{key}: {path!r} has a vocabulary of {own.get('vocab_size')} tokens, model.path one of"
+                f" {policy.get('vocab_size')}; take a model with the same tokenizer"
+            )
+        different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
+        if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
+            name = different[0]
+            raise ConfigError(
+                f"algorithm.reference_refresh_steps: {algorithm.reference_refresh_steps}, but {path!r} has {name}"
+                f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
+                " architecture"
+            )

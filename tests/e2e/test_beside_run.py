@@ -1,0 +1,52 @@
+"""Whole runs with a critic and a reference model: on ranks of their own, killed, played back, until it has learnt."""
+
+import pytest
+from test_in_place import made, play
+
+from tests.support.runs import Runs
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+PPO = ("algorithm.advantage=gae", "critic.lr=1e-3", "critic.updates=2")
+KL = ("algorithm.kl=k3", "algorithm.kl_in=reward", "algorithm.kl_coef=0.05", "algorithm.reference_refresh_steps=2")
+OVERLONG = ("algorithm.overlong_buffer=4", "algorithm.overlong_filter=true")
+APART = ("placement.critic=node0:2", "placement.reference=node0:3")
+
+
+def test_a_critic_on_a_rank_of_its_own_trains_in_a_run(launch):
+    run = launch(*PPO, "placement.critic=node0:2", "rollout.group_size=1", steps=2)
+    assert run.wait() == 0, run.text()[-3000:]
+    assert "critic rank 0 of 1 serves 1 learner ranks" in run.log("critic-0")
+    assert [row["critic/updates"] for row in run.steps()] == [2, 2]
+    assert all("critic/vf_explained_var" in row and row["training/update_applied"] for row in run.steps())
+
+
+@pytest.mark.slow
+def test_critic_and_reference_go_on_after_a_kill_and_the_journal_reproduces_every_digest(launch):
+    settings = (*PPO, *KL, *OVERLONG, *APART, "checkpoint.every_steps=3", "replay.journal_keep=all")
+    run = launch(*settings, steps=8, split="1:1")
+    run.wait_for_step(4)
+    run.kill("learner.train")
+    assert run.wait(200) == 0, run.text()[-3000:]
+    steps = made(run)
+    assert sorted(steps) == list(range(1, 9)) and any(len(each) > 1 for each in steps.values())
+    assert all(each == each[:1] * len(each) for each in steps.values()), "the digest covers the critic, too"
+    code, result = play(launch, run)
+    assert (code, result["steps"], result["equal"]) == (0, 8, 8)
+    code, result = play(launch, run, "--set", "critic.lr=0.0005")
+    assert (code, result["equal"], result["first_different"]) == (1, 0, 1), "of the critic's weights alone"
+
+
+@pytest.mark.slow
+def test_ppo_with_a_critic_learns_to_sort(tmp_path, sort6, zygote):
+    runs = Runs(tmp_path, sort6, zygote)
+    settings = (*PPO, "learner.lr=5e-4", "rollout.groups_per_step=64", "rollout.max_running=512")
+    run = runs(*settings, "evaluation.every_steps=5", "evaluation.num_prompts=256", steps=60, split="1:1")
+    try:
+        assert run.wait(380) == 0, run.text()[-3000:]
+    finally:
+        runs.close()
+    explained = [row["critic/vf_explained_var"] for row in run.steps()]
+    assert max(explained[:40]) >= 0.3 and sum(explained[30:40]) / 10 >= 0.3, explained
+    greedy = [row["val-core/sort6/greedy"] for row in run.rows() if "val-core/sort6/greedy" in row]
+    assert greedy[-1] >= 0.9 > greedy[0], greedy
