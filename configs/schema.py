@@ -13,7 +13,8 @@ from configs.auto import resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits
+from configs.learner import Checkpoint, Evaluation, LearnerSettings
+from configs.limits import Limits
 from configs.placement import Share, check, shares
 
 MAX_ASYNC_LAG = 8
@@ -112,6 +113,7 @@ class Config(Section):
         """The run's arithmetic and what `auto` has become, printed at start."""
         rollout, ranks = self.rollout, self.num_learner_ranks
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
+        kernels = ", deterministic kernels" if self.learner.deterministic else ""
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
             f" a step → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
@@ -119,8 +121,8 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}; weights over"
-            f" {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{kernels}; weights"
+            f" over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
         )
 
     @property
@@ -186,6 +188,20 @@ class Config(Section):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guards_can_act(self) -> "Config":
+        if self.replay.async_lag == 0 and (named := self.limits.guards_that("lower_lag")):
+            raise ValueError(
+                f"limits.{named[0]}: lower_lag with replay.async_lag 0, where there is no lag to lower; take skip or"
+                " stop"
+            )
+        if self.checkpoint.every_steps == 0 and (named := self.limits.guards_that("roll_back")):
+            raise ValueError(
+                f"limits.{named[0]}: roll_back with checkpoint.every_steps 0, where there is no checkpoint to go back"
+                " to; take checkpoint.every_steps=50, or stop"
             )
         return self
 

@@ -20,7 +20,8 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
 from learner.checkpoints.checkpointer import CheckpointError
-from learner.health_checks import SilentlyWrong
+from learner.guards import SilentlyWrong
+from learner.guards.roll_back import RollBack
 from learner.learner import Learner
 from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
@@ -116,7 +117,7 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
         train(config, args.replay, resume=args.resume, make_learner=make_learner)
     except (*REFUSALS, RunEnded) as error:
         stop(rank, error)
-    except (ChannelError, dist.DistError) as error:
+    except (ChannelError, RollBack, dist.DistError) as error:
         log.error("learner rank %s breaks off: %s", rank, error)
         leave(1)
     except Exception as error:  # the edge of the process: whatever it is, the log names it

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
 from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage
+from learner.guards import Guards, Verdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
@@ -39,11 +40,14 @@ class Update:
     lr: float
     reason: str
     """Why the weights did not move; empty where they did."""
+    verdict: Verdict = field(default_factory=Verdict)
+    """What the guards say."""
 
     @property
     def values(self) -> dict[str, float]:
         """Numbers for metrics.jsonl."""
         return self.sums.metrics() | {
+            **self.verdict.values,
             "actor/grad_norm": self.sums.grad_norm,
             "actor/lr": self.lr,
             "critic/advantages/mean": float(self.advantages.mean()),
@@ -54,11 +58,6 @@ class Update:
     @property
     def applied(self) -> bool:
         return not self.reason
-
-    @property
-    def has_advantage(self) -> bool:
-        """Whether any token was trained on."""
-        return self.sums.global_tokens > 0
 
 
 def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
@@ -74,7 +73,7 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
-    `span` is entered with the name of each phase: `lay_out`, `gradients`, `apply`.
+    `span` is entered with the name of each phase: `lay_out`, `gradients`, `apply`. `guards` may refuse an update.
     """
 
     def __init__(
@@ -83,8 +82,10 @@ class Trainer:
         policy: Policy,
         optimizer: Optimizer,
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
+        guards: Guards | None = None,
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
+        self.guards = guards
         self.advantage = build_advantage(config.algorithm)
         self.objective = Objective(config.algorithm)
 
@@ -100,5 +101,9 @@ class Trainer:
             )
         with self._span("apply"):
             lr = lr_at(batch.step, learner)
-            reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
-        return Update(sums, work.advantages, lr, reason)
+            verdict = self.guards.judge(sums, batch) if self.guards is not None else Verdict()
+            reason = apply_update(
+                self.policy, self.optimizer, sums,
+                max_grad_norm=learner.max_grad_norm, lr=lr, refusal=verdict.refusal,
+            )  # fmt: skip
+        return Update(sums, work.advantages, lr, reason, verdict)

@@ -125,6 +125,18 @@ class Granting:
             for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
 
+    def lower_lag(self, message: m.LowerLag) -> None:
+        """A guard of the learner lowers the bound of the lag; one that is as low already stays as it is."""
+        before = self.buffer.async_lag
+        if not 0 <= message.async_lag < before:
+            return
+        fields = {"step": message.step, "async_lag": message.async_lag, "configured": self.buffer.configured_lag}
+        record(self.run, "lag", fields)
+        log.warning(
+            "replay: the lag is %d at most, it was %d: a guard of the learner asks for it in step %d",
+            message.async_lag, before, message.step,
+        )  # fmt: skip
+
     def release(self, slot: Slot, reason: str, detail: str) -> None:
         """A lease ended without a group: back to the queue, or dropped once that is of no use."""
         reason = reason if reason in RELEASES else "other"

@@ -39,6 +39,9 @@ class Slot:
     row: dict[str, Any]
     min_version: int
     """Oldest policy version that may sample a token of this group (invariant 1)."""
+    async_lag: int = 0
+    """Bound of the lag when it was admitted, where that has been lowered since; one that is below the present counts
+    as the present."""
     state: SlotState = SlotState.QUEUED
     attempt: int = 0
     server: str | None = None
