@@ -9,7 +9,7 @@ import ipaddress
 from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Replay, Rollout
-from configs.auto import resolve
+from configs.auto import on_gpus, resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
@@ -28,6 +28,11 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
 )
 """(key, value, what works everywhere, what this value needs of other keys)"""
+
+FLOAT32_ON_GPUS = (
+    " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
+    " attention; master weights and optimizer are float32 anyway, so take 'auto' unless every digit counts."
+)
 
 
 class Run(Section):
@@ -114,6 +119,7 @@ class Config(Section):
         rollout, ranks = self.rollout, self.num_learner_ranks
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         kernels = ", deterministic kernels" if self.learner.deterministic else ""
+        in_float32 = self.learner.compute_dtype == "float32" and on_gpus(self.placement.model_dump())
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
             f" a step → {per_rank} on each of {ranks} learner rank{'s' if ranks > 1 else ''}, microbatches of at most"
@@ -123,6 +129,7 @@ class Config(Section):
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{kernels}; weights"
             f" over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f"{FLOAT32_ON_GPUS if in_float32 else ''}"
         )
 
     @property

@@ -195,13 +195,13 @@ class Learner:
     def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
         """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot."""
         noted, most = self.roll_backs, self.config.limits.roll_backs
-        mine = (noted.target(alarm.first_step), noted.count) if self.ranks.is_first else (0, 0)
-        target, count = self.ranks.agree(*mine)
+        target, count = (noted.target(alarm.first_step), noted.count) if self.ranks.is_first else (0, 0)
+        if self.ranks.is_first and target >= 0 and count < most:  # before another rank can end
+            noted.note(alarm.first_step, step=step, reason=alarm.text)
+        target, count = self.ranks.agree(target, count)
         if target < 0 or count >= most:
             why = f"there were {count} roll-backs (limits.roll_backs)" if target >= 0 else "no checkpoint is older"
             raise SilentlyWrong(f"{alarm.text}, but {why}")
-        if self.ranks.is_first:
-            noted.note(alarm.first_step, step=step, reason=alarm.text)
         raise RollBack(f"{alarm.text} (to version {target}, {count + 1} of {most})")
 
     def checkpoint_if_due(self, batch: Batch) -> None:

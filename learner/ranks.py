@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import Config
+from learner.policy.determinism import set_deterministic
 from replay.channel.interfaces import bind_collectives
 from weight_bus.transports import set_nccl_defaults
 
@@ -59,6 +60,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             " start as many on all learner nodes together, or change placement"
         )
     device = device_of(config)
+    set_deterministic(config.learner.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         set_nccl_defaults(config.weight_bus)  # read once, at the first group of a process: this one

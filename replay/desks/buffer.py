@@ -115,8 +115,8 @@ class GroupBuffer:
             made = self.line.steps.pop(step)
             lag = self.configured_lag if made.async_lag is None else made.async_lag
             for group_id, attempt, min_version, location in made.groups:
-                slot = Slot(group_id, row(group_id), min_version, lag, SlotState.BUFFERED, attempt)
-                slot.location = location
+                slot = Slot(group_id, row(group_id), min_version, SlotState.BUFFERED, attempt)
+                slot.location, slot.async_lag = location, lag
                 back.append(slot)
         self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
 

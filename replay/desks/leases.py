@@ -39,9 +39,6 @@ class Slot:
     row: dict[str, Any]
     min_version: int
     """Oldest policy version that may sample a token of this group (invariant 1)."""
-    async_lag: int = 0
-    """Bound of the lag when it was admitted, where that has been lowered since; one that is below the present counts
-    as the present."""
     state: SlotState = SlotState.QUEUED
     attempt: int = 0
     server: str | None = None
@@ -60,6 +57,8 @@ class Slot:
     group: Group | None = None
     location: Location | None = None
     """Of the group in the journal."""
+    async_lag: int = 0
+    """Bound of the lag when it was admitted; it counts while it is above the present one, which guards may lower."""
 
     def recall(self) -> None:
         """→ QUEUED: the prompt is sampled anew, and no answer of an attempt so far counts, whenever it comes."""

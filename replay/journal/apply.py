@@ -85,7 +85,7 @@ def _lease(run: Run, decision: Record, now: float) -> None:
                 f"record {decision.number} of the journal leases prompt {group_id}, and the dataset's next is"
                 f" {expected}"
             )
-        slot = run.buffer.slots[group_id] = Slot(group_id, row, fields["min_version"], run.buffer.async_lag)
+        slot = run.buffer.slots[group_id] = Slot(group_id, row, fields["min_version"], async_lag=run.buffer.async_lag)
     slot.attempt, slot.min_version = fields["attempt"] - 1, fields["min_version"]
     slot.state = SlotState.QUEUED
     run.leases.grant(slot, fields["server"], now)
