@@ -25,6 +25,7 @@ placement.tensor_parallel         | tensor_model_parallel_size | --rollout-num-g
 rollout.sglang.mem_fraction_static | gpu_memory_utilization | - | - | - | -
 rollout.max_running               | max_num_seqs | - | - | - | -
 learner.max_tokens_per_microbatch | ppo_max_token_len_per_gpu | --max-tokens-per-gpu | - | max_tokens_per_mb | -
+learner.deterministic             | fsdp_config.full_determinism | --deterministic-mode | - | - | full_determinism
 learner.recompute                 | enable_gradient_checkpointing | - | - | - | gradient_checkpointing
 algorithm.clip_low                | clip_ratio_low | --eps-clip | - | - | epsilon
 algorithm.clip_high               | clip_ratio_high | --eps-clip-high | - | - | epsilon_high

@@ -94,7 +94,7 @@ def test_a_broken_stretch_is_rolled_back_and_its_groups_are_not_trained(launch, 
     left.write_text("0")
     run = launch(
         f"algorithm.loss={tmp_path}/fragile.py:fragile", "algorithm.i_know_this_is_biased=true",
-        "limits.nonfinite=roll_back above 0 for 2", "checkpoint.every_steps=1", "replay.journal_keep=all", steps=7,
+        "limits.nonfinite=roll_back above 0 for 2", "checkpoint.every_steps=1", "replay.journal_keep=all", steps=9,
     )  # fmt: skip
     run.wait_for_step(2)
     left.write_text("2")
@@ -113,19 +113,19 @@ def test_a_broken_stretch_is_rolled_back_and_its_groups_are_not_trained(launch, 
 
     lines = run.ledger()
     again = [line for line in lines if line["incarnation"] == 2]
-    assert [line["step"] for line in again] == list(range(good + 1, 7 + 1))
+    assert [line["step"] for line in again] == list(range(good + 1, 9 + 1))
     surviving = [line for line in lines if line["incarnation"] == 1 and line["step"] <= good] + again
     trained = [tuple(group) for line in surviving for group in line["groups"]]
-    assert len(trained) == len(set(trained)) == 7 * 16
+    assert len(trained) == len(set(trained)) == 9 * 16
     assert not set(trained) & {tuple(group) for group in diverged["dropped"]}
     rows = run.steps()
-    assert [row["step"] for row in rows] == list(range(1, 7 + 1)) and all(r["training/update_applied"] for r in rows)
+    assert [row["step"] for row in rows] == list(range(1, 9 + 1)) and all(r["training/update_applied"] for r in rows)
     assert rows[-1]["guards/roll_backs"] == 1 and "guards/nonfinite" not in rows[-1]
     noted = json.loads((run.folder / "checkpoints" / "roll_back.json").read_text())
     assert (noted["count"], noted["first_bad"]) == (1, 0)
 
     code, result = play(launch, run)
-    assert (code, result["steps"], result["equal"]) == (0, 7, 7), "the surviving line is a whole one"
+    assert (code, result["steps"], result["equal"]) == (0, 9, 9), "the surviving line is a whole one"
 
 
 def test_a_folder_that_is_no_run_cannot_be_played(launch, tmp_path):
