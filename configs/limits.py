@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from configs.base import Section
 
 Action = Literal["warn", "skip", "lower_lag", "roll_back", "stop"]
-RULE = re.compile(rf"({'|'.join(get_args(Action))}) (above|below) ([0-9.]+(?:e-?[0-9]+)?)(?: for ([1-9][0-9]*))?")
+RULE = re.compile(rf"({'|'.join(get_args(Action))}) (above|below) (-?[0-9.]+(?:e-?[0-9]+)?)(?: for ([1-9][0-9]*))?")
 GUARDS = ("nonfinite", "ess", "kl", "entropy", "reward", "same_length", "mismatch")
 """Keys of Limits that hold rules."""
 
@@ -72,8 +72,8 @@ class Limits(Section):
     """Guard: KL of behaviour and trained policy (`actor/ppo_kl_k3`)."""
     entropy: str = "warn below 0.2"
     """Guard: entropy over its own moving mean."""
-    reward: str = "warn above 6"
-    """Guard: distance of the mean reward from its own moving mean, in deviations."""
+    reward: str = "warn above 6, warn below -6"
+    """Guard: the mean reward less its own moving mean, in deviations."""
     same_length: str = "warn above 0.95 for 5"
     """Guard: share of answers that have the most frequent length; answers that are cut all have one length."""
     skipped_steps: int = Field(default=5, ge=0)

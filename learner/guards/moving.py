@@ -30,6 +30,6 @@ class Moving:
         self.variance = (1 - share) * (self.variance + share * difference**2)
 
     def distance(self, value: float, noise: float) -> float:
-        """How far a value is from the mean, in deviations; `noise` is the variance that the value has by itself."""
+        """A value less the mean, in deviations; `noise` is the variance that the value has by itself."""
         deviation = math.sqrt(self.variance + noise)
-        return abs(value - self.mean) / deviation if deviation else 0.0
+        return (value - self.mean) / deviation if deviation else 0.0

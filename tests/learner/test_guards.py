@@ -137,11 +137,13 @@ def test_a_mean_reward_that_leaves_its_moving_deviation_is_named(make: Make):
         assert update.applied and update.values.get("critic/rewards/deviations", 0.0) < 4
     poisoned = train(trainer, with_rewards(lambda t: t.reward + 9.0), 20)
     assert poisoned.reason == "guard_reward" and poisoned.values["critic/rewards/deviations"] > 6
-    trainer = make(reward="skip above 6")
+    trainer = make(reward="skip above 6, skip below -6")
     for step in range(1, WARM_UP + 2):
         assert train(trainer, with_rewards(lambda t: 0.0), step).reason == "no_tokens"
     first_success = with_rewards(lambda t: float(t is drawn[0]))
     assert train(trainer, first_success, 20).applied, "no deviation so far, yet the batch has one of its own"
+    worse = train(trainer, with_rewards(lambda t: t.reward - 9.0), 21)
+    assert worse.reason == "guard_reward" and "below -6" in said(worse.verdict)
 
 
 def test_answers_of_one_length_are_named(make: Make):
