@@ -187,10 +187,10 @@ class Learner:
         if verdict.async_lag is not None and self.ranks.is_first:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
-        if (alarm := verdict.first("stop")) is not None:
-            raise SilentlyWrong(alarm.text)
-        if (alarm := verdict.first("roll_back")) is not None:
-            self._roll_back(step, alarm)
+        if (stops := verdict.first("stop")) is not None:
+            raise SilentlyWrong(stops.text)
+        if (rolls_back := verdict.first("roll_back")) is not None:
+            self._roll_back(step, rolls_back)
 
     def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
         """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot."""

@@ -87,7 +87,9 @@ class Guards:
         diff = "max_logprob_diff_16bit" if self.memory.is_16bit else "max_logprob_diff"
         self._keys = {"max_logprob_diff": diff}
         counted = ("flat_reward_steps", "zero_gradient_steps", "nonfinite_steps")
-        self.rules = {name: (Rule("stop", True, 0.5, n),) for name in counted if (n := getattr(limits, name))}
+        self.rules: dict[str, tuple[Rule, ...]] = {
+            name: (Rule("stop", True, 0.5, steps),) for name in counted if (steps := getattr(limits, name))
+        }
         self.rules |= {"max_logprob_diff": (Rule("stop", True, self.memory.max_diff),)}
         self.rules |= {name: rules for name in GUARDS if (rules := limits.rules(name))}
         self.broken: Counter[str] = Counter()

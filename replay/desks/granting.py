@@ -71,7 +71,7 @@ class Granting:
         held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
         servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity and self.is_on_line(peer)]
         needed = queued[0].min_version if queued else self.buffer.next_min_version()
-        work = held.total() + len(queued) + self.buffer.room
+        work = held.total() + len(queued) + max(0, self.buffer.room)
         most = self._shares.most([peer.version for peer in servers], needed=needed, work=work, now=now)
         free = [
             (held[peer.identity] / peer.capacity, order, peer)
