@@ -18,12 +18,10 @@ from replay.messages import Batch
 WILL: dict[Action, str] = {
     "warn": "it is trained on all the same",
     "skip": "the update is not applied",
-    "lower_lag": "replay lowers the lag",
+    "lower_lag": "replay lowers the lag, one by one",
     "roll_back": "the update is not applied, and the run rolls back",
     "stop": "the run stops",
 }
-REFUSING = ("skip", "roll_back", "stop")
-"""Actions that leave the update out."""
 MISMATCH = (
     "the engine does not run the policy that is trained: kernels or dtypes of one side have changed, or weights are"
     " corrupt; look at weight_sync/digests_equal, start the rollout servers anew, and compare with the engine's last"
@@ -92,8 +90,8 @@ class Guards:
         }
         self.rules |= {"max_logprob_diff": (Rule("stop", True, self.memory.max_diff),)}
         self.rules |= {name: rules for name in GUARDS if (rules := limits.rules(name))}
-        self.broken: Counter[str] = Counter()
-        """By guard and number of the rule: steps in a row."""
+        self.broken: dict[str, tuple[int, int]] = {}
+        """By guard and number of the rule: steps in a row, and the first of them."""
         self.fired: Counter[str] = Counter()
         self.skipped = 0
         """Updates in a row."""
@@ -124,10 +122,13 @@ class Guards:
             return alarms
         for number, rule in enumerate(self.rules[guard]):
             place = f"{guard}/{number}"
-            self.broken[place] = count = self.broken[place] + 1 if rule.is_broken_by(value) else 0
+            before, first = self.broken.pop(place, (0, step))
+            if not rule.is_broken_by(value):
+                continue
+            self.broken[place] = count, first = before + 1, first
             if count >= rule.steps:
                 text = self._say(step, guard, rule, value, count)
-                alarms.append(Alarm(guard, rule.action, step - count + 1, text))
+                alarms.append(Alarm(guard, rule.action, first, text))
         return alarms
 
     def _say(self, step: int, guard: str, rule: Rule, value: float, count: int) -> str:
@@ -160,7 +161,7 @@ class Guards:
         """For a checkpoint, as plain data."""
         return {
             "memory": self.memory.state(),
-            "broken": {place: count for place, count in self.broken.items() if count},
+            "broken": {place: list(since) for place, since in self.broken.items()},
             "fired": dict(self.fired),
             "skipped": self.skipped,
             "async_lag": [self.async_lag, self.config.replay.async_lag],
@@ -170,7 +171,8 @@ class Guards:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint. Resumed with another replay.async_lag, the run begins with that."""
         self.memory.restore(state["memory"])
-        self.broken, self.fired = Counter(state["broken"]), Counter(state["fired"])
+        self.broken = {place: (count, first) for place, (count, first) in state["broken"].items()}
+        self.fired = Counter(state["fired"])
         self.skipped, self.lowered_at = state["skipped"], state["lowered_at"]
         lowered, configured = state["async_lag"]
         if configured == self.config.replay.async_lag:
