@@ -26,6 +26,7 @@ rollout.sglang.mem_fraction_static | gpu_memory_utilization | - | - | - | -
 rollout.max_running               | max_num_seqs | - | - | - | -
 learner.max_tokens_per_microbatch | ppo_max_token_len_per_gpu | --max-tokens-per-gpu | - | max_tokens_per_mb | -
 learner.share_prefixes            | use_prefix_grouper | - | - | - | -
+learner.deterministic             | fsdp_config.full_determinism | --deterministic-mode | - | - | full_determinism
 learner.recompute                 | enable_gradient_checkpointing | - | - | - | gradient_checkpointing
 learner.mesh.replicate            | - | - | model.dp_replicate | - | -
 learner.mesh.tensor               | actor.megatron.tensor_model_parallel_size | - | model.tp | - | -

@@ -1,4 +1,4 @@
-"""The learner: optimizer, evaluation, checkpoints and the limits past which a run stops by itself."""
+"""The learner: optimizer, evaluation and checkpoints."""
 
 from typing import Literal, get_args
 
@@ -110,6 +110,8 @@ class LearnerSettings(Section):
         """Files of older runs say true or false."""
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
+    deterministic: bool = False
+    """Kernels that make the same bits of the same batch, so that a resumed run on GPUs repeats its digests; slower."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     batch_deadline_s: float = Field(default=600.0, gt=0)
@@ -141,16 +143,3 @@ class Checkpoint(Section):
     """Steps between checkpoints, which a killed learner repeats; 0 writes the last step only."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest first."""
-
-
-class Limits(Section):
-    """Health checks for runs that look fine and are not. Each counts consecutive steps; 0 switches it off."""
-
-    flat_reward_steps: int = Field(default=50, ge=0)
-    """Every group's rewards equal (nothing to learn from)."""
-    zero_gradient_steps: int = Field(default=5, ge=0)
-    """Gradient norm exactly zero although advantages are not."""
-    nonfinite_steps: int = Field(default=3, ge=0)
-    """Loss or gradient not finite; each such step is skipped and counted."""
-    max_logprob_diff: float = Field(default=1e-3, gt=0)
-    """At lag 0 in float32: mean difference of behaviour and trainer logprobs above which the run stops."""

@@ -17,6 +17,8 @@ Role = Literal["replay", "learner", "rollout"]
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+"""Of learner ranks with learner.deterministic; read by libraries when they are loaded or first used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,8 @@ class _Words:
         machine, environment = self.machines[node], {"OMP_NUM_THREADS": str(threads)}
         if on_gpus := uses_gpus(self.config, machine):
             environment |= NCCL_DEFAULTS
+        if role == "learner" and self.config.learner.deterministic:
+            environment |= DETERMINISTIC
         environment |= self.config.network.env
         if on_gpus and devices:
             names = [machine.visible[device] if machine.visible else str(device) for device in devices]

@@ -9,11 +9,12 @@ import ipaddress
 from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Critic, Replay, Rollout
-from configs.auto import resolve
+from configs.auto import on_gpus, resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, LearnerSettings, Limits, Mesh
+from configs.learner import Checkpoint, Evaluation, LearnerSettings, Mesh
+from configs.limits import Limits
 from configs.placement import Share, check, shares, training_ranks
 
 MAX_ASYNC_LAG = 8
@@ -26,9 +27,14 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
     ("weight_bus.transport", "disk", "collective", STAGED),
     ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
 )
+"""(key, value, what works everywhere, what this value needs of other keys)"""
 OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
 """Compiled code saves weights among its inputs, which would travel as well."""
-"""(key, value, what works everywhere, what this value needs of other keys)"""
+
+FLOAT32_ON_GPUS = (
+    " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
+    " attention; master weights and optimizer are float32 anyway, so take 'auto' unless every digit counts."
+)
 
 
 class Run(Section):
@@ -134,6 +140,8 @@ class Config(Section):
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         many = "s" if ranks > 1 else ""
         parts = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
+        kernels = ", deterministic kernels" if self.learner.deterministic else ""
+        in_float32 = self.learner.compute_dtype == "float32" and on_gpus(self.placement.model_dump())
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
             f" a step → {per_rank} on each of {ranks} {parts}, microbatches of at most"
@@ -141,8 +149,9 @@ class Config(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}; weights"
-            f" over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
+            f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f"{FLOAT32_ON_GPUS if in_float32 else ''}"
         )
 
     @property
@@ -280,6 +289,20 @@ class Config(Section):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _guards_can_act(self) -> "Config":
+        if self.replay.async_lag == 0 and (named := self.limits.guards_that("lower_lag")):
+            raise ValueError(
+                f"limits.{named[0]}: lower_lag with replay.async_lag 0, where there is no lag to lower; take skip or"
+                " stop"
+            )
+        if self.checkpoint.every_steps == 0 and (named := self.limits.guards_that("roll_back")):
+            raise ValueError(
+                f"limits.{named[0]}: roll_back with checkpoint.every_steps 0, where there is no checkpoint to go back"
+                " to; take checkpoint.every_steps=50, or stop"
             )
         return self
 

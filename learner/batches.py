@@ -62,10 +62,19 @@ class BatchReader:
         status = self._ask(m.StatusRequest(), m.Status, "its status")
         return self._dealer.run_id, int(status.state["incarnation"])
 
-    def join(self, *, version: int, digest: str, bus_address: str | None, cursor: dict[str, Any] | None) -> m.Welcome:
+    def join(
+        self,
+        *,
+        version: int,
+        digest: str,
+        bus_address: str | None,
+        cursor: dict[str, Any] | None,
+        rolls_back: bool = False,
+    ) -> m.Welcome:
         """Say Hello with the version and digest of this rank's weights, and wait for Welcome.
 
-        Rank 0 gives the control address of the weight bus and, of a resumed learner, replay's state.
+        Rank 0 gives the control address of the weight bus and, of a resumed learner, replay's state; `rolls_back` says
+        that the steps after this version shall not be repeated.
 
         Raises:
             ChannelError: replay is silent for network.silent_after_s, or refuses this rank.
@@ -82,6 +91,7 @@ class BatchReader:
             version=version,
             digest=digest,
             cursor=cursor,
+            rolls_back=rolls_back,
         )
         welcome = self._ask(self._hello, m.Welcome, "Welcome")
         self.incarnation = welcome.incarnation
@@ -106,7 +116,7 @@ class BatchReader:
         self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
         return batch
 
-    def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed) -> None:
+    def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed | m.LowerLag) -> None:
         """Send, and repeat to a restarted replay: the last of each kind, evaluations until they are closed (rank 0)."""
         self._said[type(message), message.version if isinstance(message, m.Evaluate) else -1] = message
         self._dealer.send(message)

@@ -4,13 +4,14 @@ import logging
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from configs.schema import Config
 from learner.batches import BatchReader
 from learner.beside.build import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
-from learner.health_checks import HealthChecks
+from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
+from learner.guards.roll_back import RollBack, RollBacks
 from learner.ledger import Ledger
 from learner.optimizer import Optimizer
 from learner.policy.memory import OutOfMemory
@@ -20,7 +21,6 @@ from learner.report import evaluation
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
-from learner.step import OVERFLOW
 from learner.trainer import CRITIC_WARMUP, Trainer, Update
 from learner.weights import WeightPublisher
 from replay import messages as m
@@ -42,13 +42,14 @@ class Learner:
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy, ranks.lines)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, self.beside.parts)
-        self.health_checks = HealthChecks(config)
+        self.guards = Guards(config)
+        self.roll_backs = RollBacks(config.run_dir)
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._spans = Spans()
-        self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside)
+        self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside, self.guards)
         self._step_started = time.monotonic()
         self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
 
@@ -57,7 +58,12 @@ class Learner:
 
         Without a checkpoint a resumed run goes on from version 0, if its journal has every step since.
         """
+        rolls_back = bool(resume and self.ranks.is_first and self.roll_backs.pending)
+        if rolls_back:
+            self.roll_backs.set_aside()
         state = self.checkpoints.resume() if resume else None
+        if state and "guards" in state:
+            self.guards.restore(state["guards"])
         run_dir = Path(self.config.run_dir)
         if resume and state is None and self.ranks.is_first and not any((run_dir / "journal").glob("*.seg")):
             raise CheckpointError(
@@ -76,7 +82,11 @@ class Learner:
         self.bus = WeightPublisher(self.config, self.policy, self.ranks, run_id=run_id, incarnation=last + 1)
         self.digests = self.bus.digests()
         digest = self.policy_digest()
-        welcome = self.batches.join(version=version, digest=digest, bus_address=self.bus.address, cursor=cursor)
+        welcome = self.batches.join(
+            version=version, digest=digest, bus_address=self.bus.address, cursor=cursor, rolls_back=rolls_back
+        )
+        if rolls_back:
+            self.roll_backs.done()
         self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
         self._withheld = repeats > version
         log.info(
@@ -144,7 +154,12 @@ class Learner:
         return digest
 
     def record(self, step: int, batch: Batch, update: Update, *, report: PublishReport | None, digest: str) -> None:
-        """Metrics, ledger and evaluations of a step; health checks look at it on every rank."""
+        """Metrics, ledger and evaluations of a step; then what the guards have decided, on every rank.
+
+        Raises:
+            SilentlyWrong: a guard stops the run.
+            RollBack: a guard ends this incarnation.
+        """
         if self.ranks.is_first:
             now = time.monotonic()
             step_s, self._step_started = now - self._step_started, now
@@ -162,14 +177,37 @@ class Learner:
                 "training/update_applied": update.applied,
                 "training/groups_trained_twice": twice,
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
+                "guards/roll_backs": float(self.roll_backs.count),
                 "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
             self.batches.drain()
             self._record_evaluations()
-        applied = update.applied or update.reason == OVERFLOW  # which cures itself, until the scale is 1
-        if update.reason != CRITIC_WARMUP:
-            self.health_checks.check(step, update.values, applied=applied, has_advantage=update.has_advantage)
+        self._act(step, update.verdict)
+
+    def _act(self, step: int, verdict: Verdict) -> None:
+        """What follows from a verdict once the step is committed; every rank does the same."""
+        for alarm in verdict.alarms:
+            log.warning("guard: %s", alarm.text)
+        if verdict.async_lag is not None and self.ranks.is_first:
+            log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
+            self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
+        if (stops := verdict.first("stop")) is not None:
+            raise SilentlyWrong(stops.text)
+        if (rolls_back := verdict.first("roll_back")) is not None:
+            self._roll_back(step, rolls_back)
+
+    def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
+        """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot."""
+        noted, most = self.roll_backs, self.config.limits.roll_backs
+        target, count = (noted.target(alarm.first_step), noted.count) if self.ranks.is_first else (0, 0)
+        if self.ranks.is_first and target >= 0 and count < most:  # before another rank can end
+            noted.note(alarm.first_step, step=step, reason=alarm.text)
+        target, count = self.ranks.agree(target, count)
+        if target < 0 or count >= most:
+            why = f"there were {count} roll-backs (limits.roll_backs)" if target >= 0 else "no checkpoint is older"
+            raise SilentlyWrong(f"{alarm.text}, but {why}")
+        raise RollBack(f"{alarm.text} (to version {target}, {count + 1} of {most})")
 
     def checkpoint_if_due(self, batch: Batch) -> None:
         """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""
@@ -178,7 +216,7 @@ class Learner:
             return
         with self.span("checkpoint"):
             cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-            self.checkpoints.save(step, replay=cursor)
+            self.checkpoints.save(step, replay=cursor, guards=self.guards.state())
         if self.ranks.is_first:
             self.batches.announce(m.Checkpointed(step=step, kept=self.checkpoints.kept()))
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
 from learner.beside.line import Line
+from learner.policy.determinism import set_deterministic
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
 from weight_bus.transports import set_nccl_defaults
@@ -66,6 +67,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
             " start as many on all learner nodes together, or change placement"
         )
     device = device_of(config)
+    set_deterministic(config.learner.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         set_nccl_defaults(config.weight_bus)  # read once, at the first group of a process: this one

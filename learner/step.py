@@ -54,16 +54,21 @@ class StepSums:
         """Norm of the summed gradient over all parameters, before clipping."""
         return math.sqrt(self.values["squared_gradient"])
 
+    @property
+    def fresh_tokens(self) -> float:
+        """Tokens in the loss of answers whose every token has lag 0."""
+        return self.values["fresh"] if self.global_tokens else 0.0
+
     def metrics(self) -> dict[str, float]:
         """Numbers for metrics.jsonl, under verl's names where it has one.
 
         `actor/ppo_kl` is k1 of KL(behaviour ‖ current); `training/ess` is (Σw)²/(n Σw²) of w = current/behaviour, 1
         when the two agree; the rollout differences are absolute, of probabilities and of logprobs, behaviour against
-        trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over tokens of lag 0 only
-        and absent without any, is the pure mismatch of the two implementations. `perf/max_memory_allocated_gb` is
-        the most device memory (GiB) that any rank had allocated since the backward of the step before; absent on a CPU.
-        `perf/prefix_tokens_saved` is how many tokens of trajectories were not computed, because answers share prompts;
-        absent where none were.
+        trainer. At lag > 0 they hold what the policy has learnt since; `..._lag0_mean`, over answers whose every token
+        has lag 0 and absent without any, is the pure mismatch of the two implementations.
+        `perf/max_memory_allocated_gb` is the most device memory (GiB) that any rank had allocated since the backward of
+        the step before; absent on a CPU. `perf/prefix_tokens_saved` is how many tokens of trajectories were not
+        computed, because answers share prompts; absent where none were.
         """
         v, n = self.values, self.global_tokens
         if n == 0:
@@ -150,15 +155,17 @@ def _over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, 
     return {name: float(column.max() if name.endswith(MAX) else column.sum()) for name, column in columns.items()}
 
 
-def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float) -> str:
+def apply_update(
+    policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_grad_norm: float, lr: float, refusal: str = ""
+) -> str:
     """Clip the gradients that accumulate_gradients left, and step. Decides alike on all ranks, without a collective.
 
     Clipping scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
 
     Returns:
-        Why nothing was applied: `no_tokens`, `nonfinite_loss`, `nonfinite_gradient`, or `overflow` where a smaller
-        scale of the loss may cure that. The gradients are dropped then, and weights and moments stay as they are.
-        Empty for an update that was applied.
+        Why nothing was applied: `no_tokens`, `nonfinite_loss`, `nonfinite_gradient`, `overflow` where a smaller scale
+        of the loss may cure that, or `refusal`, which a guard may have given. The gradients are dropped then, and
+        weights and moments stay as they are. Empty for an update that was applied.
     """
     reason = ""
     if sums.global_tokens == 0:
@@ -167,6 +174,8 @@ def apply_update(policy: Policy, optimizer: Optimizer, sums: StepSums, *, max_gr
         reason = "nonfinite_loss"
     elif not math.isfinite(sums.grad_norm):
         reason = OVERFLOW if optimizer.scale.shrink() else "nonfinite_gradient"
+    elif refusal:
+        reason = refusal
     else:
         scale = min(1.0, max_grad_norm / (sums.grad_norm + 1e-6)) / optimizer.scale.value
         if scale != 1:

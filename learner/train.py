@@ -21,7 +21,8 @@ from configs.schema import Config
 from learner.batches import BatchReader, RunEnded
 from learner.beside.serve import serve
 from learner.checkpoints.checkpointer import CheckpointError
-from learner.health_checks import SilentlyWrong
+from learner.guards import SilentlyWrong
+from learner.guards.roll_back import RollBack
 from learner.learner import Learner
 from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
@@ -121,7 +122,7 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
             serve(config)
     except (*REFUSALS, RunEnded) as error:
         stop(role, rank, error)
-    except (ChannelError, dist.DistError) as error:
+    except (ChannelError, RollBack, dist.DistError) as error:
         log.error("%s rank %d breaks off: %s", role, rank, error)
         leave(1)
     except Exception as error:  # the edge of the process: whatever it is, the log names it

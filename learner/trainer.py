@@ -1,16 +1,19 @@
 """One training step: rows, advantages, gradients, update. Without replay, bus or files."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
 from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage
+from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
+from learner.guards import Guards, Verdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
@@ -44,10 +47,10 @@ class Update:
     lr: float
     reason: str
     """Why the weights did not move; empty where they did."""
+    verdict: Verdict = field(default_factory=Verdict)
+    """What the guards say."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the critic and the reference model."""
-    rewards_differ: bool = True
-    """Whether the batch has more than one reward; without, even a critic has nothing to compare."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -55,6 +58,7 @@ class Update:
         return {
             **self.beside,
             **self.sums.metrics(),
+            **self.verdict.values,
             "actor/grad_norm": self.sums.grad_norm,
             "actor/lr": self.lr,
             "critic/advantages/mean": float(self.advantages.mean()),
@@ -65,11 +69,6 @@ class Update:
     @property
     def applied(self) -> bool:
         return not self.reason
-
-    @property
-    def has_advantage(self) -> bool:
-        """Whether any token was trained on for its reward."""
-        return self.sums.global_tokens > 0 and self.rewards_differ
 
 
 def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
@@ -90,7 +89,8 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
-    `span` is entered with the name of each phase: `lay_out`, `judge`, `critic`, `gradients`, `apply`.
+    `span` is entered with the name of each phase: `lay_out`, `judge`, `critic`, `gradients`, `apply`. Guards may refuse an
+    update.
     """
 
     def __init__(
@@ -100,8 +100,10 @@ class Trainer:
         optimizer: Optimizer,
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
         beside: Beside | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
+        self.guards = guards
         self.advantage = build_advantage(config.algorithm)
         self.objective = Objective(config.algorithm)
         self.beside = beside or Beside(config, policy)
@@ -115,21 +117,27 @@ class Trainer:
             judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
         with self._span("critic"):
             learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
-        sums, lr, reason = StepSums(Counter(), 0), 0.0, CRITIC_WARMUP
-        if not beside.only_critic_learns(batch.step):
-            with self._span("gradients"):
-                temperature, tokens = self.config.rollout.temperature, work.global_tokens
-                sums = accumulate_gradients(
-                    self.policy,
-                    judged.rows,
-                    self.objective,
-                    temperature=temperature,
-                    global_tokens=tokens,
-                    loss_scale=self.optimizer.scale.value,
-                )
-            with self._span("apply"):
-                lr = lr_at(batch.step, learner)
-                reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=learner.max_grad_norm, lr=lr)
+        if beside.only_critic_learns(batch.step):
+            update = Update(StepSums(Counter(), 0), judged.advantages, 0.0, CRITIC_WARMUP)
+        else:
+            update = self._train_policy(batch, judged, work.global_tokens, lr_at(batch.step, learner))
         beside.follow(self.policy, step=batch.step)
-        differ = bool(np.ptp(batch.all_rewards) > 0)
-        return Update(sums, judged.advantages, lr, reason, judged.values | learnt, differ)
+        return replace(update, beside=judged.values | learnt)
+
+    def _train_policy(self, batch: Batch, judged: Judged, global_tokens: int, lr: float) -> Update:
+        with self._span("gradients"):
+            sums = accumulate_gradients(
+                self.policy,
+                judged.rows,
+                self.objective,
+                temperature=self.config.rollout.temperature,
+                global_tokens=global_tokens,
+                loss_scale=self.optimizer.scale.value,
+            )
+        with self._span("apply"):
+            # a float16 gradient that overflows cures itself, until the scale is 1
+            overflows = not math.isfinite(sums.grad_norm) and self.optimizer.scale.value > 1
+            verdict = Verdict() if self.guards is None or overflows else self.guards.judge(sums, batch)
+            norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
+            reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)
+        return Update(sums, judged.advantages, lr, reason, verdict)

@@ -48,6 +48,8 @@ class Hello(Message):
     """Learner: the incarnation that it has, when it comes back to a replay that was restarted; 0 at its own start."""
     cursor: dict[str, Any] | None = None
     """Learner rank 0 after `--resume`: replay's state from the checkpoint."""
+    rolls_back: bool = False
+    """Learner rank 0: the line of policies ends at `version`; what was made and sampled after it does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +307,15 @@ class Checkpointed(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowerLag(Message):
+    """Rank 0: a guard lowers the bound of the lag, for prompts that are admitted from now on."""
+
+    step: int
+    """That was judged."""
+    async_lag: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluate(Message):
     """Rank 0: evaluate this version; sent before the version is published."""
 
@@ -354,7 +365,7 @@ class EvaluationClosed(Message):
 FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
 FROM_RANKS = (Take,)
-FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed)
+FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
 TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_RANKS, *FROM_RANK_0)
 
 TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)

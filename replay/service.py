@@ -100,6 +100,7 @@ class Service:
             m.Evaluate: lambda _, evaluate, now, __: evaluations.request(evaluate.version, now),
             m.CursorRequest: self._cursor_request,
             m.Checkpointed: self._checkpointed,
+            m.LowerLag: lambda _, lower, __, ___: granting.lower_lag(lower),
         }
 
     @property

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
@@ -59,8 +59,13 @@ class Checkpointer:
         self._run_dir = Path(config.run_dir)
         self._parent = self._run_dir / "checkpoints"
 
-    def save(self, step: int, *, replay: dict[str, Any]) -> Path:
-        """Write the checkpoint of `step` with replay's cursor (rank 0), then delete all but the newest checkpoint.keep.
+    def save(self, step: int, *, replay: dict[str, Any], guards: Mapping[str, Any] | None = None) -> Path:
+        """Write the checkpoint of `step`, then delete all but the newest checkpoint.keep.
+
+        Args:
+            step: the last that was made.
+            replay: its cursor, from rank 0.
+            guards: their state, the same on all ranks.
 
         Raises:
             CheckpointError: writing failed on some rank; raised on all of them.
@@ -86,6 +91,7 @@ class Checkpointer:
             if policy.rank == 0:
                 _check_shards(folder)
                 state = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
+                state |= {"guards": guards} if guards is not None else {}
                 write_json(folder / "state.json", {**state, **own})
                 _complete(folder)
                 _prune(folder.parent, self._config.checkpoint.keep)

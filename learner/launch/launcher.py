@@ -8,6 +8,7 @@ learner from its newest checkpoint and the journalled steps after it. What refus
 import json
 import logging
 import os
+import re
 import secrets
 import sys
 import time
@@ -35,6 +36,8 @@ POLL_S = 0.1
 STATUS_S = 0.5
 REPLAY_START_S = 60.0
 OVER_S = 1.0
+GUARD_LINE = re.compile(r" WARNING (guard: .*)")
+"""In the log of learner rank 0."""
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
 FAREWELL_S = 20.0
@@ -66,6 +69,7 @@ class Launcher:
     _replay_restarts: Restarts = field(init=False)
     _learner_restarts: Restarts = field(init=False)
     _metrics: Tail = field(init=False)
+    _guards: Tail = field(init=False)
     _started_at: float = field(default_factory=time.time)
     _status: dict[str, Any] | None = None
     _status_asked: float = 0.0
@@ -109,6 +113,7 @@ class Launcher:
         if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._metrics = Tail(self.run_dir / "metrics.jsonl")
+        self._guards = Tail.from_end(self.run_dir / "logs" / "learner-0.log")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
@@ -251,6 +256,9 @@ class Launcher:
         """Ask replay how the run stands, and show it with the newest metrics."""
         self._ask_status(dealer)
         rows = [json.loads(line) for line in self._metrics.new_lines()]
+        for line in self._guards.new_lines():
+            if (found := GUARD_LINE.search(line)) is not None:
+                self.view.event(found[1])
         self.view.update(self._status, [row for row in rows if row["time"] >= self._started_at])
 
     def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:

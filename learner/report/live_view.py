@@ -57,6 +57,7 @@ class LiveView:
     def update(self, status: Status | None, rows: Sequence[Row]) -> None:
         """Show replay's status, None before it has answered, and the rows of metrics.jsonl since the last call."""
         self.status = status or {}
+        self.progress.async_lag = self.status.get("async_lag", self.progress.async_lag)  # guards may lower it
         for row in rows:
             self.progress.add(row)
             if self.mode == "plain" and "step" in row:

@@ -71,7 +71,7 @@ class BatchDesk:
         made = buffer.line.steps.get(step)
         if made is not None:
             ids = [taken.group_id for taken in made.groups]
-            groups = [self.run.load_group(taken.location) for taken in made.groups]
+            groups, lag = [self.run.load_group(taken.location) for taken in made.groups], made.async_lag
         else:
             while stale := buffer.stale():
                 self.granting.treat_stale(stale)  # each is dropped, or its turn comes later, so this ends
@@ -79,10 +79,10 @@ class BatchDesk:
             if len(slots) < buffer.groups_per_step:
                 return
             ids = [slot.group_id for slot in slots]
-            groups = [slot.group for slot in slots if slot.group is not None]
-        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids}
+            groups, lag = [slot.group for slot in slots if slot.group is not None], buffer.bound(slots)
+        fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids, "async_lag": lag}
         record(self.run, "take", fields)
-        self._build(step, [buffer.masked(group, count=made is None) for group in groups], stats())
+        self._build(step, [buffer.masked(group, lag, count=made is None) for group in groups], stats())
 
     def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""

@@ -4,14 +4,15 @@ Admission bound (invariant 1): leased + buffered + taken groups ≤ (async_lag +
 keep their order of admission. The group at position n of that order is trained in batch
 `version + n // groups_per_step`, so it may carry tokens of versions ≥ that − async_lag: its `min_version`.
 Groups that are dropped move later ones forward, which only makes them younger at training time. Batches that a
-resumed learner takes again (replay/desks/line.py) come before all of them.
+resumed learner takes again (replay/desks/line.py) come before all of them. A bound that a guard lowers holds for the
+groups that are admitted from then on; those before them keep theirs.
 
     Example: groups_per_step 2, async_lag 1, version 5: up to 4 slots; positions 0 and 1 train version 5 and
     need tokens of version ≥ 4, positions 2 and 3 train version 6 and need tokens of version ≥ 5.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
@@ -30,6 +31,8 @@ class GroupBuffer:
 
     def __init__(self, groups_per_step: int, async_lag: int, on_stale: OnStale, version: int = 0) -> None:
         self.groups_per_step, self.async_lag, self.on_stale = groups_per_step, async_lag, on_stale
+        self.configured_lag = async_lag
+        """`async_lag` is less once a guard has lowered it."""
         self.version = version
         """Last committed policy version."""
         self.slots: dict[GroupId, Slot] = {}
@@ -66,6 +69,10 @@ class GroupBuffer:
         """`min_version` of the place that this slot has now; less than at its admission when others before it went."""
         return self._min_version_at(self.taken + list(self.slots).index(slot.group_id))
 
+    def bound(self, slots: Iterable[Slot]) -> int:
+        """Highest lag of a token of these: a lower bound holds for groups that are admitted after it was lowered."""
+        return max([self.async_lag, *(slot.async_lag for slot in slots)])
+
     def drop(self, slot: Slot, reason: str) -> None:
         """Remove a group for good, counted under its reason; its place goes to the next prompt."""
         del self.slots[slot.group_id]
@@ -84,7 +91,7 @@ class GroupBuffer:
         """A second try starts with the newest weights, at the end of the order (on_stale `drop`)."""
         slot.recall()
         slot.stale_retries += 1
-        slot.min_version = min_version
+        slot.min_version, slot.async_lag = min_version, self.async_lag
         self.slots[slot.group_id] = self.slots.pop(slot.group_id)
         self.counters["stale_leased_again"] += 1
 
@@ -104,12 +111,13 @@ class GroupBuffer:
     def dissolve(self, version: int, row: Callable[[GroupId], dict[str, Any]]) -> None:
         """The line ends at `version`: what was taken after it stands first in the order again, not loaded yet."""
         back = []
-        for taken in self.line.groups_ahead(version):
-            slot = Slot(taken.group_id, row(taken.group_id), taken.min_version, SlotState.BUFFERED, taken.attempt)
-            slot.location = taken.location
-            back.append(slot)
         for step in self.line.ahead(version):
-            del self.line.steps[step]
+            made = self.line.steps.pop(step)
+            lag = self.configured_lag if made.async_lag is None else made.async_lag
+            for group_id, attempt, min_version, location in made.groups:
+                slot = Slot(group_id, row(group_id), min_version, SlotState.BUFFERED, attempt)
+                slot.location, slot.async_lag = location, lag
+                back.append(slot)
         self.slots = {slot.group_id: slot for slot in [*back, *self.slots.values()]}
 
     def order_anew(self) -> None:
@@ -139,17 +147,18 @@ class GroupBuffer:
         if self.on_stale == "mask":
             return False  # `masked` takes them out
         assert slot.group is not None
-        oldest = self.version - self.async_lag
+        oldest = self.version - self.bound([slot])
         if int(slot.group.versions.min()) >= oldest:
             return False  # the usual case, without a copy
         sampled = slot.group.versions[slot.group.loss_mask != 0]
         return bool(sampled.size) and int(sampled.min()) < oldest
 
-    def masked(self, group: Group, *, count: bool) -> Group:
-        """The group with tokens above the lag bound taken out of the loss (on_stale `mask`)."""
+    def masked(self, group: Group, async_lag: int | None, *, count: bool) -> Group:
+        """The group with tokens above the lag bound of its batch taken out of the loss (on_stale `mask`)."""
         if self.on_stale != "mask":
             return group
-        over_age = (group.versions < self.version - self.async_lag) & (group.loss_mask != 0)
+        oldest = self.version - (self.configured_lag if async_lag is None else async_lag)
+        over_age = (group.versions < oldest) & (group.loss_mask != 0)
         num = int(over_age.sum())
         if not num:
             return group

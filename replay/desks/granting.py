@@ -71,7 +71,7 @@ class Granting:
         held = Counter(s.server for s in self.buffer.slots.values() if s.state is SlotState.LEASED)
         servers = [peer for peer in self.peers.role("rollout_server") if peer.capacity and self.is_on_line(peer)]
         needed = queued[0].min_version if queued else self.buffer.next_min_version()
-        work = held.total() + len(queued) + self.buffer.room
+        work = held.total() + len(queued) + max(0, self.buffer.room)
         most = self._shares.most([peer.version for peer in servers], needed=needed, work=work, now=now)
         free = [
             (held[peer.identity] / peer.capacity, order, peer)
@@ -124,6 +124,18 @@ class Granting:
         if self.run.partials is not None:
             for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
+
+    def lower_lag(self, message: m.LowerLag) -> None:
+        """A guard of the learner lowers the bound of the lag; one that is as low already stays as it is."""
+        before = self.buffer.async_lag
+        if not 0 <= message.async_lag < before:
+            return
+        fields = {"step": message.step, "async_lag": message.async_lag, "configured": self.buffer.configured_lag}
+        record(self.run, "lag", fields)
+        log.warning(
+            "replay: the lag is %d at most, it was %d: a guard of the learner asks for it in step %d",
+            message.async_lag, before, message.step,
+        )  # fmt: skip
 
     def release(self, slot: Slot, reason: str, detail: str) -> None:
         """A lease ended without a group: back to the queue, or dropped once that is of no use."""

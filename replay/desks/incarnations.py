@@ -78,14 +78,21 @@ class Incarnations:
             self._fail(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]")
 
     def settle(self) -> None:
-        """Carry out the divergence that a record has shown, if any: the line ends there and goes on anew."""
+        """Carry out the divergence that a record has shown, if any: the line ends there and goes on anew.
+
+        Equal digests are those of a learner that rolls back. Its weights are what they were: policies after them are
+        lost, and the groups of the steps that it takes back are dropped.
+        """
         run = self.run
         if run.diverging is None:
             return
         (step, expected, found), run.diverging = run.diverging, None
+        if expected == found:
+            self._end_line(step, expected, found, f"the learner rolls back to version {step}")
+            return
         what = (
             f"step {step} made weights {found}, the journal has {expected} of an earlier incarnation; it is not"
-            " deterministic (take learner.attention=sdpa, float32 and the same number of ranks for exact resumes)"
+            " deterministic (take learner.deterministic=true and the same number of ranks for exact resumes)"
         )
         if self.playback:
             run.counters["diverged"] += 1
@@ -95,18 +102,30 @@ class Incarnations:
             run.counters["diverged"] += 1
             self._fail(f"{what}; replay.on_divergence is 'stop' [corrupt]")
             return
-        ahead = run.buffer.line.groups_ahead(step)
+        self._end_line(step, expected, found, what)
+
+    def _end_line(self, step: int, expected: str, found: str, what: str) -> None:
+        """Decide what becomes of the groups after `step`, and record it."""
+        run, line, rolls_back = self.run, self.run.buffer.line, expected == found
+        first_lost = step + rolls_back
+        trained = [line.steps[later].groups for later in line.ahead(step) if rolls_back and line.digest(later)]
+        dropped = [taken.group_id for groups in trained for taken in groups]
+        ahead = [taken for taken in line.groups_ahead(step) if taken.group_id not in dropped]
         groups = [(taken.group_id, run.load_group(taken.location)) for taken in ahead]
         for slot in list(run.buffer.slots.values()):
             if slot.state is SlotState.LEASED:
                 self.granting.recall(slot)  # which policy goes on with it is not known
             elif slot.group is not None:
                 groups.append((slot.group_id, slot.group))
-        superseded = [group_id for group_id, group in groups if int(group.versions.max()) >= step]
-        self.evaluations.superseded(step)
-        log.warning("replay: %s: %d groups of the policies that are gone are sampled anew", what, len(superseded))
+        superseded = [group_id for group_id, group in groups if int(group.versions.max()) >= first_lost]
+        self.evaluations.superseded(first_lost)
+        log.warning(
+            "replay: %s: %d groups of the policies that are gone are sampled anew, %d are dropped",
+            what, len(superseded), len(dropped),
+        )  # fmt: skip
         fields = {"step": step, "incarnation": self.number, "expected": expected, "found": found}
-        record(run, "diverged", fields | {"superseded": superseded})
+        fields |= {"first_lost": first_lost, "superseded": superseded, "dropped": dropped}
+        record(run, "diverged", fields)
         self.batch_desk.restart()
 
     def _replaced_by(self, identity: str, hello: m.Hello) -> list[Peer]:
@@ -139,7 +158,7 @@ class Incarnations:
             "bus_address": hello.bus_address,
             "identity": identity,
         }
-        record(run, "learner", fields)
+        record(run, "learner", fields | ({"rolls_back": True} if hello.rolls_back else {}))
         self.batch_desk.restart()
         servers = self.peers.role("rollout_server")
         for peer in servers if self.number > 1 else []:

@@ -57,6 +57,8 @@ class Slot:
     group: Group | None = None
     location: Location | None = None
     """Of the group in the journal."""
+    async_lag: int = 0
+    """Bound of the lag when it was admitted; it counts while it is above the present one, which guards may lower."""
 
     def recall(self) -> None:
         """→ QUEUED: the prompt is sampled anew, and no answer of an attempt so far counts, whenever it comes."""

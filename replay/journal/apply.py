@@ -85,7 +85,7 @@ def _lease(run: Run, decision: Record, now: float) -> None:
                 f"record {decision.number} of the journal leases prompt {group_id}, and the dataset's next is"
                 f" {expected}"
             )
-        slot = run.buffer.slots[group_id] = Slot(group_id, row, fields["min_version"])
+        slot = run.buffer.slots[group_id] = Slot(group_id, row, fields["min_version"], async_lag=run.buffer.async_lag)
     slot.attempt, slot.min_version = fields["attempt"] - 1, fields["min_version"]
     slot.state = SlotState.QUEUED
     run.leases.grant(slot, fields["server"], now)
@@ -127,7 +127,7 @@ def _take(run: Run, decision: Record, _: float) -> None:
     if step not in buffer.line.steps:
         slots = [buffer.slots.pop(group_id_of(group)) for group in decision.fields["groups"]]
         taken = [Taken(s.group_id, s.attempt, s.min_version, s.location) for s in slots if s.location is not None]
-        buffer.line.steps[step] = LineStep(taken)
+        buffer.line.steps[step] = LineStep(taken, async_lag=decision.fields.get("async_lag"))
 
 
 def _proceed(run: Run, decision: Record, _: float) -> None:
@@ -160,26 +160,43 @@ def _learner(run: Run, decision: Record, _: float) -> None:
     run.board.supersede(run.policies.published + 1)
     if known and digest and known != digest:
         run.diverging = (version, known, digest)
+    elif fields.get("rolls_back"):
+        run.diverging = (version, digest, digest)
 
 
 def _diverged(run: Run, decision: Record, _: float) -> None:
-    """The releases that belong to it stand before it; the groups that it takes off the line are listed."""
+    """The releases that belong to it stand before it; the groups that it takes off the line are listed.
+
+    `first_lost` is the version of the first lost policy: that of the step itself, or the one after it where the learner
+    rolls back. What was trained since is dropped then: it would break the same rule again.
+    """
     fields, buffer = decision.fields, run.buffer
+    first_lost = fields.get("first_lost", fields["step"])
     run.diverging = None
     buffer.line.correct(fields["step"], fields["found"])
     buffer.dissolve(fields["step"], lambda group_id: run.source.row(group_id[1]))
+    for group in fields.get("dropped", ()):
+        del buffer.slots[group_id_of(group)]
+        run.counters["dropped/rolled_back"] += 1
     run.load_groups()
     run.proceeding = 0
-    run.lose(fields["step"], last=fields["incarnation"] - 1)
+    run.lose(first_lost, last=fields["incarnation"] - 1)
     run.policies.published = fields["step"]
     superseded = {group_id_of(group) for group in fields["superseded"]}
     for slot in buffer.slots.values():
         if slot.state is SlotState.QUEUED or slot.group_id in superseded:
             slot.recall()  # attempts that have expired may still send their groups
     buffer.order_anew()
-    run.board.supersede(fields["step"])
+    run.board.supersede(first_lost)
     run.counters["superseded"] += len(fields["superseded"])
-    run.counters["diverged"] += 1
+    run.counters["diverged" if first_lost == fields["step"] else "rolled_back"] += 1
+
+
+def _lag(run: Run, decision: Record, _: float) -> None:
+    """A guard has lowered the bound; resumed with another replay.async_lag, a run begins with that."""
+    if decision.fields["configured"] == run.buffer.configured_lag:
+        run.buffer.async_lag = decision.fields["async_lag"]
+    run.counters["lag_lowered"] += 1
 
 
 def _checkpoint(run: Run, decision: Record, _: float) -> None:
@@ -204,6 +221,7 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "commit": _commit,
     "diverged": _diverged,
     "checkpoint": _checkpoint,
+    "lag": _lag,
     "evaluate": lambda run, decision, now: run.board.request(decision.fields["version"], now),
     "evaluating": lambda run, decision, _: run.board.begin(**decision.fields),
     "evaluated": lambda run, decision, _: run.board.done(**decision.fields, place=decision.location),

@@ -9,7 +9,7 @@ from replay.desks.line import Line, LineStep, Lost, Taken
 from replay.journal.format import Location
 from replay.run import Run
 
-KEPT = ("min_version", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
+KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
 """Of a slot, as it is."""
 
 
@@ -31,6 +31,8 @@ def snapshot_of(run: Run) -> dict[str, Any]:
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
         "initial": buffer.line.initial,
         "line": [[step, made.digest, made.groups] for step, made in sorted(buffer.line.steps.items())],
+        "lags": [[step, made.async_lag] for step, made in sorted(buffer.line.steps.items())],
+        "async_lag": [buffer.async_lag, buffer.configured_lag],
         "evaluations": {
             "open": [[e.version, list(e.open_modes), list(e.tried), e.server] for e in board.open.values()],
             "closed": [[version, reason] for version, reason in board.closed.items()],
@@ -46,6 +48,8 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     buffer, board, policies = run.buffer, run.board, run.policies
     buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
     buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
+    async_lag, configured = fields.get("async_lag", [buffer.async_lag, buffer.configured_lag])
+    buffer.async_lag = async_lag if configured == buffer.configured_lag else buffer.async_lag
     policies.incarnation, policies.published = fields["incarnation"], fields["published"]
     policies.lost = [Lost(*lost) for lost in fields["gone"]]
     run.bus_address, run.started = fields["bus_address"], list(fields["started"])
@@ -65,8 +69,9 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
 def line_from(line: Line, fields: dict[str, Any]) -> None:
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
+    lags = dict(fields.get("lags", ()))
     for step, digest, taken in fields["line"]:
-        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest)
+        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest, lags.get(step))
 
 
 def _plain_slot(slot: Slot) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
 def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
     slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
-    for name in KEPT:  # older journals have no failures, interruptions
+    for name in KEPT:  # older journals have no failures, interruptions, lag
         setattr(slot, name, plain.get(name, getattr(slot, name)))
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now

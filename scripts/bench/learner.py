@@ -29,6 +29,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
     "auto": {"compile": True},
+    "auto, deterministic": {"compile": True, "deterministic": True},
     "compiled, none": {"compile": True, "recompute": "none"},
     "compiled, selective": {"compile": True, "recompute": "selective"},
     "compiled, full": {"compile": True, "recompute": "full"},

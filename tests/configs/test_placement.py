@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from configs import Config, ConfigError, load
 from configs.placement import shares
-from configs.plan import Machine, Plan, assign, ranges, table
+from configs.plan import DETERMINISTIC, Machine, Plan, assign, ranges, table
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
@@ -141,6 +141,14 @@ def test_the_environment_reaches_every_process():
         assert process.environment["NCCL_NVLS_ENABLE"] == "1", "the user's word counts"
         assert process.environment["NCCL_CUMEM_ENABLE"] == "0"
         assert process.environment["OMP_NUM_THREADS"] == "1"
+        assert "NCCL_ALGO" not in process.environment
+
+
+def test_deterministic_kernels_are_a_matter_of_the_learner():
+    plan = plan_of(config_of(*TWO_SIDES, "learner.deterministic=true", "network.env={NCCL_ALGO: Tree}"))
+    for process in plan.processes:
+        found = {name: process.environment.get(name) for name in DETERMINISTIC}
+        assert found == (DETERMINISTIC if process.role == "learner" else dict.fromkeys(found)) | {"NCCL_ALGO": "Tree"}
 
 
 @pytest.mark.parametrize(

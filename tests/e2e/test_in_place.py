@@ -5,12 +5,35 @@ import re
 
 import pytest
 
+from replay.journal import JournalReader
 from tests.support.runs import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
-SETTINGS = ("checkpoint.every_steps=3", "replay.journal_keep=all", "evaluation.every_steps=9")
+GUARD = "limits.kl=skip above 1e-9 for 2, lower_lag above 1e-9 for 2"
+"""At lag 1 each step moves the policy away from the one that samples; at lag 0 nothing does."""
+SETTINGS = ("checkpoint.every_steps=3", "replay.journal_keep=all", "evaluation.every_steps=9", GUARD)
+SETTINGS += ("learner.deterministic=true", "limits.skipped_steps=0")
 STEPS = 10
+FRAGILE = '''"""A loss that is NaN for as many rows as its file says."""
+
+from pathlib import Path
+
+from learner.losses import LossInputs, LossOutput
+
+LEFT = Path(__file__).with_name("left")
+
+
+def fragile(algorithm):
+    def loss(inputs: LossInputs) -> LossOutput:
+        value, left = -inputs.advantages * inputs.log_ratio().exp(), int(LEFT.read_text())
+        if left:
+            LEFT.write_text(str(left - 1))
+            value = value * float("nan")
+        return LossOutput(loss=value)
+
+    return loss
+'''
 
 
 def made(run):
@@ -51,11 +74,58 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     assert len(groups) == len(set(groups)), "none is trained twice"
     assert [row["step"] for row in run.steps()] == list(range(1, STEPS + 1))
 
+    rows = run.steps()
+    assert any(not row["training/update_applied"] for row in rows), "kills and playback repeat what guards skip"
+    assert "guard: step 3: for 2 steps in a row (limits.kl) actor/ppo_kl_k3 is" in text
+    assert run.log("replay").count("replay: the lag is 0 at most, it was 1") == 1
+    assert rows[-1]["training/off_policy/trajectory_staleness/max"] == 0 and rows[-1]["guards/kl"] >= 1
+    assert "deterministic kernels: on" in run.log("learner-1")
+
     code, result = play(launch, run)
     assert (code, result["steps"], result["equal"]) == (0, STEPS, STEPS)
     assert result["last_digest"] == steps[STEPS][-1][0]
     code, result = play(launch, run, "--set", "learner.lr=0.0001")
     assert (code, result["steps"], result["equal"], result["first_different"]) == (1, STEPS, 0, 1)
+
+
+def test_a_broken_stretch_is_rolled_back_and_its_groups_are_not_trained(launch, tmp_path):
+    (tmp_path / "fragile.py").write_text(FRAGILE)
+    left = tmp_path / "left"
+    left.write_text("0")
+    run = launch(
+        f"algorithm.loss={tmp_path}/fragile.py:fragile", "algorithm.i_know_this_is_biased=true",
+        "limits.nonfinite=roll_back above 0 for 2", "checkpoint.every_steps=1", "replay.journal_keep=all", steps=9,
+    )  # fmt: skip
+    run.wait_for_step(2)
+    left.write_text("2")
+    assert run.wait(200) == 0, run.text()[-3000:]
+    text = run.text()
+    assert (
+        "(limits.nonfinite) a loss or gradient that is not finite: the update is not applied, and the run rolls" in text
+    )
+    assert "1 of 2); restart 1 of 3 from its newest checkpoint" in text
+    (diverged,) = [
+        record.fields for record in JournalReader(run.folder / "journal").records() if record.kind == "diverged"
+    ]
+    assert diverged["expected"] == diverged["found"] and len(diverged["dropped"]) == 2 * 16
+    good = diverged["step"]
+    assert run.log("replay").count(f"replay: the learner rolls back to version {good}: ") == 1
+
+    lines = run.ledger()
+    again = [line for line in lines if line["incarnation"] == 2]
+    assert [line["step"] for line in again] == list(range(good + 1, 9 + 1))
+    surviving = [line for line in lines if line["incarnation"] == 1 and line["step"] <= good] + again
+    trained = [tuple(group) for line in surviving for group in line["groups"]]
+    assert len(trained) == len(set(trained)) == 9 * 16
+    assert not set(trained) & {tuple(group) for group in diverged["dropped"]}
+    rows = run.steps()
+    assert [row["step"] for row in rows] == list(range(1, 9 + 1)) and all(r["training/update_applied"] for r in rows)
+    assert rows[-1]["guards/roll_backs"] == 1 and "guards/nonfinite" not in rows[-1]
+    noted = json.loads((run.folder / "checkpoints" / "roll_back.json").read_text())
+    assert (noted["count"], noted["first_bad"]) == (1, 0)
+
+    code, result = play(launch, run)
+    assert (code, result["steps"], result["equal"]) == (0, 9, 9), "the surviving line is a whole one"
 
 
 def test_a_folder_that_is_no_run_cannot_be_played(launch, tmp_path):

@@ -2,9 +2,7 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from recorded import batch_of, random_step, train_on
@@ -15,13 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config, ConfigError, load
 from learner import optimizer as optimizer_module
 from learner.checkpoints.checkpointer import Checkpointer
-from learner.health_checks import HealthChecks
-from learner.learner import Learner
+from learner.guards import Guards
 from learner.optimizer import FIRST_SCALE, GROW_AFTER, LossScale
 from learner.policy.memory import GIB, Setup, Sizes, choose
 from learner.policy.model import Policy
 from learner.step import OVERFLOW
-from learner.trainer import Update
+from learner.trainer import Trainer
 
 STEPS = [random_step(step) for step in range(1, 4)]
 
@@ -73,18 +70,20 @@ def test_an_overflow_is_left_out_and_the_next_step_goes_on(tmp_path: Path, qwen3
     policy, optimizer = built(config, mesh)
     optimizer.scale.value = 2.0**40
     before = policy.parameter_digest()
-    sums, reason = train_on(batch_of(STEPS[0], 1), policy, optimizer, config)
+    _, reason = train_on(batch_of(STEPS[0], 1), policy, optimizer, config)
     assert (reason, optimizer.scale.value) == (OVERFLOW, 2.0**39)
     assert policy.parameter_digest() == before and optimizer.num_steps == 0
     folder = Checkpointer(config, policy, optimizer).save(1, replay={})
     again, resumed = built(config, mesh)
     Checkpointer(config, again, resumed).load(folder)
     assert resumed.scale.value == 2.0**39
-    record = Mock(ranks=Mock(is_first=False), health_checks=HealthChecks(config))
-    for outcome in [OVERFLOW] * (config.limits.nonfinite_steps + 1) + ["nonfinite_gradient"]:
-        update = Update(sums, np.ones(1, np.float32), 1e-3, outcome)
-        Learner.record(record, 1, Mock(), update, report=None, digest="")
-    assert record.health_checks.consecutive["nonfinite_steps"] == 1, "only what does not cure itself counts"
+    guards = Guards(config)
+    trainer = Trainer(config, policy, optimizer, guards=guards)
+    assert trainer.train_step(batch_of(STEPS[0], 1)).reason == OVERFLOW and not guards.broken, "it cures itself"
+    optimizer.scale.value = 1.0
+    policy.shards()[0].local[0] = float("nan")
+    assert trainer.train_step(batch_of(STEPS[0], 1)).reason == "nonfinite_loss"
+    assert list(guards.broken) == ["nonfinite_steps/0"]
 
 
 def test_moments_in_host_memory_and_inputs_of_layers_change_no_bit(

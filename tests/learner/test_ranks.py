@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from tiny_models import make_config
 
+from configs.plan import DETERMINISTIC
 from learner.policy import meshes
 from learner.ranks import RanksError, device_of, join_ranks
 from replay.channel.interfaces import InterfaceError
 
 SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
-SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"]
+SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *DETERMINISTIC]
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,16 @@ def test_alone_without_torchrun():
         assert place.mesh.size() == 1 and dist.get_backend() == "gloo"
     assert not dist.is_initialized()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
+
+
+def test_deterministic_kernels_are_chosen_before_anything_runs():
+    wanted = make_config(Path("unused"), learner={"deterministic": True})
+    with join_ranks(wanted):
+        assert torch.are_deterministic_algorithms_enabled() and torch.backends.cudnn.deterministic
+        assert not torch.is_deterministic_algorithms_warn_only_enabled(), "flash attention asks for more than a warning"
+        assert {name: os.environ.get(name) for name in DETERMINISTIC} == DETERMINISTIC
+    with join_ranks(config()):
+        assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch):

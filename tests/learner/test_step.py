@@ -97,19 +97,21 @@ def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMes
 def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)
-    rows = [t for t in STEPS[3] if t.group != 0]
-    current, behaviour, lags = [], [], []
+    drawn = [dataclasses.replace(t, versions=[3] * len(t.versions)) if t.group == 2 else t for t in STEPS[3]]
+    rows = [t for t in drawn if t.group != 0]
+    current, behaviour, fresh_answer = [], [], []
     for t in rows:
+        is_fresh = all(version == 3 for version, kept in zip(t.versions, t.loss_mask, strict=True) if kept)
         (values,) = logprobs(policy, [t.prompt_ids + t.response_ids])
         for i in range(len(t.response_ids)):
             if t.loss_mask[i]:
                 current.append(values[len(t.prompt_ids) + i - 1].item())
                 behaviour.append(t.logprobs[i])
-                lags.append(3 - t.versions[i])
-    sums, _ = train_on(batch_of(STEPS[3], 4, num_microbatches=2), policy, optimizer, config)
+                fresh_answer.append(is_fresh)
+    sums, _ = train_on(batch_of(drawn, 4, num_microbatches=2), policy, optimizer, config)
     metrics = sums.metrics()
     new, old = torch.tensor(current), torch.tensor(behaviour)
-    weight, fresh = (new - old).exp(), torch.tensor(lags) == 0
+    weight, fresh = (new - old).exp(), torch.tensor(fresh_answer)
     assert metrics["training/loss_tokens"] == len(current)
     expected = {
         "actor/ppo_kl": (old - new).mean(),

@@ -125,7 +125,8 @@ def test_gradients_summed_after_each_microbatch_are_those_summed_once(seen, mode
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_number_that_is_not_finite_on_one_rank_is_skipped_on_both(seen, model):
-    assert [rank[model]["poisoned"] for rank in seen] == [{"reason": "nonfinite_loss", "same": True}] * 2
+    expected = {"reason": "nonfinite_loss", "same": True, "actions": ["warn", "roll_back"]}
+    assert [rank[model]["poisoned"] for rank in seen] == [expected] * 2
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.export import write_hf_folder
+from learner.guards import Guards
 from learner.objective import Objective
 from learner.optimizer import Optimizer
 from learner.policy import sharding
@@ -29,6 +30,7 @@ from learner.policy.memory import Budget
 from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
+from learner.trainer import Trainer
 from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
@@ -44,6 +46,7 @@ def configured(folder: Path, name: str, **sections: Any) -> Config:
         "replay": {"async_lag": 2},
         "placement": {"split": "1:2"},
         "learner": CONDITIONED,
+        "limits": {"nonfinite": "warn above 0, roll_back above 0"},
         "run": {"dir": str(folder / "runs"), "name": name},
     }
     return make_config(folder / name, **{**base, **sections})
@@ -152,14 +155,16 @@ def shared_prompts(config: Config, mesh: DeviceMesh, expected: dict[str, torch.T
 
 
 def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
-    """A weight that is not a number on rank 1 alone: both ranks must skip, and nothing may change."""
+    """A weight that is not a number on rank 1 alone: both ranks must skip and decide alike, and nothing may change."""
     before = policy.parameter_digest()
     rows = policy.shards()[1].local[: policy.rank]
     kept = rows.clone()
     rows.fill_(float("nan"))
-    _, reason = train_on(batch_of(random_step(1), 1, rank=policy.rank, world_size=2), policy, optimizer, config)
+    trainer = Trainer(config, policy, optimizer, guards=Guards(config))
+    update = trainer.train_step(batch_of(random_step(1), 1, rank=policy.rank, world_size=2))
     rows.copy_(kept)
-    return {"reason": reason, "same": policy.parameter_digest() == before}
+    actions = [alarm.action for alarm in update.verdict.alarms]
+    return {"reason": update.reason, "same": policy.parameter_digest() == before, "actions": actions}
 
 
 def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:

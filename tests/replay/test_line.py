@@ -199,6 +199,47 @@ def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
     assert len(sent(made, "a", m.EvaluationLease)) == 2, "at first, and again once the new policy is live"
 
 
+def test_a_roll_back_drops_what_it_takes_back_and_samples_anew_what_later_policies_sampled():
+    made = service()
+    ids = {step: make_step(made, step, versions=[step - 1]) for step in (1, 2, 3)}
+    given, running = lease(made, version=3, capacity=2)
+    made.handle("a", group_message(given, [3]), 0.0)
+    welcome = resumed_at(made, 1, rolls_back=True)
+    assert (welcome.incarnation, welcome.version, welcome.resumes_until) == (2, 1, 1), "nothing comes again"
+    slots, counters = made.buffer.slots, made.counters
+    assert not set(slots) & {*ids[2], *ids[3]} and counters["dropped/rolled_back"] == 8
+    assert (counters["rolled_back"], counters["diverged"], made.ended) == (1, 0, None)
+    assert slots[given.pass_, given.index].group is None and slots[running.pass_, running.index].voided == 1
+    peer = made.peers.get("a")
+    peer.incarnation, peer.version = 1, 1
+    assert made.granting.is_on_line(peer), "version 1 is what it was"
+    peer.version = 2
+    assert not made.granting.is_on_line(peer)
+    made.handle("l2", m.Published(version=1, digest="d1"), 0.0)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    for each in lease(made, version=1, capacity=50, incarnation=2):
+        made.handle("a", group_message(each, [1]), 0.0)
+    (batch,) = sent(made, "l2", m.Batch)
+    assert batch.expected_digest == "" and not {tuple(group) for group in batch.group_ids} & {*ids[2], *ids[3]}
+
+
+def test_a_lower_bound_of_the_lag_holds_for_what_is_admitted_from_then_on():
+    made = service(replay__async_lag=2)
+    early = lease(made, capacity=50)
+    assert (len(early), made.buffer.room) == (12, 0)
+    for bound in (1, 1, 5):
+        made.handle("l", m.LowerLag(step=0, async_lag=bound), 0.0)
+    assert (made.buffer.async_lag, made.counters["lag_lowered"]) == (1, 1), "once, and never up"
+    for given in early:
+        made.handle("a", group_message(given, [0]), 0.0)
+    for step in (1, 2, 3):  # under way, and still taken at the lag that they were admitted under
+        trains(made, "l", step, f"d{step}")
+        (batch,) = sent(made, "l", m.Batch)
+        assert batch.lag_histogram == {str(step - 1): 8}
+        late = lease(made, version=step, capacity=50)
+        assert all(given.min_version >= step for given in late) and made.buffer.in_flight <= max(8, 12 - 4 * step)
+
+
 @pytest.mark.parametrize("held", [False, True])
 def test_a_group_that_was_too_old_is_not_taken_in_again(held):
     made = service(replay__on_stale="drop", replay__async_lag=0)

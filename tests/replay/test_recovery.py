@@ -63,6 +63,17 @@ def test_a_restart_gives_back_the_whole_state():
     assert made.journal.newest_snapshot() > 0 and same(made, restarted(made))
 
 
+def test_a_lowered_lag_survives_a_restart_and_gives_way_to_another_setting():
+    made = busy(replay__async_lag=2)
+    made.handle("l", m.LowerLag(step=2, async_lag=1), 1.0)
+    for _ in range(2):  # from the records, and from a snapshot
+        again = restarted(made, replay__async_lag=2)
+        assert same(made, again) and again.buffer.async_lag == 1
+        assert restarted(made, replay__async_lag=3).buffer.async_lag == 3
+        made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
+        made.handle("l", m.Checkpointed(step=3, kept=[3]), 1.0)
+
+
 def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not():
     made = service()
     first, second = lease(made, "a")[0], lease(made, "b")[0]

@@ -160,9 +160,16 @@ class History:
         self.trained.update(self.shares[step])
 
     def _on_diverged(self, record: Record, fields: Fields) -> None:
-        """Weights that cannot be made again: allowed by replay.on_divergence, and wrong where nothing changed."""
+        """Weights that cannot be made again: allowed by replay.on_divergence, and wrong where nothing changed.
+
+        With equal digests a guard has rolled the run back: what was trained since is dropped.
+        """
         step = fields["step"]
-        self._must(False, record, f"step {step} diverged: {fields['expected']} became {fields['found']}")
+        rolls_back = fields["expected"] == fields["found"]
+        self._must(rolls_back, record, f"step {step} diverged: {fields['expected']} became {fields['found']}")
+        for group in map(identity, fields.get("dropped", ())):
+            self.held.pop(group, None)
+            self.dropped.setdefault(group, []).append("rolled_back")
         for group in map(identity, fields["superseded"]):  # these are sampled anew
             self.held.pop(group, None)
             self.reopened.add(group)

@@ -27,8 +27,8 @@ CHUNK = 25
 FINDINGS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """A broken promise, and whatever else replay raises; the other seeds go on."""
 COUNTS = (
-    "crashes", "learner_restarts", "servers_killed", "disk_full", "diverged", "steps", "repeated", "leases",
-    "acks/accepted", "acks/superseded", "acks/rejected", "dropped", "evaluations", "prefixes",
+    "crashes", "learner_restarts", "servers_killed", "disk_full", "diverged", "rolled_back", "lag_lowered", "steps",
+    "repeated", "leases", "acks/accepted", "acks/superseded", "acks/rejected", "dropped", "evaluations", "prefixes",
 )  # fmt: skip
 FAULTS = ("replay_crash", "learner_kill", "server_kill", "disk_full", "stall", "lease_failure")
 
@@ -59,7 +59,9 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
     tree["rollout"]["wait_for_servers_s"] = 1e6
     rates = {name: rng.choice([0.0, 0.01, 0.04]) for name in FAULTS}
     rates |= {"noise": rng.choice([0.0, 0.0, 0.02]), "salted": rng.choice([0.0, 0.5])}
-    return Config.model_validate(tree), rates, rng.randint(4, 12), rng.choice([1, 2, 3])
+    num_rows, num_servers = rng.randint(4, 12), rng.choice([1, 2, 3])
+    rates |= {"rolls_back": rng.choice([0.0, 0.5]), "lowers_lag": rng.choice([0.0, 0.1])}
+    return Config.model_validate(tree), rates, num_rows, num_servers
 
 
 def simulate(seed: int) -> tuple[Counter[str], str | None]:

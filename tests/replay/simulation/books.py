@@ -54,6 +54,8 @@ class Books:
     """What the present learner says to have made, until replay has it."""
     journaled: set[tuple[GroupId, int]] = field(default_factory=set)
     """(group, attempt) that the journal has on its disk."""
+    bounds: dict[GroupId, int] = field(default_factory=dict)
+    """Of the lag, when a group was admitted; `async_lag` is the present one."""
 
     def policy(self, digest: str) -> int:
         """The number that tokens of this policy carry."""
@@ -73,6 +75,16 @@ class Books:
             self.journaled.add((as_group(fields["group"]), fields["attempt"]))
         elif record.kind == "drop":
             self.dropped[as_group(fields["group"])] += 1
+        elif record.kind == "lag":
+            expect(fields["async_lag"] < self.async_lag, f"{fields} does not lower the lag, which is {self.async_lag}")
+            self.async_lag = fields["async_lag"]
+            self.counts["lag_lowered"] += 1
+        elif record.kind == "lease":
+            self.bounds.setdefault(as_group(fields["group"]), self.async_lag)
+        elif record.kind == "stale":
+            self.bounds[as_group(fields["group"])] = self.async_lag
+        elif record.kind == "diverged" and fields["expected"] == fields["found"]:
+            self._rolls_back(fields["step"], [as_group(group) for group in fields["dropped"]])
 
     def _starts(self, version: int, digest: str) -> None:
         self.version = version
@@ -92,6 +104,14 @@ class Books:
         self.counts["repeated"] += 1
         if known.digest != made.digest:
             self._ends_at(step, made.digest)
+
+    def _rolls_back(self, version: int, dropped: list[GroupId]) -> None:
+        """The line ends at `version`, whose weights are what they were; all that was trained since is dropped."""
+        self.counts["rolled_back"] += 1
+        trained = [group for step, made in self.line.items() if step > version for group in made.groups]
+        expect(sorted(trained) == sorted(dropped), f"{dropped} dropped by a roll-back, {trained} were trained")
+        self.dropped.update(dropped)
+        self._cut(version)
 
     def digest(self, version: int) -> str:
         """Digest of a version of the line."""
@@ -117,8 +137,9 @@ class Books:
         if first.expected_digest:
             known = self.line.get(first.step)
             expect(known is not None and known.digest == first.expected_digest, "expects a digest that nobody made")
+        bound = max(self.bounds[group] for group in groups)
         for part in parts:
-            self._tokens(part)
+            self._tokens(part, bound)
 
     def commits(self, step: int, digest: str, groups: list[list[int]]) -> None:
         known = self.line.get(step)
@@ -132,7 +153,7 @@ class Books:
             policy = self.policy(self.digest(result.version))
             expect(int(result.rewards[0]) == policy, f"an evaluation of version {result.version} is of another policy")
 
-    def _tokens(self, part: m.Batch) -> None:
+    def _tokens(self, part: m.Batch, bound: int) -> None:
         start, answers = 0, [np.empty(0, np.int32)]
         for prompt, answer in zip(part.prompt_lengths.tolist(), part.lengths.tolist(), strict=True):
             answers.append(part.token_ids[start + prompt : start + prompt + answer])
@@ -140,7 +161,7 @@ class Books:
         tokens = np.concatenate(answers)
         lag = part.step - 1 - part.versions[part.loss_mask != 0]
         oldest = int(lag.max(initial=0))
-        expect(oldest <= self.async_lag, f"step {part.step} trains a token of lag {oldest}")
+        expect(oldest <= bound, f"step {part.step} trains a token of lag {oldest}, {bound} is allowed")
         expect(not part.versions.size or int(part.versions.max()) < part.step, "a token of a version not made yet")
         for version in np.unique(part.versions).tolist():
             found = set(np.unique(tokens[part.versions == version]).tolist())
@@ -155,6 +176,9 @@ class Books:
             self.initial = digest
         else:
             self.line[step].digest = digest
+        self._cut(step)
+
+    def _cut(self, step: int) -> None:
         for later in [s for s in self.line if s > step]:
             del self.line[later]
         for later, rank in [key for key in self.parts if key[0] > step]:

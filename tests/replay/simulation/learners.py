@@ -48,11 +48,17 @@ class SimulatedLearner:
         *,
         version: int,
         salted_at: int | None,
+        rolls_back: bool,
+        lowers_lag: float,
     ) -> None:
-        """Start at a kept checkpoint, or at version 0; at step `salted_at` its weights become others than before."""
+        """Start at a kept checkpoint, or at version 0; at step `salted_at` its weights become others than before.
+
+        A step lowers the lag with probability `lowers_lag`.
+        """
         self.name, self.network, self.books, self.checkpoints, self.rng = name, network, books, checkpoints, rng
         self.salted_at, self.evaluate_every = salted_at, config.evaluation.every_steps
         self.checkpoint_every = config.checkpoint.every_steps
+        self.rolls_back, self.lowers_lag, self.async_lag = rolls_back, lowers_lag, config.replay.async_lag
         self.version, self.dead = version, False
         self.digest = checkpoints.complete.get(version, "start")
         if salted_at == version:
@@ -119,6 +125,9 @@ class SimulatedLearner:
             case "publish":
                 self._publish()
                 self.todo.pop(0)
+            case "lower":
+                self._say("lower", m.LowerLag(step=self.version, async_lag=self.async_lag))
+                self.todo.pop(0)
             case "cursor":
                 self._send(0, m.CursorRequest(step=self.version))
             case "save":
@@ -147,7 +156,7 @@ class SimulatedLearner:
         place = {"rank": number, "world_size": len(self.ranks), "incarnation": self.incarnation}
         hello = m.Hello(
             role="learner", name=f"learner-{number}", pid=1, host="h",
-            digest=digest, version=version, bus_address=bus_address, **place,
+            digest=digest, version=version, bus_address=bus_address, rolls_back=self.rolls_back, **place,
         )  # fmt: skip
         self._send(number, hello)
 
@@ -174,6 +183,9 @@ class SimulatedLearner:
         for rank in self.ranks:
             rank.batch, rank.proceed = None, False
         self.todo = ["commit", "publish"]
+        if self.async_lag and self.rng.random() < self.lowers_lag:
+            self.async_lag = self.rng.randrange(self.async_lag)
+            self.todo.append("lower")
         if first.checkpoint or (self.checkpoint_every and first.step % self.checkpoint_every == 0):
             self.todo.append("cursor")
 

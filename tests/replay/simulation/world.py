@@ -33,7 +33,8 @@ Faults = Mapping[str, float]
 """Probability of each kind of fault at every move, 0 for those that are missing.
 
 `stall`: nothing happens for longer than a lease lasts; `noise`: messages that are lost, doubled or swapped, each;
-`salted`: learners that are not deterministic.
+`salted`: learners that are not deterministic; `rolls_back`: that take back the steps after their checkpoint;
+`lowers_lag`: steps that lower the lag.
 """
 
 
@@ -174,7 +175,8 @@ class World:
         salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults["salted"] else None
         learner = SimulatedLearner(
             f"{next(self.names)}", self.network, self.books, self.checkpoints, self.rng, self.config,
-            version=version, salted_at=salted_at,
+            version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
+            rolls_back=bool(self.books.line) and self.rng.random() < self.faults["rolls_back"],
         )  # fmt: skip
         self.say(f"learner {learner.name} starts at version {version}, salted at {salted_at}")
         return learner
@@ -192,7 +194,7 @@ class World:
             self.admitted |= buffer.slots.keys()
             taken = sum(len(made.groups) for step, made in buffer.line.steps.items() if step > buffer.version)
             in_flight = len(buffer.slots) + taken
-            bound = (self.config.replay.async_lag + 1) * self.config.rollout.groups_per_step
+            bound = (self.books.async_lag + 1) * self.config.rollout.groups_per_step
             expect(in_flight <= bound, f"{in_flight} groups in flight, the bound is {bound}")
 
     def _say_what_is_written(self) -> None:

@@ -1,0 +1,12 @@
+"""Guards: what is looked at before an update is applied, and what follows from it (invariant 8).
+
+    signals     one number for each guard and step
+    judge       rules of configs/limits.py on those numbers: alarms, and whether the update is applied
+    roll_back   back to the last good checkpoint, as a new incarnation
+
+The policy in training, its optimizer and the channels know nothing of them.
+"""
+
+from learner.guards.judge import Alarm, Guards, SilentlyWrong, Verdict
+
+__all__ = ["Alarm", "Guards", "SilentlyWrong", "Verdict"]

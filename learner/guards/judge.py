@@ -1,0 +1,179 @@
+"""Judges each step by the rules of the `limits` section, before its update is applied. Pure.
+
+All ranks see the same numbers, so all decide alike. What it remembers is part of a checkpoint, so that a resumed
+learner, and a playback, decide about repeated steps as before.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.limits import GUARDS, Action, Rule
+from configs.schema import Config
+from learner.guards.signals import MADE_HERE, NAMES, Memory, Signals
+from learner.step import StepSums
+from replay.messages import Batch
+
+WILL: dict[Action, str] = {
+    "warn": "it is trained on all the same",
+    "skip": "the update is not applied",
+    "lower_lag": "replay lowers the lag, one by one",
+    "roll_back": "the update is not applied, and the run rolls back",
+    "stop": "the run stops",
+}
+MISMATCH = (
+    "the engine does not run the policy that is trained: kernels or dtypes of one side have changed, or weights are"
+    " corrupt; look at weight_sync/digests_equal, start the rollout servers anew, and compare with the engine's last"
+    " release"
+)
+REMEDIES = {
+    "nonfinite": "lower learner.lr or look at the rewards",
+    "ess": "the batch is far from the policy in training; lower replay.async_lag or learner.lr",
+    "kl": "the batch is far from the policy in training; lower replay.async_lag or learner.lr",
+    "entropy": "the policy collapses; lower learner.lr, or raise algorithm.entropy_coef or algorithm.clip_high",
+    "reward": "look at the reward function and at the newest answers (tracking.save_rollouts_every)",
+    "same_length": "answers are cut at rollout.max_new_tokens, or all alike; look at the newest ones",
+    "max_logprob_diff": MISMATCH,
+    "mismatch": MISMATCH,
+}
+
+
+class SilentlyWrong(RuntimeError):
+    """Training has no effect, or the wrong one; names the symptom and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A rule that was broken for long enough."""
+
+    guard: str
+    action: Action
+    first_step: int
+    """Since when it has been broken."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the guards say of one step; nothing by default."""
+
+    alarms: tuple[Alarm, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Numbers for metrics.jsonl: firings so far by guard, and what only guards compute."""
+    async_lag: int | None = None
+    """New bound of the lag, where it is lowered."""
+
+    def first(self, *actions: Action) -> Alarm | None:
+        """The first alarm that asks for one of these actions."""
+        return next((alarm for alarm in self.alarms if alarm.action in actions), None)
+
+    @property
+    def refusal(self) -> str:
+        """Why the update is left out, as `guard_ess`; empty where it is applied."""
+        alarm = self.first("skip", "roll_back", "stop")
+        return f"guard_{alarm.guard}" if alarm is not None else ""
+
+
+class Guards:
+    """The rules of a run and how long each has been broken."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.memory = Memory(config)
+        limits = config.limits
+        diff = "max_logprob_diff_16bit" if self.memory.is_16bit else "max_logprob_diff"
+        self._keys = {"max_logprob_diff": diff}
+        counted = ("flat_reward_steps", "zero_gradient_steps", "nonfinite_steps")
+        self.rules: dict[str, tuple[Rule, ...]] = {
+            name: (Rule("stop", True, 0.5, steps),) for name in counted if (steps := getattr(limits, name))
+        }
+        self.rules |= {"max_logprob_diff": (Rule("stop", True, self.memory.max_diff),)}
+        self.rules |= {name: rules for name in GUARDS if (rules := limits.rules(name))}
+        self.broken: dict[str, tuple[int, int]] = {}
+        """By guard and number of the rule: steps in a row, and the first of them."""
+        self.fired: Counter[str] = Counter()
+        self.skipped = 0
+        """Updates in a row."""
+        self.async_lag = config.replay.async_lag
+        self.lowered_at = 0
+        """Step that lowered the lag last."""
+
+    def judge(self, sums: StepSums, batch: Batch) -> Verdict:
+        """Look at a step whose update is not applied yet."""
+        signals, step = self.memory.signals(sums, batch), batch.step
+        alarms = [alarm for guard in self.rules for alarm in self._alarms(step, guard, signals)]
+        lowered = self._lower(step, alarms)
+        skips = next((alarm for alarm in alarms if alarm.action == "skip"), None)
+        if sums.global_tokens:
+            self.skipped = self.skipped + 1 if skips is not None else 0
+        limit = self.config.limits.skipped_steps
+        if skips is not None and limit and self.skipped >= limit:
+            text = f"step {step}: {self.skipped} updates in a row were skipped (limits.skipped_steps); the last: "
+            alarms.append(Alarm("skipped_steps", "stop", step - self.skipped + 1, text + skips.text))
+        self.fired.update({alarm.guard for alarm in alarms})
+        values = {f"guards/{guard}": float(count) for guard, count in self.fired.items()}
+        values |= {NAMES[guard]: found for guard in MADE_HERE if (found := signals[guard]) is not None}
+        return Verdict(tuple(alarms), values, lowered)
+
+    def _alarms(self, step: int, guard: str, signals: Signals) -> list[Alarm]:
+        value, alarms = signals.get(guard), list[Alarm]()
+        if value is None:
+            return alarms
+        for number, rule in enumerate(self.rules[guard]):
+            place = f"{guard}/{number}"
+            before, first = self.broken.pop(place, (0, step))
+            if not rule.is_broken_by(value):
+                continue
+            self.broken[place] = count, first = before + 1, first
+            if count >= rule.steps:
+                text = self._say(step, guard, rule, value, count)
+                alarms.append(Alarm(guard, rule.action, first, text))
+        return alarms
+
+    def _say(self, step: int, guard: str, rule: Rule, value: float, count: int) -> str:
+        config = self.config
+        meanings = {
+            "flat_reward_steps": "every group's rewards are equal, so there is nothing to learn; look at the reward"
+            f" function {config.reward.function!r} and at the answers in the run folder",
+            "zero_gradient_steps": "the gradient is exactly zero although advantages are not; is every token clipped or"
+            " masked?",
+            "nonfinite_steps": "loss or gradient is not finite; lower learner.lr or look at the rewards",
+        }
+        row = f"for {count} steps in a row " if count > 1 else ""
+        said = f"step {step}: {row}(limits.{self._keys.get(guard, guard)}) "
+        if guard in meanings:
+            return said + meanings[guard]
+        side = "above" if rule.is_above else "below"
+        found = f"{NAMES[guard]} is {value:.3g}, {side} {rule.bound:g}" if guard != "nonfinite" else NAMES[guard]
+        return f"{said}{found}: {WILL[rule.action]}; {REMEDIES[guard]}"
+
+    def _lower(self, step: int, alarms: list[Alarm]) -> int | None:
+        """The new bound of the lag. After a change it takes as many steps as the lag until younger batches come."""
+        asked = any(alarm.action == "lower_lag" for alarm in alarms)
+        waits = self.lowered_at and step <= self.lowered_at + self.async_lag + 1
+        if not asked or waits or self.async_lag == 0:
+            return None
+        self.async_lag, self.lowered_at = self.async_lag - 1, step
+        return self.async_lag
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as plain data."""
+        return {
+            "memory": self.memory.state(),
+            "broken": {place: list(since) for place, since in self.broken.items()},
+            "fired": dict(self.fired),
+            "skipped": self.skipped,
+            "async_lag": [self.async_lag, self.config.replay.async_lag],
+            "lowered_at": self.lowered_at,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. Resumed with another replay.async_lag, the run begins with that."""
+        self.memory.restore(state["memory"])
+        self.broken = {place: (count, first) for place, (count, first) in state["broken"].items()}
+        self.fired = Counter(state["fired"])
+        self.skipped, self.lowered_at = state["skipped"], state["lowered_at"]
+        lowered, configured = state["async_lag"]
+        if configured == self.config.replay.async_lag:
+            self.async_lag = lowered

@@ -1,0 +1,76 @@
+"""Rolling back: rank 0 notes that it shall happen, the ranks end, and the next incarnation carries it out.
+
+    runs/<name>/checkpoints/roll_back.json     {"count": 1, "first_bad": 9, "step": 12, "reason": "..."}
+
+`first_bad` is the first step that broke the rule: checkpoints from it on are set aside, and what replay holds of later
+policies goes (Hello with `rolls_back`). Then it is 0. Until then every start carries it out, whatever dies meanwhile.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from learner.checkpoints.export import sync_file, write_json
+from learner.checkpoints.folders import incomplete, numbered, step_of
+
+log = logging.getLogger(__name__)
+
+FILE = "roll_back.json"
+ASIDE = "rolled_back"
+
+
+class RollBack(RuntimeError):
+    """The run goes on from an earlier checkpoint: this incarnation of the learner ends."""
+
+
+class RollBacks:
+    """Those of one run, as rank 0 notes them."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._checkpoints = Path(run_dir) / "checkpoints"
+        self._path = self._checkpoints / FILE
+
+    @property
+    def count(self) -> int:
+        """Decided so far."""
+        return int(self._read()["count"])
+
+    @property
+    def pending(self) -> int:
+        """First bad step of one that is not carried out yet; 0 without."""
+        return int(self._read()["first_bad"])
+
+    def target(self, first_bad: int) -> int:
+        """Version of the newest complete checkpoint before a step, 0 for the initial model where there is no
+        checkpoint at all, -1 for none: the journal begins at the oldest checkpoint."""
+        complete = [step_of(folder) for folder in numbered(self._checkpoints) if not incomplete(folder)]
+        return max((step for step in complete if step < first_bad), default=-1 if complete else 0)
+
+    def note(self, first_bad: int, *, step: int, reason: str) -> None:
+        """Have the next start roll back."""
+        self._checkpoints.mkdir(parents=True, exist_ok=True)
+        self._write({"count": self.count + 1, "first_bad": first_bad, "step": step, "reason": reason})
+
+    def set_aside(self) -> None:
+        """Rename the checkpoints from the first bad step on, so that none of them is loaded."""
+        for folder in numbered(self._checkpoints):
+            if step_of(folder) >= self.pending:
+                aside = folder.with_name(f"{folder.name}.{ASIDE}_{self.count}")
+                folder.rename(aside)
+                log.warning("checkpoint %s is of a policy that is rolled back: now %s", folder.name, aside.name)
+
+    def done(self) -> None:
+        """It is carried out: replay has it in its journal."""
+        self._write(self._read() | {"first_bad": 0})
+
+    def _read(self) -> dict[str, Any]:
+        nothing = {"count": 0, "first_bad": 0}
+        return nothing | json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else nothing
+
+    def _write(self, fields: dict[str, Any]) -> None:
+        beside = self._path.with_suffix(".new")
+        write_json(beside, fields)
+        sync_file(beside)
+        beside.replace(self._path)
+        sync_file(self._checkpoints)

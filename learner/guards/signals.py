@@ -1,0 +1,118 @@
+"""What guards look at: one number for each guard and step, from the measurements of the step and its batch.
+
+All of it is known before the update is applied and equal on all ranks: measurements are gathered and reduced in rank
+order, and every rank has the rewards and lengths of the whole batch.
+"""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from configs.schema import Config
+from learner.guards.moving import Moving
+from learner.step import StepSums
+from replay.messages import Batch
+
+MIN_TOKENS = 256
+"""Of answers of lag 0: the mean of fewer is too noisy to compare in 16 bit or with the first steps."""
+BASE_STEPS = 5
+"""First steps with that many tokens, whose mean mismatch later steps are compared with."""
+LEAST_BASE = 0.01
+"""Of a bound: a smaller mean of the first steps counts as this much, or a ratio would be of rounding alone."""
+LEAST_BASE_16BIT = 0.1
+
+Signals = Mapping[str, float | None]
+"""By guard; None says nothing: there was no such token, or the moving mean is not known yet."""
+NAMES = {
+    "ess": "training/ess",
+    "kl": "actor/ppo_kl_k3",
+    "max_logprob_diff": "training/rollout_logprobs_diff_lag0_mean",
+    "mismatch": "training/mismatch_ratio",
+    "entropy": "actor/entropy_ratio",
+    "reward": "critic/rewards/deviations",
+    "same_length": "response_length/same_ratio",
+    "nonfinite": "a loss or gradient that is not finite",
+}
+"""What a guard's number is called; a metric, but for the last."""
+MADE_HERE = ("mismatch", "entropy", "reward", "same_length")
+"""Guards whose number only guards compute: rank 0 writes them to metrics.jsonl."""
+
+
+class Memory:
+    """What a run has been like so far; `state` goes into checkpoints."""
+
+    def __init__(self, config: Config) -> None:
+        self.is_16bit = {config.rollout.dtype, config.learner.compute_dtype} != {"float32"}
+        limits = config.limits
+        self.max_diff = limits.max_logprob_diff_16bit if self.is_16bit else limits.max_logprob_diff
+        self.entropy, self.reward = Moving(), Moving()
+        self.base = Moving()
+        """Mismatch of the first BASE_STEPS steps."""
+
+    @property
+    def least_base(self) -> float:
+        """The mean mismatch of the first steps counts as this at least."""
+        return self.max_diff * (LEAST_BASE_16BIT if self.is_16bit else LEAST_BASE)
+
+    def signals(self, sums: StepSums, batch: Batch) -> Signals:
+        """The numbers of a step; takes them in for later steps."""
+        found: dict[str, float | None] = dict.fromkeys(NAMES)
+        has_tokens = sums.global_tokens > 0
+        is_finite = not has_tokens or (math.isfinite(sums.loss) and math.isfinite(sums.grad_norm))
+        is_flat = not has_tokens or float(np.ptp(batch.all_rewards)) == 0.0  # even a critic has nothing to compare then
+        found["flat_reward_steps"] = float(is_flat)
+        if has_tokens:
+            found["nonfinite"] = found["nonfinite_steps"] = float(not is_finite)
+            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not is_flat)
+        found["reward"] = self._reward(batch)
+        lengths = batch.all_loss_tokens
+        found["same_length"] = float(np.bincount(lengths).max() / len(lengths))
+        if not is_finite or not has_tokens:
+            return found
+        measured = sums.metrics()
+        for guard in ("ess", "kl"):
+            found[guard] = measured[NAMES[guard]]
+        found["entropy"] = self._entropy(measured["actor/entropy"])
+        if sums.fresh_tokens:
+            found |= self._mismatch(measured[NAMES["max_logprob_diff"]], sums.fresh_tokens)
+        return found
+
+    def _reward(self, batch: Batch) -> float | None:
+        """Deviations between the mean reward and its moving mean. A mean over groups has a variance of its own:
+        without it, the first success after many zeros would be infinitely far away."""
+        rewards, groups = batch.all_rewards.tolist(), len(batch.group_ids)
+        mean = math.fsum(rewards) / len(rewards)
+        noise = math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards) / groups
+        distance = self.reward.distance(mean, noise) if self.reward.is_known else None
+        self.reward.add(mean)
+        return distance
+
+    def _entropy(self, entropy: float) -> float | None:
+        usual = self.entropy.mean
+        ratio = entropy / usual if self.entropy.is_known and usual > 0 else None
+        self.entropy.add(entropy)
+        return ratio
+
+    def _mismatch(self, difference: float, tokens: float) -> dict[str, float | None]:
+        """Of answers whose every token was sampled by the version in training: nothing but the two implementations
+        can make their logprobs differ."""
+        found: dict[str, float | None] = {}
+        if tokens >= MIN_TOKENS or not self.is_16bit:
+            found["max_logprob_diff"] = difference
+        if tokens >= MIN_TOKENS:
+            if self.base.count < BASE_STEPS:
+                self.base.add(difference)
+            else:
+                found["mismatch"] = difference / max(self.base.mean, self.least_base)
+        return found
+
+    def state(self) -> dict[str, list[float]]:
+        """For a checkpoint."""
+        parts = {"entropy": self.entropy, "reward": self.reward, "base": self.base}
+        return {name: [part.mean, part.variance, part.count] for name, part in parts.items()}
+
+    def restore(self, state: Mapping[str, list[float]]) -> None:
+        """Go on from a checkpoint."""
+        for name, (mean, variance, count) in state.items():
+            setattr(self, name, Moving(mean, variance, int(count)))

@@ -1,0 +1,325 @@
+"""Guards: each fired by a step that is broken the way it guards against, through real forwards and updates."""
+
+import dataclasses
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recorded import batch_of, random_step
+from reference import Recorded
+from tiny_models import built, logprobs, make_config, save_model
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs import Config
+from configs.limits import Limits, rules_of
+from learner.guards import Guards, Verdict
+from learner.guards.moving import WARM_UP
+from learner.guards.roll_back import RollBacks
+from learner.guards.signals import MIN_TOKENS
+from learner.policy.model import Policy
+from learner.step import StepSums
+from learner.trainer import Trainer, Update
+
+OFF = dict.fromkeys(("ess", "kl", "entropy", "reward", "same_length", "mismatch"), "") | {"max_logprob_diff": 1e3}
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture(scope="module")
+def make(qwen3: Path, mesh: DeviceMesh) -> Make:
+    """Trainers of one policy, each with guards of its own; only what is given is on."""
+    dtypes: dict[str, Any] = {}
+
+    def make(dtype: str = "float32", lag: int = 2, **limits: Any) -> Trainer:
+        learner = {"compute_dtype": dtype, "lr": 1e-9}
+        config = make_config(qwen3, replay={"async_lag": lag}, learner=learner, limits=OFF | limits)
+        if dtype not in dtypes:
+            dtypes[dtype] = built(config, mesh)
+        return Trainer(config, *dtypes[dtype], guards=Guards(config))
+
+    return make
+
+
+def honest(policy: Policy, step: int, *, lag: int = 0, num_groups: int = 4, **changes: Any) -> list[Recorded]:
+    """Trajectories of a step as the policy itself would have sampled them, `lag` versions ago."""
+    drawn = random_step(step, num_groups=num_groups)
+    found = logprobs(policy, [t.prompt_ids + t.response_ids for t in drawn])
+    return [
+        dataclasses.replace(
+            t,
+            logprobs=values[len(t.prompt_ids) - 1 :].tolist(),
+            versions=[step - 1 - lag] * len(t.response_ids),
+            **changes,
+        )
+        for t, values in zip(drawn, found, strict=True)
+    ]
+
+
+def train(trainer: Trainer, trajectories: Sequence[Recorded], step: int) -> Update:
+    return trainer.train_step(batch_of(trajectories, step))
+
+
+def shifted(trajectories: Sequence[Recorded], by: float) -> list[Recorded]:
+    """The same with other behaviour logprobs."""
+    return [dataclasses.replace(t, logprobs=[min(0.0, x + by) for x in t.logprobs]) for t in trajectories]
+
+
+def said(verdict: Verdict) -> str:
+    return "; ".join(alarm.text for alarm in verdict.alarms)
+
+
+def test_a_batch_of_another_policy_is_skipped_and_an_honest_one_is_not(make: Make, tmp_path: Path, mesh: DeviceMesh):
+    trainer = make(ess="skip below 0.9, stop below 0.1 for 3", kl="warn above 0.1")
+    policy = trainer.policy
+    other, _ = built(make_config(save_model(tmp_path, seed=1)), mesh)
+    before = policy.parameter_digest()
+    update = train(trainer, honest(other, 5, lag=2), 5)
+    assert update.reason == "guard_ess" and not update.applied and policy.parameter_digest() == before
+    found = update.values["training/ess"]
+    assert f"step 5: (limits.ess) training/ess is {found:.3g}, below 0.9: the update is not applied" in said(
+        update.verdict
+    )
+    assert f"actor/ppo_kl_k3 is {update.values['actor/ppo_kl_k3']:.3g}, above 0.1: it is trained on all the same" in (
+        said(update.verdict)
+    )
+    assert (update.values["guards/ess"], update.values["guards/kl"]) == (1, 1)
+    update = train(trainer, honest(policy, 6, lag=2), 6)
+    assert update.applied and not update.verdict.alarms and update.values["training/ess"] > 0.999
+    assert update.values["guards/ess"] == 1, "firings so far"
+
+
+def test_weights_that_are_not_finite_roll_the_run_back(make: Make):
+    trainer = make(nonfinite="roll_back above 0 for 2")
+    norm = {shard.name: shard.local for shard in trainer.policy.shards()}["model.norm.weight"]
+    kept, drawn = norm.clone(), honest(trainer.policy, 5)
+    flat = [dataclasses.replace(t, reward=0.0) for t in drawn]
+    norm[3] = float("nan")
+    updates = [train(trainer, drawn, 5), train(trainer, flat, 6), train(trainer, drawn, 7)]
+    norm.copy_(kept)
+    assert updates.pop(1).reason == "no_tokens", "says nothing of the rule, and ends no streak"
+    assert [update.reason for update in updates] == ["nonfinite_loss"] * 2
+    assert [bool(update.verdict.alarms) for update in updates] == [False, True]
+    alarm = updates[1].verdict.first("roll_back")
+    assert alarm is not None and alarm.first_step == 5 and "for 2 steps in a row (limits.nonfinite)" in alarm.text
+    trainer = make(nonfinite_steps=1)
+    norm[3] = float("nan")
+    stopped = train(trainer, drawn, 7).verdict.first("stop")
+    norm.copy_(kept)
+    assert stopped is not None and "(limits.nonfinite_steps) loss or gradient is not finite" in stopped.text
+
+
+def test_an_entropy_that_falls_below_a_share_of_its_moving_mean_is_a_collapse(make: Make):
+    trainer = make(entropy="skip below 0.5")
+    norm = {shard.name: shard.local for shard in trainer.policy.shards()}["model.norm.weight"]
+    drawn = honest(trainer.policy, 20)
+    for step in range(1, WARM_UP + 1):
+        assert "actor/entropy_ratio" not in train(trainer, drawn, step).values
+    assert train(trainer, drawn, 20).values["actor/entropy_ratio"] == pytest.approx(1, abs=1e-3)
+    norm.mul_(30.0)
+    update = train(trainer, honest(trainer.policy, 21), 21)
+    norm.div_(30.0)
+    assert update.reason == "guard_entropy" and update.values["actor/entropy_ratio"] < 0.5
+    assert "the policy collapses" in said(update.verdict)
+
+
+def test_a_mean_reward_that_leaves_its_moving_deviation_is_named(make: Make):
+    trainer = make(reward="skip above 6")
+    drawn, rng = honest(trainer.policy, 20, num_groups=8), random.Random(0)
+
+    def with_rewards(reward: Callable[[Recorded], float]) -> list[Recorded]:
+        return [dataclasses.replace(t, reward=reward(t)) for t in drawn]
+
+    for step in range(1, WARM_UP + 3):
+        update = train(trainer, with_rewards(lambda t: float(rng.random() < 0.5)), step)
+        assert update.applied and update.values.get("critic/rewards/deviations", 0.0) < 4
+    poisoned = train(trainer, with_rewards(lambda t: t.reward + 9.0), 20)
+    assert poisoned.reason == "guard_reward" and poisoned.values["critic/rewards/deviations"] > 6
+    trainer = make(reward="skip above 6, skip below -6")
+    for step in range(1, WARM_UP + 2):
+        assert train(trainer, with_rewards(lambda t: 0.0), step).reason == "no_tokens"
+    first_success = with_rewards(lambda t: float(t is drawn[0]))
+    assert train(trainer, first_success, 20).applied, "no deviation so far, yet the batch has one of its own"
+    worse = train(trainer, with_rewards(lambda t: t.reward - 9.0), 21)
+    assert worse.reason == "guard_reward" and "below -6" in said(worse.verdict)
+
+
+def test_answers_of_one_length_are_named(make: Make):
+    trainer = make(same_length="warn above 0.9 for 2")
+    drawn = honest(trainer.policy, 9, num_groups=16)
+    names = ("response_ids", "logprobs", "versions", "loss_mask")
+    cut = [dataclasses.replace(t, **{name: getattr(t, name)[:1] for name in names}) for t in drawn]
+    assert train(trainer, drawn, 9).values["response_length/same_ratio"] < 0.5
+    assert not train(trainer, cut, 9).verdict.alarms
+    update = train(trainer, cut, 10)
+    assert update.applied and "for 2 steps in a row (limits.same_length)" in said(update.verdict)
+
+
+def test_an_engine_that_runs_another_policy_is_named_at_any_lag(make: Make):
+    """Over answers of lag 0; those with an older token say nothing of the engine."""
+    trainer = make(max_logprob_diff=1e-3)
+    fresh = honest(trainer.policy, 5, num_groups=12)
+    assert train(trainer, fresh, 5).applied
+    mixed = [dataclasses.replace(t, versions=[2, *t.versions[1:]]) for t in shifted(fresh, -0.01)]
+    update = train(trainer, mixed, 5)
+    assert update.applied and "training/rollout_logprobs_diff_lag0_mean" not in update.values
+    update = train(trainer, [*mixed[:40], *shifted(fresh[40:], -0.01)], 5)
+    assert update.reason == "guard_max_logprob_diff"
+    assert "(limits.max_logprob_diff) training/rollout_logprobs_diff_lag0_mean is 0.01, above 0.001" in said(
+        update.verdict
+    )
+    assert "the engine does not run the policy that is trained" in said(update.verdict)
+
+
+def test_in_16_bit_the_first_steps_are_the_measure(make: Make):
+    trainer = make("bfloat16", max_logprob_diff_16bit=0.1, mismatch="warn above 3")
+    fresh = honest(trainer.policy, 5, num_groups=28)
+    assert sum(sum(t.loss_mask) for t in fresh if t.group) > MIN_TOKENS
+    for step in range(1, 6):
+        update = train(trainer, shifted(fresh, -0.012), 5)
+        assert update.applied and not update.verdict.alarms and "training/mismatch_ratio" not in update.values, step
+    assert train(trainer, shifted(fresh, -0.012), 5).values["training/mismatch_ratio"] == pytest.approx(1, abs=0.05)
+    update = train(trainer, shifted(fresh, -0.06), 5)
+    assert update.applied and 3 < update.values["training/mismatch_ratio"] < 5.2
+    assert "training/mismatch_ratio is" in said(update.verdict) and "kernels or dtypes" in said(update.verdict)
+    update = train(trainer, shifted(fresh, -0.2), 5)
+    assert update.reason == "guard_max_logprob_diff" and "(limits.max_logprob_diff_16bit)" in said(update.verdict)
+    assert not train(trainer, shifted(fresh[:16], -0.2), 5).verdict.alarms, "too few tokens to tell"
+
+
+def test_steps_that_teach_nothing_stop_the_run(make: Make):
+    trainer = make(flat_reward_steps=2, zero_gradient_steps=2)
+    fresh = honest(trainer.policy, 5)
+    flat = [dataclasses.replace(t, reward=1.0) for t in fresh]
+    assert not train(trainer, flat, 5).verdict.alarms
+    stopped = train(trainer, flat, 6).verdict.first("stop")
+    assert stopped is not None and stopped.text.startswith("step 6: for 2 steps in a row (limits.flat_reward_steps) ")
+    means = {g: sum(t.reward for t in fresh if t.group == g) / 4 for g in {t.group for t in fresh}}
+    beyond = [shifted([t], -1.0 if t.reward > means[t.group] else 1.0)[0] for t in fresh]
+    updates = [train(trainer, beyond, 7) for _ in range(2)]  # every ratio is past its clip
+    assert updates[0].sums.grad_norm == 0 and updates[0].applied
+    stopped = updates[1].verdict.first("stop")
+    assert stopped is not None and "the gradient is exactly zero although advantages are not" in stopped.text
+
+
+def test_a_run_that_only_skips_stops_and_says_why(make: Make):
+    trainer = make(ess="skip below 0.7", skipped_steps=3)
+    wrong = shifted(honest(trainer.policy, 5, lag=1), 0.0)
+    wrong = [dataclasses.replace(t, logprobs=[-9.0 * (i % 2) for i, _ in enumerate(t.logprobs)]) for t in wrong]
+    verdicts = [train(trainer, wrong, step).verdict for step in (5, 5, 5)]
+    assert [verdict.first("stop") is not None for verdict in verdicts] == [False, False, True]
+    assert "step 5: 3 updates in a row were skipped (limits.skipped_steps); the last: step 5: for 3" in said(
+        verdicts[2]
+    )
+
+
+# ---- rules, memory, state ------------------------------------------------------------------------------
+
+
+def of_ess(step: int, ess: float, *, lag: int = 4, tokens: int = 8) -> tuple[StepSums, Any]:
+    """A step with this effective sample size, and nothing else that is worth a look."""
+    values = Counter({"weight": 1.0 * tokens, "weight_squared": tokens / ess, "entropy": 1.0 * tokens, "k3": 0.0})
+    values["squared_gradient"] = 1.0
+    drawn = [
+        Recorded(prompt_ids=[1], response_ids=[1] * n, loss_mask=[1] * n, logprobs=[-1.0] * n, versions=[0] * n,
+                 reward=float(n), group=0)
+        for n in (1, 2)
+    ]  # fmt: skip
+    return StepSums(values, tokens), batch_of(drawn, step)
+
+
+def guards(lag: int = 4, **limits: Any) -> Guards:
+    config = make_config(Path("unused"), replay={"async_lag": lag}, limits=OFF | limits)
+    return Guards(config)
+
+
+def test_the_lag_is_lowered_one_by_one_and_waits_for_younger_batches():
+    judge = guards(3, ess="lower_lag below 0.5")
+    lowered = {
+        step: v.async_lag for step in range(1, 20) if (v := judge.judge(*of_ess(step, 0.2))).async_lag is not None
+    }
+    assert lowered == {1: 2, 5: 1, 8: 0}
+    assert judge.fired == {"ess": 19} and judge.judge(*of_ess(20, 0.2)).refusal == ""
+
+
+RULES = "warn below 0.9, skip below 0.5 for 2, lower_lag below 0.6, stop below 0.1 for 3"
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from([0.05, 0.3, 0.55, 0.8, 0.95]), min_size=2, max_size=30), st.data())
+def test_guards_go_on_from_a_checkpoint_as_if_nothing_had_been(values: list[float], data: st.DataObject):
+    cut = data.draw(st.integers(0, len(values)))
+    through = guards(ess=RULES, reward="skip above 6", entropy="skip below 0.5", skipped_steps=4)
+    verdicts = [through.judge(*of_ess(step, value)) for step, value in enumerate(values)]
+    first = guards(ess=RULES, reward="skip above 6", entropy="skip below 0.5", skipped_steps=4)
+    for step, value in enumerate(values[:cut]):
+        first.judge(*of_ess(step, value))
+    again = guards(ess=RULES, reward="skip above 6", entropy="skip below 0.5", skipped_steps=4)
+    again.restore(json.loads(json.dumps(first.state())))
+    assert [again.judge(*of_ess(cut + i, value)) for i, value in enumerate(values[cut:])] == verdicts[cut:]
+    assert again.state() == through.state()
+    other = guards(2, ess=RULES)
+    other.restore(first.state())
+    assert other.async_lag == 2, "resumed with another replay.async_lag, that counts"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("skip under 0.3", "'skip under 0.3' is no rule"),
+        ("halt below 0.3", "with an action of warn, skip, lower_lag, roll_back, stop"),
+        ("warn below 0.3 for 0", "is no rule"),
+        ("warn below 0.3,", "'' is no rule"),
+    ],
+)
+def test_what_is_no_rule_is_refused(text: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        Limits(ess=text)
+
+
+def test_rules_are_read_and_need_what_they_act_on():
+    assert [(r.action, r.is_above, r.bound, r.steps) for r in rules_of("skip below 3e-1 for 2,  stop above 5")] == [
+        ("skip", False, 0.3, 2),
+        ("stop", True, 5.0, 1),
+    ]
+    with pytest.raises(ValueError, match=r"limits\.ess: lower_lag with replay\.async_lag 0"):
+        guards(0, ess="lower_lag below 0.5")
+    with pytest.raises(ValueError, match=r"limits\.kl: roll_back with checkpoint\.every_steps 0"):
+        make_config(Path("unused"), checkpoint={"every_steps": 0}, limits={"kl": "roll_back above 1"})
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    made = folder / "checkpoints" / f"step_{step}"
+    made.mkdir(parents=True)
+    (made / "COMPLETE").write_text(json.dumps({"files": {}}))
+
+
+def test_a_roll_back_goes_to_the_newest_checkpoint_that_was_good(tmp_path: Path):
+    noted = RollBacks(tmp_path)
+    assert (noted.count, noted.pending, noted.target(5)) == (0, 0, 0), "no checkpoint at all: the initial model"
+    for step in (4, 8, 12):
+        checkpoint(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_8" / "COMPLETE").unlink()
+    assert [noted.target(step) for step in (13, 12, 9, 5, 4)] == [12, 4, 4, 4, -1]
+    noted.note(9, step=11, reason="broken")
+    for _ in range(2):  # a start that dies in the middle is followed by another one
+        again = RollBacks(tmp_path)
+        assert (again.count, again.pending) == (1, 9)
+        again.set_aside()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["roll_back.json", "step_12.rolled_back_1", "step_4", "step_8"]
+    again.done()
+    assert (noted.count, noted.pending) == (1, 0)
+
+
+def test_on_gpus_float32_is_warned_of():
+    def arithmetic(device: str, dtype: str) -> str:
+        config: Config = make_config(Path("unused"), placement={"device": device}, learner={"compute_dtype": dtype})
+        return config.arithmetic()
+
+    assert "Warning: learner.compute_dtype float32 uses no tensor cores" in arithmetic("cuda", "float32")
+    assert all("Warning" not in arithmetic(*run) for run in (("cuda", "auto"), ("cpu", "float32")))
