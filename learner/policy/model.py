@@ -103,11 +103,14 @@ class Policy:
         """This rank's rows of each parameter, sharing memory."""
         return [shard_of(name, p, self.rank, self.world_size) for name, p in self.named_parameters()]
 
-    def as_global(self, shard: Shard) -> torch.Tensor:
-        """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
+    def as_global(self, shard: Shard, mesh: DeviceMesh) -> torch.Tensor:
+        """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory.
+
+        `mesh` is that of the policy, or one like it on the device that the shard is on.
+        """
         stride = torch.empty(shard.shape, device="meta").stride()
         return DTensor.from_local(
-            shard.local, self.mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
+            shard.local, mesh, [Sharded(0)], run_check=False, shape=torch.Size(shard.shape), stride=stride
         )
 
     def prepare_row(self, *, last: bool) -> None:

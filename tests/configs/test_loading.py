@@ -16,6 +16,7 @@ from configs.placement import node_devices
 
 DIRECT = ["rollout.engine=sglang", "weight_bus.apply=direct"]
 STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
+BEST = ["checkpoint.keep_best=1", "checkpoint.best_metric=val-core/sort6/greedy"]
 NODES = ["placement.rollout=node0:0-2", "placement.learner=node1:0"]
 TWO_WIDE = ["placement.tensor_parallel=2", "placement.split=2:1"]
 
@@ -107,6 +108,9 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
         (["placement.rollout=node0:0", "placement.learner=node0:0"], ["node0:0", "share_gpus"]),
         (["placement.share_gpus=true", "weight_bus.backend=nccl"], ["placement.share_gpus", "nccl", "take", "gloo"]),
         (["placement.rollout=;", "placement.learner=node0:0"], ["placement.rollout", "names no device"]),
+        (["checkpoint.keep_best=1"], ["checkpoint.keep_best", "1 without checkpoint.best_metric", "keep_best=0"]),
+        ([*BEST, "evaluation.every_steps=0"], ["checkpoint.keep_best", "evaluate data.eval"]),
+        ([*BEST, "checkpoint.every_steps=12"], ["every 12 steps not all are (evaluation.every_steps 5)"]),
         (["learner.max_tokens_per_microbatch=20"], ["learner.max_tokens_per_microbatch", "20", "26"]),
     ],
 )
@@ -124,6 +128,7 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides, words
         ["weight_bus.apply=direct", "rollout.engine=sglang"],
         STAGED,
         [*STAGED, "weight_bus.backend=nccl"],
+        [*BEST, "checkpoint.every_steps=20"],
         [*STAGED, *TWO_WIDE, "weight_bus.backend=nccl"],
         [*STAGED, "weight_bus.delta=true"],
         *(["network.host=" + host] for host in ("localhost", "127.9.9.9", "::1")),
