@@ -192,7 +192,7 @@ def without_values(text: str) -> str:
 # ---- metrics --------------------------------------------------------------------------------------------
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
-PREFIXES += " weight_sync reward metrics"
+PREFIXES += " weight_sync reward metrics checkpoint"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 

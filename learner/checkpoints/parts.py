@@ -66,7 +66,7 @@ class HostMemory:
             )
             for name, part in parts.items()
         }
-        if torch.cuda.is_available():
+        if any(shard.local.is_pinned() for part in copied.values() for shard in part.weights[:1]):
             torch.cuda.synchronize()
         return copied
 

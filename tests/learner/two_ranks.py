@@ -40,6 +40,8 @@ from weight_bus.digest import combined, slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
 NUM_STEPS = 5
+SPAN_BYTES = 20_000
+"""Makes several spans of a model."""
 NUM_MICROBATCHES = 5
 """More than the second microbatch of some ranks can fill, so dummies meet full ones."""
 
@@ -220,6 +222,7 @@ def exported(folder: Path, policy: Policy) -> str:
 
 def on_other_ranks(folder: Path, rank: int) -> dict[str, Any]:
     """The checkpoint of two ranks goes on on one rank, and that one's on three."""
+    sharding.GATHER_BYTES = SPAN_BYTES  # one of the ranks is a new process
     seen: dict[str, Any] = {}
     first = folder / "runs" / "qwen3" / "checkpoints" / f"step_{NUM_STEPS}"
     alone = configured(folder, "qwen3", run={"dir": str(folder / "runs"), "name": "alone"})
@@ -303,7 +306,7 @@ def main() -> None:
     with process_group(folder / "store", rank, 2) as mesh:
         seen["loading"] = loading(folder, mesh)
         seen["synthetic"] = synthetic(rank)
-        sharding.GATHER_BYTES = 20_000  # several spans
+        sharding.GATHER_BYTES = SPAN_BYTES
         for name in ("qwen3", "llama"):
             config = configured(folder, name)
             policy, optimizer = built(config, mesh)
