@@ -12,6 +12,7 @@ BY_DEVICE = {
     "rollout.engine": ("torch", "sglang"),
     "rollout.dtype": ("float32", "bfloat16"),
     "learner.compute_dtype": ("float32", "bfloat16"),
+    "checkpoint.hf_dtype": ("float32", "bfloat16"),
     "weight_bus.backend": ("gloo", "nccl"),
 }
 """Value on a CPU, value on GPUs."""

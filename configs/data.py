@@ -1,8 +1,9 @@
 """What is trained on what: the model folder, the prompts, and the reward that judges the answers."""
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from configs.base import Section
 
@@ -11,9 +12,19 @@ class Model(Section):
     """The Hugging Face folder that training starts from."""
 
     path: str
-    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3 or Llama family)."""
+    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3 or Llama family), or a checkpoint of a run
+    (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
     chat_template: str | None = None
     """Jinja chat template, or the path of a file with one; none takes the tokenizer's own."""
+
+    @field_validator("path")
+    @classmethod
+    def _is_weights_of_a_checkpoint(cls, value: str) -> str:
+        folder = Path(value)
+        if folder.is_symlink():
+            folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
+        is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
+        return str(folder / "hf") if is_checkpoint else value
 
 
 class Data(Section):

@@ -143,3 +143,15 @@ class Checkpoint(Section):
     """Steps between checkpoints, which a killed learner repeats; 0 writes the last step only."""
     keep: int = Field(default=2, ge=1)
     """Complete checkpoints kept, the newest first."""
+    keep_best: int = Field(default=0, ge=0)
+    """Further checkpoints kept for their evaluation, the best first, as weights alone (hf/)."""
+    best_metric: str | None = None
+    """What keep_best goes by: a name of an evaluation in metrics.jsonl, such as `val-core/gsm8k/greedy`."""
+    best_is: Literal["max", "min"] = "max"
+    """Whether more of best_metric is better, or less."""
+    hf_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of hf/; `auto` is that of the engines on a CPU (float32) and on GPUs (bfloat16). dcp/ is always float32."""
+    asynchronous: bool = True
+    """Copy to host memory and write while training goes on; false trains on when all is on the disk."""
+    deadline_s: float = Field(default=1800.0, gt=0)
+    """A checkpoint that takes longer to write ends the run."""

@@ -307,6 +307,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _best_is_measured(self) -> "Config":
+        checkpoint, every = self.checkpoint, self.evaluation.every_steps
+        if checkpoint.keep_best == 0:
+            return self
+        if checkpoint.best_metric is None:
+            raise ValueError(
+                f"checkpoint.keep_best: {checkpoint.keep_best} without checkpoint.best_metric; name what evaluations"
+                " measure, such as val-core/gsm8k/greedy, or take keep_best=0"
+            )
+        if not self.is_evaluated(self.learner.total_steps) or checkpoint.every_steps % every:
+            raise ValueError(
+                f"checkpoint.keep_best: {checkpoint.keep_best} keeps what was evaluated, and of the checkpoints every"
+                f" {checkpoint.every_steps} steps not all are (evaluation.every_steps {every}); evaluate data.eval, and"
+                " make checkpoint.every_steps a multiple of evaluation.every_steps"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _weights_can_travel(self) -> "Config":
         bus, tensor_parallel = self.weight_bus, self.placement.tensor_parallel
         if bus.transport == "disk" and bus.folder is None:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -46,6 +46,10 @@ class Learner:
         self.roll_backs = RollBacks(config.run_dir)
         self.rollouts = RolloutWriter(config)
         self.digests: dict[str, int] = {}
+        self._masters = ""
+        """Digest of the policy's float32 weights at the last commit."""
+        self._saved: dict[str, float] = {}
+        """Metrics of a checkpoint that was completed since the last row."""
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
         self._spans = Spans()
@@ -76,6 +80,8 @@ class Learner:
             given = self.config.model_dump(mode="json")
             self.metrics = Metrics(run_dir, self.config.tracking, given, resume_step=resume_version)
             self.ledger = Ledger(run_dir, resume_version=resume_version)
+            if resume:
+                self.checkpoints.best.read(run_dir)
         run_id, last = self.batches.connect()
         if cursor is not None:
             last = max(last, int(cursor["incarnation"]))
@@ -103,12 +109,14 @@ class Learner:
         """Digest of the float32 master weights, those of a critic included (a collective)."""
         is_sent_whole = self.config.rollout.dtype == "float32"
         masters = self.digests if is_sent_whole else self.policy.shard_digests("float32")
+        self._masters = combined(masters)
         return combined({**masters, **self.beside.digests()})
 
     def publish(self, version: int) -> None:
         """Hand the weights to the bus; they travel while the next batch is awaited."""
         evaluate = self.config.is_evaluated(version)
         if evaluate and self.ranks.is_first:
+            self.checkpoints.best.expect(version)
             self.batches.announce(m.Evaluate(version=version))
         if self._withheld:
             return
@@ -172,6 +180,8 @@ class Learner:
                 expected=batch.expected_digest,
             )
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
+            values |= self._saved
+            self._saved = {}
             values |= {
                 "training/lag_histogram": batch.lag_histogram,
                 "training/update_applied": update.applied,
@@ -210,25 +220,43 @@ class Learner:
         raise RollBack(f"{alarm.text} (to version {target}, {count + 1} of {most})")
 
     def checkpoint_if_due(self, batch: Batch) -> None:
-        """Write a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full."""
-        step, every = batch.step, self.config.checkpoint.every_steps
-        if step != self.config.learner.total_steps and (every == 0 or step % every) and not batch.checkpoint:
+        """Start a checkpoint every checkpoint.every_steps, after the last step, and when replay's journal is full.
+
+        It is written while training goes on: of a step like any other this takes the copy of the weights. One that is
+        due while the one before is written waits for it, and after the last step the run waits.
+        """
+        step, every, is_writing = batch.step, self.config.checkpoint.every_steps, self.checkpoints.is_writing
+        is_last = step == self.config.learner.total_steps
+        # replay goes on asking until the one that is being written has freed its journal
+        is_due = is_last or (every > 0 and step % every == 0) or (batch.checkpoint and not is_writing)
+        if not is_due and not is_writing:
             return
         with self.span("checkpoint"):
-            cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-            self.checkpoints.save(step, replay=cursor, guards=self.guards.state())
-        if self.ranks.is_first:
-            self.batches.announce(m.Checkpointed(step=step, kept=self.checkpoints.kept()))
+            with self.span("checkpoint_wait") if is_due and is_writing else nullcontext():
+                self._settle(wait=is_due)
+            if is_due:
+                cursor = self.batches.cursor(step) if self.ranks.is_first else {}
+                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state())
+                self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
+
+    def _settle(self, *, wait: bool) -> None:
+        """Announce the checkpoint that was started, once it is complete: replay's journal forgets what it covers."""
+        report = self.checkpoints.settle(wait=wait)
+        if report is not None and self.ranks.is_first:
+            self._saved |= report.metrics
+            self.batches.announce(m.Checkpointed(step=report.step, kept=report.kept))
 
     def finish(self, version: int) -> None:
         """Wait for the last broadcast and the last evaluation, and leave."""
         report = self.wait_for_broadcast()
         if self.ranks.is_first:
-            self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report)})
+            self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report), **self._saved})
             if self.config.is_evaluated(version):
                 parts = int(self.config.evaluation.greedy) + int(self.config.evaluation.sampled)
                 self.batches.wait_for_evaluation(version, parts, self.config.evaluation.deadline_s)
             self._record_evaluations()
+            if self.config.checkpoint.keep_best:
+                self.checkpoints.tidy()
             self.metrics.close()
         self.bus.close()
         self.beside.close()
@@ -238,4 +266,7 @@ class Learner:
         while inbox.results:
             result = inbox.results.pop(0)
             evaluation.write_rows(self.config.run_dir, result, self._evaluated)
-            self.metrics.log_evaluation(result.version, evaluation.values(result, self._evaluated))
+            values = evaluation.values(result, self._evaluated)
+            self.metrics.log_evaluation(result.version, values)
+            self.checkpoints.best.record(result.version, values)
+        self.checkpoints.best.closed(inbox.closed)

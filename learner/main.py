@@ -62,6 +62,9 @@ def main() -> int:
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         check_available(config, runs_servers=config.placement.local_rollouts)
+        if args.resume is not None:
+            folder, overrides = Path(args.resume), overrides_of(args)
+            earlier_run.log_changes(folder, earlier_run.changes(folder, overrides, config))
         launcher.config = claim_run_dir(config, new=args.resume is None)
         if launcher.config.run_dir != config.run_dir:
             say(f"{config.run_dir} was taken meanwhile; this run is {launcher.config.run_dir}")
@@ -97,7 +100,10 @@ def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a free run folder or that of the resumed run."""
     has_input = True
     if args.resume is not None:
-        config = earlier_run.resumed(Path(args.resume), overrides_of(args))
+        folder, overrides = Path(args.resume), overrides_of(args)
+        config = earlier_run.resumed(folder, overrides)
+        for line in earlier_run.described(earlier_run.changes(folder, overrides, config)):
+            say(f"changed: {line}")
     elif args.replay is not None:
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:

@@ -89,7 +89,7 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
-    `span` is entered with the name of each phase: `lay_out`, `judge`, `critic`, `gradients`, `apply`. Guards may refuse an
+    `span` is entered with each phase by name: `lay_out`, `judge`, `critic`, `gradients`, `apply`. Guards may refuse an
     update.
     """
 

@@ -1,26 +1,38 @@
 """LoRA in a checkpoint: the adapters as peft reads them, and the frozen weights that they belong to."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from configs.learner import Lora
 from learner.policy.model import Policy
+from learner.policy.sharding import Shard, gather
 from weight_bus.digest import combined
 
 
-def write_adapter_folder(policy: Policy, folder: Path) -> None:
-    """Write adapter_config.json and, in float32, adapter_model.safetensors. A collective; rank 0 writes.
+def write_adapter_folder(
+    adapters: Sequence[Shard], lora: Lora, source: Path, folder: Path, group: dist.ProcessGroup
+) -> None:
+    """Write adapter_config.json and, in float32, adapter_model.safetensors. A collective; the first rank writes.
+
+    Args:
+        adapters: this rank's rows of each.
+        lora: what they were made by.
+        source: the folder of the model that they adapt.
+        folder: to write.
+        group: of these ranks, with a backend for the memory that the adapters lie in.
 
     Raises:
-        OSError: rank 0 could not write.
+        OSError: the first rank could not write.
     """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in policy.named_full_tensors("float32")}
-    lora = policy.lora
-    if policy.rank != 0 or lora is None:
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in gather(adapters, torch.float32, group)}
+    if dist.get_rank(group) != 0:
         return
     folder.mkdir(parents=True)
     file = folder / "adapter_model.safetensors"
@@ -31,7 +43,7 @@ def write_adapter_folder(policy: Policy, folder: Path) -> None:
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(policy.source.absolute()),
+        "base_model_name_or_path": str(source.absolute()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": list(lora.projections),

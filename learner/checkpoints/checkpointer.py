@@ -2,262 +2,320 @@
 
     checkpoints/step_N/
         dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
-        hf/          the same parameters, for everyone else; adapters merged
+        hf/          the same parameters in checkpoint.hf_dtype, for everyone else; adapters merged
         adapter/     with LoRA: the adapters for peft. dcp/ has no more than they
         critic/, reference/   what else the run trains or refreshes (learner/beside/saving.py)
         state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 
+`start` copies to host memory, and a thread of each rank writes while training goes on. The threads have a process group
+of their own; the ranks agree in `settle`, on the main thread, that all have written. Training waits for critic/ and
+reference/, which may lie on other ranks.
+
 A checkpoint may be loaded on another number of ranks. The learner itself draws no random numbers (dropout is off,
 sampling and data order are seeded per lease), so no generator state is kept.
 """
 
-import io
 import json
 import logging
-import shutil
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import time
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
-from learner.beside.saving import Part
+from learner.beside.saving import Part as PartBeside
+from learner.checkpoints import damage
 from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
-from learner.checkpoints.export import sync_file, write_hf_folder, write_json
-from learner.checkpoints.folders import incomplete, latest_complete, numbered, step_of
-from learner.optimizer import MOMENTS, Optimizer
+from learner.checkpoints.agreement import exchange, together
+from learner.checkpoints.export import write_hf_folder
+from learner.checkpoints.folders import CheckpointError as CheckpointError
+from learner.checkpoints.folders import incomplete, latest_complete, mark_complete, step_of, weights_only, write_json
+from learner.checkpoints.parts import HostMemory, Part, Tensors, check_layout, describe, tensors_of
+from learner.checkpoints.retention import Best, clear, delete, prune
+from learner.optimizer import Optimizer
+from learner.policy import lora
 from learner.policy.model import Policy
-from learner.policy.sharding import digests
-from weight_bus.digest import combined
+from learner.policy.sharding import Shard
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
+OWN = ("format", "packages", "base", "loss_scale", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
+"""Keys of state.json that the caller of `load` does not need."""
+LATE, GOES_ON, FAILED = "late", "goes on", "failed: "
+TURN_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or loaded; names the folder and the cause."""
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A checkpoint that is complete."""
+
+    step: int
+    folder: Path
+    kept: list[int]
+    """Steps that a run can go on from, the newest first; rank 0 knows them."""
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a checkpoint is made of. Training does not touch it, unless it waits."""
+
+    step: int
+    folder: Path
+    tensors: Tensors
+    frozen: list[Shard]
+    """What adapters are beside, which no step changes; none without LoRA."""
+    digest: str
+    state: dict[str, Any]
+
+
+class _Written(NamedTuple):
+    """What became of it: steps kept, bytes, and when; the first two on rank 0."""
+
+    kept: list[int]
+    num_bytes: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Writing:
+    """A checkpoint on its way to the disk."""
+
+    content: _Content
+    started: float
+    copied: float
+    future: Future[_Written]
+
+    def state(self, deadline: float) -> str:
+        """What this rank tells the others of it: nothing once it is written."""
+        if not self.future.done():
+            return LATE if time.monotonic() >= deadline else GOES_ON
+        error = self.future.exception()
+        return "" if error is None else f"{FAILED}{error}"
 
 
 class Checkpointer:
-    """The checkpoints of one run: runs/<name>/checkpoints/step_N. Methods but `kept` are collectives."""
+    """The checkpoints of one run: runs/<name>/checkpoints/step_N. Its methods are collectives."""
 
-    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer, parts: Sequence[Part] = ()) -> None:
-        self._config, self._policy, self._optimizer, self._parts = config, policy, optimizer, parts
-        self._run_dir = Path(config.run_dir)
-        self._parent = self._run_dir / "checkpoints"
+    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer, beside: Sequence[PartBeside] = ()) -> None:
+        """`beside` is what else the run trains or refreshes, such as a critic."""
+        self._config, self._policy, self._settings = config, policy, config.checkpoint
+        self._part, self._scale, self._beside = Part(policy, optimizer), optimizer.scale, beside
+        self._parent = Path(config.run_dir) / "checkpoints"
+        self._memory = HostMemory()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writing: _Writing | None = None
+        self.best = Best(config.checkpoint)
+        """Which checkpoints are kept for their evaluation; on rank 0."""
 
-    def save(self, step: int, *, replay: dict[str, Any], guards: Mapping[str, Any] | None = None) -> Path:
-        """Write the checkpoint of `step`, then delete all but the newest checkpoint.keep.
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        """Of the policy's ranks, for host memory, and for one thread at a time."""
+        return self._group_of(self._policy.group)
+
+    @cached_property
+    def _copy(self) -> dist.ProcessGroup:
+        """The same of those that hold one copy of the model together."""
+        return self._group if self._policy.meshes.replicas == 1 else self._group_of(self._policy.meshes.replica)
+
+    def _group_of(self, others: dist.ProcessGroup) -> dist.ProcessGroup:
+        ranks, limit = dist.get_process_group_ranks(others), timedelta(seconds=self._settings.deadline_s)
+        # ranks of a critic of its own are in the world and take no part
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        return group
+
+    @property
+    def is_writing(self) -> bool:
+        """A checkpoint was started, and the ranks have not agreed yet that it is complete."""
+        return self._writing is not None
+
+    def start(self, step: int, *, replay: Mapping[str, Any], digest: str = "", **more: Any) -> None:
+        """Copy the state of `step`, and write it in the background; without checkpoint.asynchronous, write it now.
 
         Args:
-            step: the last that was made.
-            replay: its cursor, from rank 0.
-            guards: their state, the same on all ranks.
+            step: that the weights are of.
+            replay: its cursor (rank 0's counts).
+            digest: what the weights were committed with; the copy must have it. Empty is not compared.
+            more: values for JSON that `load` gives back.
 
         Raises:
-            CheckpointError: writing failed on some rank; raised on all of them.
+            CheckpointError: writing failed on some rank; raised on all of them. In the background: by `settle`.
+            RuntimeError: the one before is not settled.
         """
-        folder, policy = self._parent / f"step_{step}", self._policy
-        with _together(policy, folder, "cleared"):
-            if policy.rank == 0 and folder.exists():  # a save that a crash cut short
-                (folder / "COMPLETE").unlink(missing_ok=True)
-                shutil.rmtree(folder)
-        own = _describe(policy, self._optimizer)
-        with _together(policy, folder, "written"):
-            tensors = _tensors(policy, self._optimizer)
-            dcp_save(tensors, checkpoint_id=folder / "dcp", process_group=policy.group)
-        for part in self._parts:
-            with _together(policy, folder, "written"):
+        if self._writing is not None:
+            raise RuntimeError(f"checkpoint {step} starts while {self._writing.content.step} is written; settle first")
+        started, policy, folder = time.monotonic(), self._policy, self._parent / f"step_{step}"
+        with together(self._group, folder, "cleared"):
+            if policy.rank == 0 and folder.exists():  # a save that a crash cut short, or of policies that are lost
+                delete(folder)
+        for part in self._beside:
+            with together(self._group, folder, "written"):
                 part.save(folder)
-        with _together(policy, folder, "written"):
-            write_hf_folder(policy, policy.source, folder / "hf", "float32")
-        if policy.lora is not None:
-            with _together(policy, folder, "written"):
-                write_adapter_folder(policy, folder / "adapter")
-        with _together(policy, folder, "completed"):
-            if policy.rank == 0:
-                _check_shards(folder)
-                state = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
-                state |= {"guards": guards} if guards is not None else {}
-                write_json(folder / "state.json", {**state, **own})
-                _complete(folder)
-                _prune(folder.parent, self._config.checkpoint.keep)
-        return folder
+        tensors = self._memory.copy(tensors_of(self._part))
+        own = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
+        own |= {"loss_scale": self._scale.state(), **describe_base(policy)}
+        content = _Content(step, folder, tensors, policy.frozen(), digest, {**own, **more})
+        copied, future = time.monotonic(), Future[_Written]()
+        if self._settings.asynchronous:
+            future = self._thread.submit(self._write, content)
+        else:
+            future.set_result(self._write(content))
+        self._writing = _Writing(content, started, copied, future)
 
-    def kept(self) -> list[int]:
-        """Steps of the complete checkpoints, the newest first."""
-        return [step_of(folder) for folder in numbered(self._parent) if not incomplete(folder)]
+    def settle(self, *, wait: bool) -> Report | None:
+        """The checkpoint that was started, once all ranks have written it; None without one, or while it is written.
+
+        With `wait`, for checkpoint.deadline_s from its start at most. Ranks decide alike.
+
+        Raises:
+            CheckpointError: a rank could not write, or takes longer than the deadline; names folder, rank and cause.
+        """
+        if self._writing is None:
+            return None
+        writing, said = self._writing, [GOES_ON]
+        deadline = writing.started + self._settings.deadline_s
+        while GOES_ON in said:
+            # in short turns: a rank must not wait in a collective for another one's disk
+            futures.wait([writing.future], timeout=max(0.0, min(deadline - time.monotonic(), TURN_S)) if wait else 0)
+            said = exchange(writing.state(deadline), self._policy.group, self._policy.device)
+            self._raise_what_failed(writing, said)
+            if not wait and GOES_ON in said:
+                return None
+        self._writing = None
+        content, written = writing.content, writing.future.result()
+        metrics = {
+            "checkpoint/step": content.step,
+            "checkpoint/copy_seconds": writing.copied - writing.started,
+            "checkpoint/seconds": written.at - writing.started,
+            "checkpoint/bytes": written.num_bytes,
+        }
+        return Report(content.step, content.folder, written.kept, metrics)
+
+    def _raise_what_failed(self, writing: _Writing, said: list[str]) -> None:
+        folder, deadline_s = writing.content.folder, self._settings.deadline_s
+        error = writing.future.exception() if writing.future.done() else None
+        for rank, text in enumerate(said):
+            if text == LATE:
+                raise CheckpointError(
+                    f"checkpoint {folder}: rank {rank} has not written it within {deadline_s:g} s"
+                    " (checkpoint.deadline_s); is the disk of run.dir slow, or gone? [slow]"
+                )
+            if text.startswith(FAILED):
+                if isinstance(error, CheckpointError):
+                    raise error
+                raise CheckpointError(f"checkpoint {folder}: rank {rank} {text}") from error
+
+    def tidy(self) -> None:
+        """Delete what need not stay, by all evaluations that have come; rank 0 alone, while nothing is written.
+
+        Raises:
+            OSError: a folder could not be deleted.
+        """
+        prune(self._parent, self.best)
+
+    def _write(self, content: _Content) -> _Written:
+        """On a thread of its own, with groups of its own: nothing here may touch what training uses."""
+        policy, group, folder, weights = self._policy, self._group, content.folder, content.tensors.weights
+        own = describe(content.tensors, group, policy.frozen_digests)
+        if content.digest not in ("", own["parameter_digest"]):
+            raise CheckpointError(
+                f"checkpoint {folder}: the copy has parameter_digest {own['parameter_digest']}, step {content.step} was"
+                f" committed with {content.digest}; weights changed while they were copied"
+            )
+        with together(group, folder, "written"):
+            dcp_save(self._for_dcp(content.tensors), checkpoint_id=folder / "dcp", process_group=group)
+        with together(group, folder, "written"):
+            if policy.meshes.in_first_replica:
+                self._write_for_others(folder, weights, content.frozen)
+        kept: list[int] = []
+        num_bytes = 0
+        with together(group, folder, "completed"):
+            if policy.rank == 0:
+                damage.check_shared(folder)
+                about = {"format": FORMAT, "packages": {name: version(name) for name in PACKAGES}}
+                write_json(folder / "state.json", {**content.state, **about, **own})
+                num_bytes = mark_complete(folder)
+                kept = prune(folder.parent, self.best)
+        return _Written(kept, num_bytes, time.monotonic())
+
+    def _write_for_others(self, folder: Path, weights: list[Shard], frozen: list[Shard]) -> None:
+        """hf/, and adapter/ with LoRA. A collective of those that hold one copy of the model. Raises OSError."""
+        policy, whole = self._policy, weights
+        if policy.lora is not None:
+            write_adapter_folder(weights, policy.lora, policy.source, folder / "adapter", self._copy)
+            whole = list(lora.merged(frozen, weights, policy.lora, self._copy))
+        write_hf_folder(whole, policy.source, folder / "hf", self._settings.hf_dtype, self._copy)
+
+    def _for_dcp(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Tensors for DCP; they share memory with those given."""
+        return {key: self._policy.as_global(shard) for key, shard in tensors.keyed()}
 
     def resume(self) -> dict[str, Any] | None:
-        """`load` the newest complete checkpoint, or return None; logs the incomplete ones."""
+        """`load` the newest complete checkpoint, or return None; clears folders that a kill has left half written."""
         found: Path | None = None
-        if self._policy.rank == 0:
-            found, passed_over = latest_complete(self._run_dir)
-            for line in passed_over:
-                log.warning("%s", line)
+        with together(self._group, self._parent, "cleared"):
+            if self._policy.rank == 0:
+                found, passed_over = latest_complete(Path(self._config.run_dir))
+                for line in passed_over:
+                    log.warning("%s", line)
+                clear(self._parent)
         step = torch.tensor(step_of(found) if found else -1, device=self._policy.device)
         dist.broadcast(step, group=self._policy.group, group_src=0)
         return self.load(self._parent / f"step_{int(step)}") if int(step) >= 0 else None
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Load weights and optimizer in place; returns step, version, seed and replay's cursor.
+        """Load weights and optimizers in place; returns step, version, seed, replay's cursor and `start`'s values.
 
         Raises:
             CheckpointError: the folder is incomplete, of another format or architecture, or what was loaded does not
                 have the digests that were saved.
         """
-        policy, optimizer = self._policy, self._optimizer
-        with _together(policy, folder, "loaded"):
-            reason = incomplete(folder)
+        with together(self._group, folder, "loaded"):
+            reason = incomplete(folder) or ("it has weights only" if weights_only(folder) else "")
             if reason:
                 raise CheckpointError(f"checkpoint {folder} is incomplete: {reason}")
-            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            state: dict[str, Any] = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             if state.get("format") != FORMAT:
                 found = state.get("format")
                 raise CheckpointError(f"checkpoint {folder} has format {found}, this version reads {FORMAT}")
-            base_problem = problem_with_base(state, policy)
-            if base_problem:
-                raise CheckpointError(f"checkpoint {folder} {base_problem}")
-            _check_layout(folder, state["layout"], policy)
-        with _together(policy, folder, "loaded"):
+            if problem := problem_with_base(state, self._policy):
+                raise CheckpointError(f"checkpoint {folder} {problem}")
+            check_layout(folder, state["layout"], self._policy)
+        tensors = tensors_of(self._part)
+        with together(self._group, folder, "loaded"):
             try:
-                dcp_load(_tensors(policy, optimizer), checkpoint_id=folder / "dcp", process_group=policy.group)
+                dcp_load(self._for_dcp(tensors), checkpoint_id=folder / "dcp", process_group=self._group)
             except CheckpointException as error:
-                why = f"{_unreadable(folder, error)}; {_remedy(folder)}"
+                why = f"{damage.unreadable(folder, error)}; {damage.remedy(folder)}"
                 raise CheckpointError(f"checkpoint {folder}: {why}") from error
-        for part in self._parts:
-            with _together(policy, folder, "loaded"):
+        for part in self._beside:
+            with together(self._group, folder, "loaded"):
                 part.load(folder)
-        optimizer.set_steps(state["optimizer_steps"])
-        optimizer.scale.load(state.get("loss_scale"))
-        found = _describe(policy, optimizer)
+        self._check_loaded(folder, state)
+        return {key: value for key, value in state.items() if key not in OWN}
+
+    def _check_loaded(self, folder: Path, saved: Mapping[str, Any]) -> None:
+        self._part.optimizer.set_steps(saved["optimizer_steps"])
+        self._scale.load(saved.get("loss_scale"))
+        found = describe(tensors_of(self._part), self._policy.group, self._policy.frozen_digests)
         for key in ("parameter_digest", "optimizer_digest"):
-            if found[key] != state[key]:
+            if found[key] != saved[key]:
                 raise CheckpointError(
-                    f"checkpoint {folder}: {key} is {found[key]} after loading, {state[key]} was saved;"
-                    f" {_damaged(folder) or 'its files are readable'}; {_remedy(folder)}"
+                    f"checkpoint {folder}: {key} is {found[key]} after loading, {saved[key]} was saved;"
+                    f" {damage.damaged(folder) or 'its files are readable'}; {damage.remedy(folder)}"
                 )
-        return {key: value for key, value in state.items() if key not in found}
-
-
-def _check_shards(folder: Path) -> None:
-    """Raises CheckpointError when another rank's shards are not visible here."""
-    stored = FileSystemReader(folder / "dcp").read_metadata().storage_data
-    away = sorted({f.relative_path for f in stored.values() if not (folder / "dcp" / f.relative_path).is_file()})
-    if away:
-        raise CheckpointError(f"{folder}: dcp/{away[0]} is not here; run.dir must be shared by all learner nodes")
-
-
-def _unreadable(folder: Path, error: CheckpointException) -> str:
-    """Which file of the checkpoint could not be read, and why."""
-    cause, frames = next(iter(error.failures.values()))
-    no_index = "metadata" in str(cause) or any(frame.name == "read_metadata" for frame in frames)
-    damage = "dcp/.metadata is damaged" if no_index else _damaged(folder)
-    return damage or f"dcp/ could not be read ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
-
-
-def _damaged(folder: Path) -> str:
-    """The first damaged file, found by the CRC stored with each tensor; empty for none."""
-    for index, place in FileSystemReader(folder / "dcp").read_metadata().storage_data.items():
-        with (folder / "dcp" / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            part = io.BytesIO(file.read(place.length))
-        try:
-            with zipfile.ZipFile(part) as members:
-                damaged = members.testzip() is not None
-        except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError):
-            damaged = True
-        if damaged:
-            return f"dcp/{place.relative_path} is damaged at {index.fqn}"
-    return ""
-
-
-def _remedy(folder: Path) -> str:
-    """How to continue without this checkpoint."""
-    older = [other for other in numbered(folder.parent) if step_of(other) < step_of(folder) and not incomplete(other)]
-    there = older[0].name if older else "the initial model, if the journal has every step"
-    return f"restore it from a copy, or move {folder.name} away: then --resume goes on from {there}"
-
-
-def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Tensors for DCP; they share memory with the parameters and moments."""
-    tensors = {f"model.{shard.name}": policy.as_global(shard) for shard in policy.shards()}
-    for kind in MOMENTS:
-        tensors |= {f"optimizer.{kind}.{shard.name}": policy.as_global(shard) for shard in optimizer.moments(kind)}
-    return tensors
-
-
-def _describe(policy: Policy, optimizer: Optimizer) -> dict[str, Any]:
-    """What state.json says of the weights and moments (a collective)."""
-    moments = [shard for kind in MOMENTS for shard in optimizer.moments(kind)]
-    moments = [replace(shard, name=f"{i}.{shard.name}") for i, shard in enumerate(moments)]
-    return {
-        "format": FORMAT,
-        "parameter_digest": policy.parameter_digest(),
-        "optimizer_digest": combined(digests(moments, torch.float32, policy.group)),
-        "optimizer_steps": optimizer.num_steps,
-        "loss_scale": optimizer.scale.state(),
-        "layout": [[name, list(shape)] for name, _, shape in policy.layout("float32")],
-        **describe_base(policy),
-        "packages": {name: version(name) for name in PACKAGES},
-    }
-
-
-def _check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
-    mine = {name: list(shape) for name, _, shape in policy.layout("float32")}
-    theirs = {name: shape for name, shape in saved}
-    for name in [*mine, *theirs]:
-        if mine.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"checkpoint {folder} is of another architecture: {name} is {theirs.get(name)} there"
-                f" and {mine.get(name)} in {policy.source}"
-            )
-
-
-@contextmanager
-def _together(policy: Policy, folder: Path, done: str) -> Iterator[None]:
-    """Raise a failure of one rank on all ranks, instead of leaving the others waiting."""
-    cause: BaseException | None = None
-    try:
-        yield
-    except (OSError, ValueError, KeyError, CheckpointError, CheckpointException) as error:
-        cause = error
-    failed = torch.tensor([cause is not None], dtype=torch.int32, device=policy.device)
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=policy.group)
-    if isinstance(cause, CheckpointError):
-        raise cause
-    if cause is not None:
-        raise CheckpointError(f"checkpoint {folder} could not be {done}: {cause}") from cause
-    if int(failed):
-        raise CheckpointError(f"checkpoint {folder} could not be {done} on another rank; its log says why")
-
-
-def _complete(folder: Path) -> None:
-    inside = sorted(folder.rglob("*"))
-    for path in (*inside, folder):
-        sync_file(path)
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
-    write_json(folder / "COMPLETE", {"files": sizes})
-    sync_file(folder)
-    sync_file(folder.parent)
-
-
-def _prune(parent: Path, keep: int) -> None:
-    complete = [folder for folder in numbered(parent) if (folder / "COMPLETE").is_file()]
-    for folder in complete[keep:]:
-        # First the mark: a crash in the middle must not leave a folder that looks complete.
-        (folder / "COMPLETE").unlink()
-        shutil.rmtree(folder)

@@ -2,19 +2,23 @@
 
 import json
 import math
-import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from learner.policy.model import Policy
-from learner.policy.sharding import DTYPES, gather
+from learner.checkpoints.folders import sync_file, write_json
+from learner.policy.sharding import DTYPES, Shard, gather_pieces
 
-FILE_BYTES = 4_000_000_000
-"""A safetensors file holds at most this much, or a single larger tensor; also the memory that rank 0 needs."""
+Layout = Sequence[tuple[str, str, tuple[int, ...]]]
+"""(name, dtype, shape) of each tensor."""
+
+FILE_BYTES = 1_000_000_000
+"""A safetensors file holds at most this much, or a single larger tensor; also the memory that a rank needs for it."""
 
 COPIED = (
     "generation_config.json",
@@ -31,33 +35,49 @@ COPIED = (
 """What is taken over from the source folder unchanged, where it is there."""
 
 
-def write_hf_folder(policy: Policy, source_folder: Path, target: Path, dtype: str) -> None:
+def write_hf_folder(
+    shards: Sequence[Shard], source_folder: Path, target: Path, dtype: str, group: dist.ProcessGroup
+) -> None:
     """Write the weights in `dtype` with everything that AutoModelForCausalLM.from_pretrained needs. A collective.
 
-    Rank 0 writes while all ranks gather; every file is flushed to disk before it returns there. Tied embeddings are
-    written once, as model.embed_tokens.weight. Adapters are merged into what they adapt.
+    Files go to the ranks in turn: each gathers the tensors of its own file and no others, and all write at once. Every
+    file is flushed to disk. Tied embeddings are written once, as model.embed_tokens.weight.
+
+    Args:
+        shards: of each parameter, float32, on any device.
+        source_folder: what config.json and tokenizer are taken from.
+        target: the folder to write, on a disk that all ranks see.
+        dtype: a name in DTYPES.
+        group: of these ranks, with a backend for host memory.
 
     Raises:
-        OSError: rank 0 could not write. It goes on gathering before it raises, so no other rank is left alone.
+        OSError: this rank could not write. It goes on gathering before it raises, so no other rank is left alone.
     """
-    files = plan_files(policy.model_layout(dtype))
-    file_of = {name: target / file for file, names in files.items() for name in names}
-    pending: dict[str, torch.Tensor] = {}
-    total, error = 0, None
-    for name, tensor in gather(policy.model_shards(), DTYPES[dtype], policy.meshes.replica):
-        if policy.rank != 0 or error is not None:
-            continue
-        pending[name] = tensor.cpu().contiguous()
-        total += tensor.numel() * tensor.element_size()
-        if len(pending) == len(files[file_of[name].name]):
-            error = _write_tensors(pending, file_of[name])
-            pending = {}
-    if error is not None:
-        raise error
-    if policy.rank != 0:
-        return
+    layout = [(shard.name, dtype, shard.shape) for shard in shards]
+    files, by_name = plan_files(layout), {shard.name: shard for shard in shards}
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    names = list(files)
+    errors: list[OSError] = []
+    for first in range(0, len(names), world_size):
+        held: dict[str, torch.Tensor] = {}
+        for owner, name in enumerate(names[first : first + world_size]):
+            pieces = gather_pieces([by_name[tensor] for tensor in files[name]], DTYPES[dtype], group, only=owner)
+            held |= {tensor: each.whole().cpu() for tensor, each in pieces if owner == rank}
+        if held and not errors:
+            errors += _write_tensors(held, target / names[first + rank])
+    if errors:
+        raise errors[0]
+    if rank == 0:
+        _write_the_rest(layout, files, source_folder, target, dtype)
+
+
+def _write_the_rest(
+    layout: Layout, files: Mapping[str, list[str]], source_folder: Path, target: Path, dtype: str
+) -> None:
+    """All but the weights: the index of several files, config.json, tokenizer."""
     if len(files) > 1:
-        weight_map = {name: file.name for name, file in file_of.items()}
+        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+        total = sum(math.prod(shape) for _, _, shape in layout) * DTYPES[dtype].itemsize
         write_json(
             target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
@@ -71,20 +91,20 @@ def write_hf_folder(policy: Policy, source_folder: Path, target: Path, dtype: st
     sync_file(target)
 
 
-def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> OSError | None:
+def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> list[OSError]:
     """Write and flush one file; what went wrong, if anything."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, file, metadata={"format": "pt"})
         sync_file(file)
     except OSError as error:
-        return error
+        return [error]
     except SafetensorError as error:
-        return OSError(f"{file}: {error}")
-    return None
+        return [OSError(f"{file}: {error}")]
+    return []
 
 
-def plan_files(layout: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, list[str]]:
+def plan_files(layout: Layout) -> dict[str, list[str]]:
     """Which tensors go into which file, in order.
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
@@ -101,21 +121,3 @@ def plan_files(layout: list[tuple[str, str, tuple[int, ...]]]) -> dict[str, list
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write and flush to disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_file(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

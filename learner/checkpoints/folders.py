@@ -1,34 +1,70 @@
-"""The folders checkpoints/step_N of a run: which are complete, and which one a run goes on from. Imports no torch."""
+"""The folders checkpoints/step_N of a run: what each of them is good for. Imports no torch."""
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
+
+MARK = "COMPLETE"
+"""File that is written last: names and sizes of all others, and whether weights alone are left."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or loaded; names the folder and the cause."""
 
 
 def latest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, or none, and why newer folders are skipped."""
+    """The newest checkpoint that a run can go on from, or none, and why newer folders are skipped."""
     passed_over: list[str] = []
     for folder in numbered(run_dir / "checkpoints"):
         reason = incomplete(folder)
-        if not reason:
+        if resumable(folder):
             return folder, passed_over
-        passed_over.append(f"checkpoint {folder.name} is passed over: {reason}")
+        if reason:
+            passed_over.append(f"checkpoint {folder.name} is passed over: {reason}")
     return None, passed_over
 
 
 def incomplete(folder: Path) -> str:
     """Why the folder is not a complete checkpoint, or an empty string."""
     try:
-        sizes = json.loads((folder / "COMPLETE").read_text(encoding="utf-8"))["files"]
-        for name, size in sizes.items():
+        for name, size in _mark(folder)["files"].items():
             found = (folder / name).stat().st_size
             if found != size:
-                return f"{name} has {found} bytes, COMPLETE says {size}"
+                return f"{name} has {found} bytes, {MARK} says {size}"
     except FileNotFoundError as error:
         return f"no {Path(str(error.filename)).relative_to(folder)}"
-    except (ValueError, KeyError, AttributeError, OSError) as error:
-        return f"COMPLETE is not readable: {error!r}"
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
+        return f"{MARK} is not readable: {error!r}"
     return ""
+
+
+def weights_only(folder: Path) -> bool:
+    """Whether a complete checkpoint has hf/ alone: it was among the best and is no more among the newest."""
+    return bool(_mark(folder).get("weights_only", False))
+
+
+def resumable(folder: Path) -> bool:
+    """Whether a run can go on from it."""
+    return not incomplete(folder) and not weights_only(folder)
+
+
+def mark_complete(folder: Path) -> int:
+    """Flush all files of a checkpoint to disk, and write its mark; how many bytes they have."""
+    inside = sorted(folder.rglob("*"))
+    for path in (*inside, folder):
+        sync_file(path)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in inside if path.is_file()}
+    write_json(folder / MARK, {"files": sizes})
+    sync_file(folder)
+    sync_file(folder.parent)
+    return sum(sizes.values())
+
+
+def _mark(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    return value
 
 
 def numbered(parent: Path) -> list[Path]:
@@ -40,3 +76,21 @@ def numbered(parent: Path) -> list[Path]:
 def step_of(folder: Path) -> int:
     """N of step_N."""
     return int(folder.name.removeprefix("step_"))
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write and flush to disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

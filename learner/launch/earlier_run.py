@@ -5,17 +5,25 @@ A playback needs no engine; it runs beside the original, as long as its journal,
 
 import json
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from configs.base import ConfigError
-from configs.loading import load, read_yaml
+from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
 from learner import ledger
 from learner.launch.preflight import with_free_name
+from replay.fingerprint import FingerprintError, model_fingerprint
 from replay.journal import JournalReader
+from replay.journal.apply import KEPT
+
+CHANGES = "config.changes.log"
+FIXED = tuple(key for _, _, key in KEPT if key in leaf_keys())
+"""Keys that a journal depends on. Of the data, replay compares the contents: its path may change."""
 
 BEFORE: dict[str, Any] = {"learner.share_prefixes": False}
 """What a run did whose folder is older than a key, where its default would train other bits."""
@@ -25,11 +33,12 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
     """The run's own configuration, replay's port included: rollout servers elsewhere look for it there.
 
     Raises:
-        ConfigError: the folder is no run, or the run is past the steps that it shall have.
+        ConfigError: the folder is no run, the run is past the steps that it shall have, or a key cannot change.
     """
     path, folder = _config_file("--resume", run_dir), run_dir.resolve()
     as_it_was = [f"run.name={folder.name}", f"run.dir={folder.parent}", *_as_it_was(path)]
     config = load(path, [*as_it_was, *overrides])
+    _check_changes(run_dir, changes(run_dir, overrides, config), config)
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
     if wanted < done:
@@ -38,6 +47,62 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
             " --steps, or leave it out"
         )
     return config
+
+
+def changes(run_dir: Path, overrides: list[str], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Keys to which overrides give a resumed run another value than its config.yaml has: (old, new)."""
+    before = _leaves(read_yaml((run_dir / "config.yaml").read_bytes()))
+    after = _leaves(config.model_dump(mode="json"))
+    given = tuple(f"{override.partition('=')[0].strip()}." for override in overrides)
+    changed = [key for key in after if f"{key}.".startswith(given) and before.get(key) != after[key]]
+    return {key: (before.get(key), after[key]) for key in changed}
+
+
+def described(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """One line a key. Example: `learner.lr: 1e-06 -> 5e-07`."""
+    return [f"{key}: {old} -> {new}" for key, (old, new) in changed.items()]
+
+
+def log_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
+    """Append what a resume has changed to config.changes.log: config.yaml has the new values only."""
+    if changed:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        with (run_dir / CHANGES).open("a", encoding="utf-8") as file:
+            file.writelines(f"{now} --resume: {line}\n" for line in described(changed))
+
+
+def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config: Config) -> None:
+    for key in FIXED:
+        if key in changed:
+            raise ConfigError(
+                f"--resume: {key}: {run_dir} was begun with {changed[key][0]!r}, and its journal depends on it; leave"
+                f" --set {key} out, or start a new run"
+            )
+    if not {"model.path", "model.chat_template"} & changed.keys():
+        return
+    model = config.model
+    path, template = (
+        changed.get(f"model.{name}", (value, value))[0]
+        for name, value in (("path", model.path), ("chat_template", model.chat_template))
+    )
+    try:
+        before = model_fingerprint(path, template)
+    except FingerprintError:
+        return  # it was moved; the checkpoint has the shapes, and rollout servers and learner compare the rest
+    now = model_fingerprint(model.path, model.chat_template)
+    if different := [name for name in before if before[name] != now[name]]:
+        raise ConfigError(
+            f"--resume: model.path: {model.path} has another {different[0]} than {path}, with which {run_dir} was"
+            " begun; leave --model out, or start a new run from a checkpoint's weights with --model"
+        )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values of a configuration by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def played_back(run_dir: Path, overrides: list[str]) -> Config:
@@ -57,6 +122,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
         "learner.total_steps": steps,
         "placement.local_rollouts": "false",
         "evaluation.every_steps": 0,
+        "checkpoint.keep_best": 0,
         "network.replay_port": 0,
     }
     settings = [*_as_it_was(path), *(f"{key}={value}" for key, value in fixed.items())]

@@ -14,6 +14,7 @@ from configs.base import ConfigError
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.beside.folders import check_folders
+from learner.checkpoints.folders import MARK, incomplete
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_loss, problem_with_reward
 from learner.launch.terminal import say
@@ -82,6 +83,7 @@ def check_input(config: Config) -> None:
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
             " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
+    _check_checkpoint(folder.parent if folder.name == "hf" else folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ConfigError(
@@ -105,6 +107,15 @@ def check_input(config: Config) -> None:
     check_prompts(config, config.data.train)
     if config.data.eval is not None and config.evaluation.every_steps:
         check_prompts(config, config.data.eval)
+
+
+def _check_checkpoint(folder: Path) -> None:
+    """Raises ConfigError when the folder is a checkpoint that is not complete."""
+    if any((folder / name).exists() for name in ("dcp", "state.json", MARK)) and (reason := incomplete(folder)):
+        raise ConfigError(
+            f"model.path: checkpoint {folder} is not complete ({reason}); its run clears or completes it with"
+            " --resume; take another step_N beside it"
+        )
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:

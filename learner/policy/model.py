@@ -7,7 +7,7 @@ the tokens of the whole batch.
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +153,6 @@ class Policy:
             return []
         named = [(name, p) for name, p in self._all_parameters() if not p.requires_grad]
         return [shard_of(name, p, self.meshes) for name, p in named]
-
-    def model_shards(self) -> Iterable[Shard]:
-        """This rank's rows of each tensor of the model as it answers, adapters merged. A collective: exhaust it."""
-        return self.shards() if self.lora is None else lora.merged(self, self.lora)
-
-    def model_layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, shape) of everything that `model_shards` yields."""
-        return [(shard.name, dtype, shard.shape) for shard in self.frozen() or self.shards()]
 
     def shards(self) -> list[Shard]:
         """This rank's block of each parameter, sharing memory."""

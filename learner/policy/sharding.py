@@ -129,19 +129,20 @@ def gather(shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup
 
 
 def gather_pieces(
-    shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup
+    shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup, *, only: int | None = None
 ) -> Iterator[tuple[str, Pieces]]:
     """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
 
     Nothing is put together but what tensor ranks have divided by columns: a rank that needs the tensor copies the
-    parts. Nothing else is written to their memory. `group` holds one copy of the model.
+    parts. Nothing else is written to their memory. `group` holds one copy of the model. With `only`, parts go through
+    host memory to that rank of the group alone, and others get nothing.
     """
     if dist.get_world_size(group) == 1:
         for shard in shards:
             yield shard.name, Pieces(shard.shape, dtype, [shard.local.reshape(-1)])
         return
     for span in spans(shards, dtype.itemsize):
-        yield from _gather_span(span, dtype, group)
+        yield from _gather_span(span, dtype, group, only)
 
 
 def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
@@ -159,17 +160,25 @@ def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
         yield span
 
 
-def _gather_span(span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, Pieces]]:
+def _gather_span(
+    span: list[Shard], dtype: torch.dtype, group: dist.ProcessGroup, only: int | None
+) -> Iterator[tuple[str, Pieces]]:
     world_size = dist.get_world_size(group)
     # Chunking gives rank 0 at least as many rows of every tensor as any other rank, so its part is the widest.
     width = sum(shard.held_by(0, world_size) for shard in span)
-    send = torch.empty(width, dtype=dtype, device=span[0].local.device)
+    send = torch.empty(width, dtype=dtype, device=span[0].local.device if only is None else "cpu")
     mine = [s.local.reshape(-1) for s in span if s.local.numel()]
     if mine:
         sizes = [local.numel() for local in mine]
         torch._foreach_copy_(list(torch.split(send[: sum(sizes)], sizes)), mine)  # casts on the way
-    received = torch.empty(world_size * width, dtype=dtype, device=send.device)
-    dist.all_gather_into_tensor(received, send, group=group)
+    takes = only in (None, dist.get_rank(group))
+    received = torch.empty(world_size * width if takes else 0, dtype=dtype, device=send.device)
+    if only is None:
+        dist.all_gather_into_tensor(received, send, group=group)
+    else:
+        dist.gather(send, list(torch.split(received, width)) if takes else None, group=group, group_dst=only)
+    if not takes:
+        return
     cursors = [rank * width for rank in range(world_size)]
     for shard in span:
         parts = []
@@ -195,8 +204,10 @@ def _in_order(shard: Shard, parts: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _carrier(held: torch.Tensor, group: dist.ProcessGroup) -> torch.device:
-    """Where a collective takes numbers from; NCCL takes none of host memory, where moments may lie."""
-    return torch.device("cuda") if not held.is_cuda and dist.get_backend(group) == "nccl" else held.device
+    """Where a collective takes numbers from: gloo host memory, NCCL none of it, where moments may lie."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return held.device if held.is_cuda else torch.device("cuda")
 
 
 def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:

@@ -97,7 +97,8 @@ class Watch:
     @property
     def writes_checkpoint(self) -> bool:
         """A checkpoint folder of a step above all complete ones is there without its mark."""
-        return any(step >= self.history.version for step in self.checkpoints(complete=False))
+        newest = max(self.checkpoints(complete=True), default=0)
+        return any(step > newest for step in self.checkpoints(complete=False))
 
     def checkpoints(self, *, complete: bool) -> list[int]:
         paths = (self.folder / "checkpoints").glob("step_*")

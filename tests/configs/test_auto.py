@@ -8,7 +8,9 @@ from configs.infrastructure import WeightBus
 from configs.loading import PRESETS, dump, parse, read_yaml
 
 ON_CPU = {"rollout.engine": "torch", "rollout.dtype": "float32", "learner.compute_dtype": "float32"}
+ON_CPU |= {"checkpoint.hf_dtype": "float32"}
 ON_GPU = {"rollout.engine": "sglang", "rollout.dtype": "bfloat16", "learner.compute_dtype": "bfloat16"}
+ON_GPU |= {"checkpoint.hf_dtype": "bfloat16"}
 NODES = "rollout: 'node1:0', learner: 'node0:0'"
 
 

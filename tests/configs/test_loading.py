@@ -19,6 +19,7 @@ KL = ["algorithm.kl=k3"]
 KL_REWARD = [*KL, "algorithm.kl_in=reward"]
 GAE = ["algorithm.advantage=gae"]
 STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
+BEST = ["checkpoint.keep_best=1", "checkpoint.best_metric=val-core/sort6/greedy"]
 NODES = ["placement.rollout=node0:0-2", "placement.learner=node1:0"]
 ONE_EACH = ["placement.rollout=node0:0", "placement.learner=node1:0; node2:0"]
 HALVED = ["learner.mesh.context=2"]
@@ -129,6 +130,9 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
         ([*KL, "placement.reference=node0:2"], ["placement", "node0:2 is given to both", "learner", "reference"]),
         ([*KL, "placement.reference=node1:0"], ["placement.reference", "node1", "no learner rank"]),
         ([*KL, "placement.reference=gpu"], ["placement", "'gpu'", "not of the form"]),
+        (["checkpoint.keep_best=1"], ["checkpoint.keep_best", "1 without checkpoint.best_metric", "keep_best=0"]),
+        ([*BEST, "evaluation.every_steps=0"], ["checkpoint.keep_best", "evaluate data.eval"]),
+        ([*BEST, "checkpoint.every_steps=12"], ["every 12 steps not all are (evaluation.every_steps 5)"]),
         (["learner.max_tokens_per_microbatch=20"], ["learner.max_tokens_per_microbatch", "20", "26"]),
         (
             ["learner.mesh.tensor=4"],
@@ -152,6 +156,7 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides, words
         ["weight_bus.apply=direct", "rollout.engine=sglang"],
         STAGED,
         [*STAGED, "weight_bus.backend=nccl"],
+        [*BEST, "checkpoint.every_steps=20"],
         [*STAGED, *TWO_WIDE, "weight_bus.backend=nccl"],
         [*STAGED, "weight_bus.delta=true"],
         *(["network.host=" + host] for host in ("localhost", "127.9.9.9", "::1")),

@@ -12,6 +12,7 @@ from tests.support.runs import ROOT, Runs
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 5
+SCORE = "val-core/sort6/greedy"
 LAG_0 = ("replay.async_lag=0", "rollout.temperature=0.7", "tracking.save_rollouts_every=1")
 
 
@@ -20,7 +21,8 @@ def clean(tmp_path_factory, sort6, zygote):
     """A run on two ranks that has finished: evaluations, checkpoints, trackers, plot, every trajectory saved."""
     runs = Runs(tmp_path_factory.mktemp("clean"), sort6, zygote)
     trackers = ("tracking.plot=true", "tracking.tensorboard=true")
-    settings = (*LAG_0, *trackers, "evaluation.every_steps=3", "checkpoint.every_steps=2")
+    best = ("checkpoint.keep_best=1", f"checkpoint.best_metric={SCORE}")
+    settings = (*LAG_0, *trackers, *best, "evaluation.every_steps=2", "checkpoint.every_steps=2")
     run = runs(*settings, steps=STEPS, split="1:2", name="clean")
     assert run.wait() == 0, run.text()[-3000:]
     yield run
@@ -36,12 +38,19 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(clean):
     assert all(row["weight_sync/digests_equal"] for row in syncs) and syncs[-1]["weight_sync/members"] == 1
 
     evaluated = {row["version"] for row in clean.rows() if any(key.startswith("val-core/") for key in row)}
-    assert evaluated == {0, 3, STEPS}
+    assert evaluated == {0, 2, 4, STEPS}
     rows = (clean.folder / "evaluations" / f"version_{STEPS}_greedy.jsonl").read_text().splitlines()
     assert len(rows) == 64
 
-    checkpoints = sorted(path.name for path in (clean.folder / "checkpoints").iterdir())
-    assert checkpoints == ["step_4", "step_5"], "checkpoint.keep is 2"
+    checkpoints = clean.folder / "checkpoints"
+    scores = {row["version"]: row[SCORE] for row in clean.rows() if row.get("version", 0) > 0 and SCORE in row}
+    best = max(scores, key=lambda version: (scores[version], version))
+    found = {path.name for path in checkpoints.glob("step_*")}
+    assert found == {"step_4", "step_5", f"step_{best}"}, "checkpoint.keep is 2, and the best"
+    assert (checkpoints / "best").resolve().name == f"step_{best}"
+    written = [row for row in clean.rows() if "checkpoint/seconds" in row]
+    assert [row["checkpoint/step"] for row in written] == [2, 4, STEPS]
+    assert all(row["checkpoint/copy_seconds"] < row["checkpoint/seconds"] for row in written)
     assert (clean.folder / "plots" / "summary.png").stat().st_size > 10_000
     assert list((clean.folder / "tensorboard").glob("events.*"))
     assert clean.nothing_left()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
 from recorded import batch_of, random_step
-from tiny_models import built, make_config
+from tiny_models import built, make_config, saved
 
 from learner.checkpoints.checkpointer import Checkpointer
 from learner.guards import Guards
@@ -54,7 +54,7 @@ def main() -> None:
             with (folder / f"{name}.txt").open("a") as file:
                 file.write(f"{step} {policy.parameter_digest()} {seconds}\n")
             if step % 3 == 0:
-                keeper.save(step, replay={}, guards=guards.state())
+                saved(keeper, step, guards=guards.state())
             if step == settings.get("kill_at"):
                 os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
-from tiny_models import built, make_config
+from tiny_models import built, make_config, saved
 from two_ranks import CONDITIONED, sharded_gradients, steps
 
 from configs import Config
@@ -47,7 +47,7 @@ def observe(folder: Path, ranks: Ranks) -> dict[str, Any]:
     for dtype in ("float32", "bfloat16"):
         full = dict(policy.named_full_tensors(dtype))
         seen[f"digests_equal_{dtype}"] = policy.shard_digests(dtype) == {n: slice_digest(t) for n, t in full.items()}
-    Checkpointer(config, policy, optimizer).save(NUM_STEPS, replay={"cursor": 7} if ranks.is_first else {})
+    saved(Checkpointer(config, policy, optimizer), NUM_STEPS, replay={"cursor": 7} if ranks.is_first else {})
     seen["saved"] = policy.parameter_digest()
     fresh, fresh_optimizer = built(config, ranks.mesh, ranks.device)
     state = Checkpointer(config, fresh, fresh_optimizer).resume()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from recorded import batch_of, random_step
 from safetensors.torch import save_file
-from tiny_models import CPU, built, make_config, process_group
+from tiny_models import CPU, built, make_config, process_group, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -71,7 +71,7 @@ class Made:
         update = trainer.train_step(batch_of(random_step(number), number, **place))
         assert not update.reason
         if number == 2:
-            self.checkpoints.save(2, replay={})
+            saved(self.checkpoints, 2)
         return update.values
 
     @property

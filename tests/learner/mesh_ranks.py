@@ -15,6 +15,7 @@ import torch
 from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
 from tiny_models import CPU, built, make_config, process_group, save_model
+from tiny_models import saved as saved_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import Config
@@ -123,7 +124,7 @@ def moved(folder: Path, saved: Case, loaded: Case, world_size: int, meshes: dict
         keeper = Checkpointer(config, policy, optimizer)
         if name == "saved":
             steps(policy, optimizer, config, range(1, 3))
-            checkpoint = keeper.save(2, replay={})
+            checkpoint = saved_folder(keeper, 2)
         else:
             keeper.load(checkpoint)
         seen[name] = [policy.parameter_digest(), optimizer.num_steps]

@@ -3,15 +3,15 @@
 import json
 import logging
 import re
+import threading
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
-from tiny_models import built, make_config, save_model
+from tiny_models import built, make_config, save_model, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -43,10 +43,10 @@ def test_everything_comes_back(config, mesh):
     policy, optimizer = built(config, mesh)
     for step in (1, 2):
         train_on(batch_of(random_step(step), step), policy, optimizer, config)
-    folder = Checkpointer(config, policy, optimizer).save(2, replay={"leases": [[0, 1, 2]]})
+    folder = saved(Checkpointer(config, policy, optimizer), 2, replay={"leases": [[0, 1, 2]]}, scale=[65536.0])
     again, fresh_optimizer = built(config, mesh)
     state = Checkpointer(config, again, fresh_optimizer).resume()
-    assert state == {"step": 2, "version": 2, "seed": 3, "replay": {"leases": [[0, 1, 2]]}}
+    assert state == {"step": 2, "version": 2, "seed": 3, "replay": {"leases": [[0, 1, 2]]}, "scale": [65536.0]}
     assert again.parameter_digest() == policy.parameter_digest() and fresh_optimizer.num_steps == 2
     for kind in ("exp_avg", "exp_avg_sq"):
         pairs = zip(fresh_optimizer.moments(kind), optimizer.moments(kind), strict=True)
@@ -61,15 +61,8 @@ def test_everything_comes_back(config, mesh):
     assert sizes == {name: size for name, size in on_disk.items() if name != "COMPLETE"}
 
 
-def test_the_newest_are_kept(config, keeper):
-    for step in (8, 9, 10):
-        keeper.save(step, replay={})
-    folder = Path(config.run_dir) / "checkpoints"
-    assert sorted(p.name for p in folder.iterdir()) == ["step_10", "step_9"] and keeper.kept() == [10, 9]
-
-
 def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
-    first, second = keeper.save(1, replay={}), keeper.save(2, replay={})
+    first, second = saved(keeper, 1), saved(keeper, 2)
     run = Path(config.run_dir)
     cut = second / "hf" / "model.safetensors"
     whole = cut.read_bytes()
@@ -87,16 +80,8 @@ def test_incomplete_folders_are_passed_over_and_named(config, keeper, caplog):
     (second / "COMPLETE").unlink()
     with pytest.raises(CheckpointError, match="is incomplete: no COMPLETE"):
         keeper.load(second)
-    keeper.save(2, replay={"again": 1})  # a crashed save is written over
+    saved(keeper, 2, replay={"again": 1})  # a crashed save is written over
     assert latest_complete(run)[0] == second
-
-
-def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatch):
-    older = keeper.save(1, replay={})
-    monkeypatch.setattr(checkpointer, "_complete", Mock(side_effect=KeyboardInterrupt))  # stands for kill -9
-    with pytest.raises(KeyboardInterrupt):
-        keeper.save(2, replay={})
-    assert latest_complete(Path(config.run_dir))[0] == older
 
 
 @pytest.mark.parametrize(
@@ -108,8 +93,8 @@ def test_a_crash_before_the_mark_leaves_the_older_one(config, keeper, monkeypatc
     ],
 )
 def test_flipped_bytes_are_named_by_file_with_a_remedy(config, mesh, keeper, name, share, words):
-    keeper.save(1, replay={})
-    newest = keeper.save(2, replay={})
+    saved(keeper, 1)
+    newest = saved(keeper, 2)
     damaged = newest / "dcp" / name
     data = bytearray(damaged.read_bytes())
     data[int(share * len(data))] ^= 0xFF
@@ -131,7 +116,7 @@ def test_flipped_bytes_are_named_by_file_with_a_remedy(config, mesh, keeper, nam
     ],
 )
 def test_another_architecture_is_refused_by_name(tmp_path, mesh, keeper, change, difference):
-    folder = keeper.save(1, replay={})
+    folder = saved(keeper, 1)
     other = make_config(save_model(tmp_path / "other", **change), run={"dir": str(tmp_path), "name": "run"})
     with pytest.raises(CheckpointError, match=difference):
         fresh(other, mesh).load(folder)
@@ -147,9 +132,51 @@ def test_another_architecture_is_refused_by_name(tmp_path, mesh, keeper, change,
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(keeper, old, new, words):
-    folder = keeper.save(1, replay={})
+    folder = saved(keeper, 1)
     path = folder / "state.json"
     text = path.read_text()
     path.write_text(re.sub(old, new, text).ljust(len(text)))
     with pytest.raises(CheckpointError, match=words):
         keeper.load(folder)
+
+
+def test_a_half_written_folder_is_cleared(config, keeper, caplog):
+    whole, half = saved(keeper, 1), saved(keeper, 2)
+    (half / "COMPLETE").unlink()
+    assert keeper.resume()["step"] == 1
+    assert "checkpoint step_2 was half written: deleted" in caplog.text
+    assert list(whole.parent.iterdir()) == [whole]
+
+
+def test_a_copy_of_other_weights_than_were_committed_is_refused(keeper):
+    with pytest.raises(CheckpointError, match=r"step_1: the copy has parameter_digest .* was committed with 00"):
+        saved(keeper, 1, digest="00")
+
+
+def test_a_disk_that_hangs_ends_the_run_at_the_deadline(qwen3, tmp_path, mesh, monkeypatch):
+    limits = {"run": {"dir": str(tmp_path), "name": "run"}, "checkpoint": {"deadline_s": 0.3}}
+    config, gate = make_config(qwen3, **limits), threading.Event()
+    monkeypatch.setattr(checkpointer, "dcp_save", lambda *_, **__: gate.wait(60))
+    keeper = fresh(config, mesh)
+    keeper.start(1, replay={})
+    assert keeper.settle(wait=False) is None
+    with pytest.raises(CheckpointError, match=r"step_1: rank 0 has not written it within 0.3 s .checkpoint.deadline_s"):
+        keeper.settle(wait=True)
+    gate.set()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_folder_for_others_may_have_another_dtype_than_the_state(qwen3, tmp_path, mesh, asynchronous):
+    sections = {"run": {"dir": str(tmp_path), "name": "run"}, "replay": {"async_lag": 2}}
+    config = make_config(qwen3, checkpoint={"asynchronous": asynchronous, "hf_dtype": "bfloat16"}, **sections)
+    policy, optimizer = built(config, mesh)
+    train_on(batch_of(random_step(1), 1), policy, optimizer, config)
+    folder = saved(Checkpointer(config, policy, optimizer), 1)
+    again, resumed = built(config, mesh)
+    state = Checkpointer(config, again, resumed).load(folder)
+    assert state == {"step": 1, "version": 1, "seed": 0, "replay": {}}
+    assert again.parameter_digest() == policy.parameter_digest() and resumed.num_steps == 1
+    exported = load_file(folder / "hf" / "model.safetensors")
+    expected = dict(policy.named_full_tensors("bfloat16"))
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    assert json.loads((folder / "hf" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from configs import Config, ConfigError, load
+from learner.checkpoints.folders import mark_complete
 from learner.launch import prompt_check, reward_source
 from learner.launch.preflight import check_input
 from learner.launch.prompt_check import check_prompts
@@ -112,6 +113,25 @@ def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
     Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
     with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
         check_input(config_of(model, *map("=".join, files.items())))
+
+
+def test_a_checkpoint_is_a_model_if_it_is_whole(model, tmp_path):
+    """By its folder or by the link to the best, of which the step is kept."""
+    parent = tmp_path / "runs" / "a" / "checkpoints"
+    step = parent / "step_40"
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    step.mkdir(parents=True)
+    model.rename(step / "hf")
+    (step / "state.json").write_text("{}")
+    (parent / "best").symlink_to("step_40")
+    data = [f"{key}={file_of(tmp_path, '1+1=')}" for key in ("data.train", "data.eval")]
+    for name in ("step_40", "best", "step_40/hf"):
+        config = config_of(parent / name, *data)
+        assert config.model.path == str(step / "hf")
+        with pytest.raises(ConfigError, match=f"^model.path: checkpoint {step} is not complete .no COMPLETE."):
+            check_input(config)
+    mark_complete(step)
+    check_input(config)
 
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import load_file
 from tiny_models import CPU, built, logprobs, make_config, save_model
+from tiny_models import saved as saved_folder
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -76,7 +77,8 @@ def saved(qwen3: Path, mesh: DeviceMesh, tmp_path_factory: pytest.TempPathFactor
     """A policy after two steps, its configuration, optimizer and checkpoint."""
     config = configured(qwen3, tmp_path_factory.mktemp("saved"))
     policy, optimizer = trained(config, mesh)
-    return config, policy, optimizer, Checkpointer(config, policy, optimizer).save(2, replay={"cursor": 1})
+    keeper = Checkpointer(config, policy, optimizer)
+    return config, policy, optimizer, saved_folder(keeper, 2, replay={"cursor": 1})
 
 
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(saved: Any, mesh: DeviceMesh) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from recorded import batch_of, random_step, train_on
 from reference import train
-from tiny_models import built, make_config
+from tiny_models import built, make_config, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config, ConfigError, load
@@ -73,7 +73,7 @@ def test_an_overflow_is_left_out_and_the_next_step_goes_on(tmp_path: Path, qwen3
     _, reason = train_on(batch_of(STEPS[0], 1), policy, optimizer, config)
     assert (reason, optimizer.scale.value) == (OVERFLOW, 2.0**39)
     assert policy.parameter_digest() == before and optimizer.num_steps == 0
-    folder = Checkpointer(config, policy, optimizer).save(1, replay={})
+    folder = saved(Checkpointer(config, policy, optimizer), 1)
     again, resumed = built(config, mesh)
     Checkpointer(config, again, resumed).load(folder)
     assert resumed.scale.value == 2.0**39

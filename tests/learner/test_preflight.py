@@ -16,7 +16,7 @@ from configs import Config, ConfigError, load
 from configs.loading import add_arguments
 from learner import main as launcher
 from learner.examples import sort6
-from learner.launch import preflight
+from learner.launch import earlier_run, preflight
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_keys, check_run_dir, check_trackers, claim_run_dir, make_input
 from learner.main import prepare
@@ -144,6 +144,43 @@ def test_a_resumed_run_is_found_where_it_was(resume):
     config = resume()
     assert config.network.replay_port == 5757 and not config.placement.local_rollouts
     assert resume("--set", "network.replay_port=5758").network.replay_port == 5758
+
+
+def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
+    changed = ["--set", "learner.lr=2e-5", "--set", "evaluation={every_steps: 4}", "--set", "learner.warmup_steps=2"]
+    config = resume(*changed)
+    said = ["learner.lr: 0.0005 -> 2e-05", "evaluation.every_steps: 10 -> 4"]
+    shown = capsys.readouterr().err
+    assert [line for line in said if f"changed: {line}" not in shown] == []
+    found = earlier_run.changes(tmp_path / "same", changed[1::2], config)
+    assert earlier_run.described(found) == said
+    earlier_run.log_changes(tmp_path / "same", found)
+    log = (tmp_path / "same" / "config.changes.log").read_text().splitlines()
+    assert [line.partition(" --resume: ")[2] for line in log] == said
+    assert earlier_run.changes(tmp_path / "same", [], config) == {}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ("run.seed=1", "--resume: run.seed: .*/same was begun with 0, and its journal depends on it; leave --set"),
+        ("rollout.group_size=2", "--resume: rollout.group_size: .* was begun with 4"),
+        ("rollout.groups_per_step=8", "--resume: rollout.groups_per_step: .* was begun with 4"),
+        ("data.shuffle=false", "--resume: data.shuffle: .* was begun with True"),
+    ],
+)
+def test_what_the_journal_depends_on_cannot_change(resume, changed, words):
+    with pytest.raises(ConfigError, match=words):
+        resume("--set", changed)
+
+
+def test_another_model_is_refused_and_the_same_elsewhere_is_not(resume, tmp_path, monkeypatch):
+    prints = {str(tmp_path): {"tokenizer": "a", "architecture": "b"}, "moved": {"tokenizer": "a", "architecture": "b"}}
+    prints["other"] = {"tokenizer": "a", "architecture": "c"}
+    monkeypatch.setattr(earlier_run, "model_fingerprint", lambda path, template: prints[path])
+    assert resume("--model", "moved").model.path == "moved"
+    with pytest.raises(ConfigError, match=r"--resume: model.path: other has another architecture than .*--model"):
+        resume("--model", "other")
 
 
 def test_fewer_steps_than_were_made_are_refused(resume, tmp_path):

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from configs import Config
 from configs.loading import validate
+from learner.checkpoints.checkpointer import Checkpointer
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row
@@ -75,6 +76,14 @@ def built(config: Config, mesh: DeviceMesh, device: torch.device = CPU) -> tuple
     """A policy with a fresh optimizer."""
     policy = build_policy(config, mesh, device)
     return policy, Optimizer(config.learner, policy)
+
+
+def saved(keeper: Checkpointer, step: int, **given: Any) -> Path:
+    """The folder of a checkpoint that was written to its end."""
+    keeper.start(step, **{"replay": {}, **given})
+    report = keeper.settle(wait=True)
+    assert report is not None and report.step == step
+    return report.folder
 
 
 def row_of(sequences: Sequence[Sequence[int]]) -> Row:

@@ -4,11 +4,18 @@ Imports cost seconds, so one pair of processes makes all observations and writes
 safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them. What a rank sees alone it asserts itself.
 """
 
+import errno
+import itertools
 import json
 import os
+import shutil
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import beside_ranks
 import mesh_ranks
@@ -16,11 +23,12 @@ import torch
 import torch.distributed as dist
 from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
-from tiny_models import CPU, built, make_config, process_group, row_of
+from tiny_models import CPU, built, make_config, process_group, row_of, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints import checkpointer, export
+from learner.checkpoints.checkpointer import Checkpointer, CheckpointError, dcp_save
 from learner.checkpoints.export import write_hf_folder
 from learner.guards import Guards
 from learner.objective import Objective
@@ -31,11 +39,14 @@ from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from learner.trainer import Trainer
-from weight_bus.digest import slice_digest
+from replay.lifeline import die_with_parent
+from weight_bus.digest import combined, slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}
 LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 NUM_STEPS = 5
+SPAN_BYTES = 20_000
+"""Makes several spans of a model."""
 NUM_MICROBATCHES = 5
 """More than the second microbatch of some ranks can fill, so dummies meet full ones."""
 
@@ -168,13 +179,19 @@ def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, 
 
 
 def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
-    """Save, go on, load, go on again: the same digests. Then a failure on one rank, and one rank's checkpoint."""
+    """Save while training goes on, load, go on again: the same digests. Then one rank's checkpoint, and failures."""
     seen: dict[str, Any] = {}
-    keeper = Checkpointer(config, policy, optimizer)
+    keeper, gate = Checkpointer(config, policy, optimizer), Event()
     seen["nothing_yet"] = keeper.resume()
-    keeper.save(NUM_STEPS, replay={"cursor": 7} if policy.rank == 0 else {})
     seen["saved"] = policy.parameter_digest()
-    steps(policy, optimizer, config, range(6, 8))
+    with patch.object(checkpointer, "dcp_save", lambda *a, **k: gate.wait(60) and dcp_save(*a, **k)):
+        keeper.start(NUM_STEPS, replay={"cursor": 7} if policy.rank == 0 else {}, digest=seen["saved"])
+        steps(policy, optimizer, config, range(6, 8))  # a step that waited for the disk would wait for ever
+        seen["meanwhile"] = [keeper.is_writing, keeper.settle(wait=False) is None]
+        gate.set()
+        report = keeper.settle(wait=True)
+    assert report is not None and not keeper.is_writing
+    seen["report"] = [report.step, report.kept, report.metrics]
     seen["went_on"] = policy.parameter_digest()
     fresh, fresh_optimizer = built(config, policy.mesh)
     seen["state"] = Checkpointer(config, fresh, fresh_optimizer).resume()
@@ -186,10 +203,12 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
     seen["from_one_rank"] = fresh.parameter_digest()
     seen["from_one_rank_steps"] = fresh_optimizer.num_steps
     blocked = make_config(policy.source, run={"dir": str(folder / "a_file"), "name": "x"})
-    try:
-        Checkpointer(blocked, policy, optimizer).save(1, replay={})
-    except CheckpointError as error:
-        seen["blocked"] = str(error)
+    seen["blocked"] = refusal(Checkpointer(blocked, policy, optimizer))
+    full = make_config(policy.source, run={"dir": str(folder / "full"), "name": "x"})
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(export, "FILE_BYTES", 50_000), patch.object(export, "save_file") as save:
+        save.side_effect = no_room if policy.rank == 1 else save_file
+        seen["full"] = refusal(Checkpointer(full, policy, optimizer))
     return seen
 
 
@@ -199,10 +218,20 @@ def adapters(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     policy, optimizer = built(config, mesh)
     start = policy.parameter_digest()
     steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
-    Checkpointer(config, policy, optimizer).save(NUM_STEPS, replay={})
+    saved(Checkpointer(config, policy, optimizer), NUM_STEPS)
     fresh, fresh_optimizer = built(config, mesh)
     Checkpointer(config, fresh, fresh_optimizer).resume()
     return {"start": start, "end": policy.parameter_digest(), "resumed": fresh.parameter_digest()}
+
+
+def refusal(keeper: Checkpointer) -> str:
+    """Why a checkpoint cannot be written."""
+    keeper.start(1, replay={})
+    try:
+        keeper.settle(wait=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def export_fails(folder: Path, policy: Policy) -> list[str]:
@@ -211,21 +240,106 @@ def export_fails(folder: Path, policy: Policy) -> list[str]:
     (folder / "in_the_way" / "model.safetensors").mkdir(parents=True, exist_ok=True)
     for target in (folder / "a_file" / "hf", folder / "in_the_way"):
         try:
-            write_hf_folder(policy, policy.source, target, "float32")
+            write_hf_folder(policy.shards(), policy.source, target, "float32", policy.group)
         except OSError as error:
             seen.append(type(error).__name__)
     return seen
+
+
+def exported(folder: Path, policy: Policy) -> str:
+    """Files of all ranks, with an index; the digest of what is in them."""
+    with patch.object(export, "FILE_BYTES", 100_000):
+        write_hf_folder(policy.shards(), policy.source, folder / "exported", "bfloat16", policy.group)
+    return combined(policy.shard_digests("bfloat16"))
+
+
+def on_other_ranks(folder: Path, rank: int) -> dict[str, Any]:
+    """The checkpoint of two ranks goes on on one rank, and that one's on three."""
+    sharding.GATHER_BYTES = SPAN_BYTES  # one of the ranks is a new process
+    seen: dict[str, Any] = {}
+    first = folder / "runs" / "qwen3" / "checkpoints" / f"step_{NUM_STEPS}"
+    alone = configured(folder, "qwen3", run={"dir": str(folder / "runs"), "name": "alone"})
+    if rank == 0:
+        with process_group(folder / "one", 0, 1) as mesh:
+            policy, optimizer = built(alone, mesh)
+            Checkpointer(alone, policy, optimizer).load(first)
+            seen["on_one"] = policy.parameter_digest()
+            steps(policy, optimizer, alone, range(6, 8))
+            saved(Checkpointer(alone, policy, optimizer), 7)
+            save_file(dict(policy.named_full_tensors("float32")), folder / "one_at_7.safetensors")
+    with process_group(folder / "three", rank, 3) as mesh:
+        policy, optimizer = built(alone, mesh)
+        seen["state"] = Checkpointer(alone, policy, optimizer).resume()
+        seen["on_three"] = policy.parameter_digest()
+        steps(policy, optimizer, alone, range(8, 10))
+        full = dict(policy.named_full_tensors("float32"))
+        if rank == 0:
+            save_file(full, folder / "three_at_9.safetensors")
+    return seen
+
+
+def killed_while_writing(folder: Path) -> dict[str, Any]:
+    """SIGKILL while a checkpoint is written and training goes on, each time at another point; then a resume."""
+    return {point: killed_at(folder, point) for point in ("dcp_save", "write_hf_folder", "mark_complete", "rmtree")}
+
+
+def killed_at(folder: Path, point: str) -> list[Any]:
+    """What a process leaves that dies at the end of `point`, or where it begins to delete; and what a resume makes."""
+    config = configured(folder, "qwen3", run={"dir": str(folder / "killed"), "name": point}, checkpoint={"keep": 1})
+    checkpoints = Path(config.run_dir, "checkpoints")
+    parent = os.getpid()
+    if (pid := os.fork()) == 0:
+        die_with_parent(parent)
+        with process_group(folder / f"{point}_dies") as mesh:
+            policy, optimizer = built(config, mesh)
+            keeper = Checkpointer(config, policy, optimizer)
+            saved(keeper, 1)
+            place = shutil if point == "rmtree" else checkpointer
+            real = getattr(place, point)
+
+            def dies(*args: Any, **named: Any) -> None:
+                if point != "rmtree":
+                    real(*args, **named)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            setattr(place, point, dies)
+            keeper.start(2, replay={})
+            for step in itertools.count(2):
+                steps(policy, optimizer, config, range(step, step + 1))
+    _, status = os.waitpid(pid, 0)
+    there = sorted(path.name for path in checkpoints.iterdir())
+    if (pid := os.fork()) == 0:
+        die_with_parent(parent)
+        with process_group(folder / f"{point}_resumes") as mesh:
+            state = Checkpointer(config, *built(config, mesh)).resume()
+            (folder / f"{point}.json").write_text(json.dumps((state or {}).get("step")))
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    left = sorted(path.name for path in checkpoints.iterdir())
+    return [os.WTERMSIG(status), there, json.loads((folder / f"{point}.json").read_text()), left]
+
+
+def fork(program: Callable[[], dict[str, Any]], result: Path) -> int:
+    """Run it in a process of its own, without imports again; nothing of this one has been started yet."""
+    parent = os.getpid()
+    if (pid := os.fork()) == 0:
+        die_with_parent(parent)
+        result.write_text(json.dumps(program()))
+        os._exit(0)
+    return pid
 
 
 def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    programs = [lambda: on_other_ranks(folder, 2), lambda: killed_while_writing(folder)]
+    child = fork(programs[rank], folder / f"rank_{rank}_child.json")
     seen: dict[str, Any] = {}
     with process_group(folder / "store", rank, 2) as mesh:
         seen["loading"] = loading(folder, mesh)
         seen["synthetic"] = synthetic(rank)
-        sharding.GATHER_BYTES = 20_000  # several spans
+        sharding.GATHER_BYTES = SPAN_BYTES
         for name in ("qwen3", "llama"):
             config = configured(folder, name)
             policy, optimizer = built(config, mesh)
@@ -244,8 +358,12 @@ def main() -> None:
         seen["beside"] = beside_ranks.observe(folder, mesh)
         seen["export_fails"] = export_fails(folder, policy)
         seen["meshes"] = mesh_ranks.everything(folder, 2)
+        seen["exported"] = exported(folder, policy)
         # A collective after all failures: both ranks are still in step.
         seen["in_step"] = policy.parameter_digest()
+    seen["on_other_ranks"] = on_other_ranks(folder, rank)
+    assert os.waitpid(child, 0)[1] == 0
+    seen["child"] = json.loads((folder / f"rank_{rank}_child.json").read_text())
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     # Threads of the backend may outlive the group and ask for the GIL of an interpreter that is going away, which
     # ends the process with SIGABRT once in a while. Everything is written, so leave without tearing down.

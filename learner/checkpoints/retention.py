@@ -1,0 +1,168 @@
+"""Which checkpoints stay: the newest, whole, and those of the best evaluations, their weights. Imports no torch.
+
+An evaluation comes after the checkpoint of its version. Until it has come, the checkpoint stays as if it were the best.
+"""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from configs.learner import Checkpoint
+from learner.checkpoints.folders import (
+    MARK,
+    CheckpointError,
+    incomplete,
+    numbered,
+    step_of,
+    sync_file,
+    weights_only,
+    write_json,
+)
+from learner.report.metrics import FILE, read_rows
+
+log = logging.getLogger(__name__)
+
+BEST = "best.json"
+LINK = "best"
+
+
+class Best:
+    """Scores of evaluated versions (rank 0's). Another thread may read while one writes."""
+
+    def __init__(self, settings: Checkpoint) -> None:
+        self.settings = settings
+        self.scores: dict[int, float] = {}
+        self._awaited: set[int] = set()
+        self._names: dict[int, set[str]] = {}
+
+    def read(self, run_dir: Path) -> None:
+        """Take over the scores of a run that goes on. Raises MetricsError."""
+        if self.settings.keep_best and (run_dir / FILE).is_file():
+            for row in read_rows(run_dir / FILE):
+                if "version" in row and isinstance(score := row.get(self.settings.best_metric or ""), float | int):
+                    self.scores[row["version"]] = score
+
+    def expect(self, version: int) -> None:
+        """The version is being evaluated."""
+        if self.settings.keep_best:
+            self._awaited.add(version)
+
+    def record(self, version: int, values: Mapping[str, float]) -> None:
+        """Numbers of an evaluation; they may come in several parts."""
+        self._names.setdefault(version, set()).update(values)
+        name = self.settings.best_metric
+        if name is not None and math.isfinite(score := float(values.get(name, math.nan))):
+            self.scores[version] = score
+            self._awaited.discard(version)
+
+    def closed(self, versions: Iterable[int]) -> None:
+        """Nothing more comes of their evaluations.
+
+        Raises:
+            CheckpointError: an evaluation had nothing under the name checkpoint.best_metric.
+        """
+        for version in self._awaited.intersection(versions):
+            self._awaited.discard(version)
+            if measured := self._names.get(version):
+                raise CheckpointError(
+                    f"checkpoint.best_metric: {self.settings.best_metric!r} is not among what evaluations measure:"
+                    f" {', '.join(sorted(measured))}"
+                )
+
+    def ranking(self, steps: Iterable[int]) -> list[int]:
+        """Those of the steps that have a score, the best first, the newer of two that are equal."""
+        sign = 1 if self.settings.best_is == "max" else -1
+        scored = [step for step in steps if step in self.scores]
+        return sorted(scored, key=lambda step: (sign * self.scores[step], step), reverse=True)
+
+    def wanted(self, steps: Collection[int]) -> set[int]:
+        """The checkpoint.keep_best best of the steps, and those whose evaluation has not come yet."""
+        return {*self.ranking(steps)[: self.settings.keep_best], *self._awaited.intersection(steps)}
+
+
+def choose(found: Mapping[int, str], keep: int, wanted: Collection[int]) -> tuple[list[int], list[int]]:
+    """Steps that stay whole, the `keep` newest, and steps whose weights stay; the others go.
+
+    Args:
+        found: `whole`, `weights` or `broken`, by step.
+        keep: at least 1.
+        wanted: steps worth their weights.
+    """
+    newest = sorted((step for step, state in found.items() if state == "whole"), reverse=True)[:keep]
+    weights = sorted(step for step in wanted if found.get(step, "broken") != "broken" and step not in newest)
+    return newest, weights
+
+
+def prune(parent: Path, best: Best) -> list[int]:
+    """Delete what need not stay, and list the best; the steps that stay whole, the newest first.
+
+    A broken folder above the newest whole one stays: the user may put a file of it back.
+
+    Raises:
+        OSError: a folder could not be deleted.
+    """
+    folders = {step_of(folder): folder for folder in numbered(parent)}
+    found = {step: _state(folder) for step, folder in folders.items()}
+    usable = [step for step, state in found.items() if state != "broken"]
+    newest, weights = choose(found, best.settings.keep, best.wanted(usable))
+    if best.settings.keep_best:
+        _list_best(parent, best, [*newest, *weights])
+    for step, folder in folders.items():
+        if step in weights:
+            _strip(folder)
+        elif step not in newest and not (found[step] == "broken" and step > max(newest, default=-1)):
+            delete(folder)
+    return newest
+
+
+def clear(parent: Path) -> None:
+    """Delete what a kill has left: folders without a mark, and optimizers of checkpoints that are weights alone."""
+    for folder in numbered(parent):
+        if not (folder / MARK).exists():
+            log.warning("checkpoint %s was half written: deleted", folder.name)
+            delete(folder)
+        elif _state(folder) == "weights":
+            _strip(folder)
+
+
+def delete(folder: Path) -> None:
+    """First the mark: a crash in the middle must not leave a folder that looks complete."""
+    (folder / MARK).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def _state(folder: Path) -> str:
+    if incomplete(folder):
+        return "broken"
+    return "weights" if weights_only(folder) else "whole"
+
+
+def _strip(folder: Path) -> None:
+    """Leave the weights. First the mark, so that the folder is complete at every instant."""
+    if not weights_only(folder):
+        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        files = {name: size for name, size in mark["files"].items() if not name.startswith("dcp/")}
+        write_json(folder / f"{MARK}.new", {"files": files, "weights_only": True})
+        (folder / f"{MARK}.new").replace(folder / MARK)
+        sync_file(folder)
+    if (folder / "dcp").exists():
+        shutil.rmtree(folder / "dcp")
+
+
+def _list_best(parent: Path, best: Best, steps: Collection[int]) -> None:
+    """best.json, and a link to the best of all."""
+    ranking = best.ranking(steps)[: best.settings.keep_best]
+    listed = [{"step": step, "value": best.scores[step]} for step in ranking]
+    what = {"metric": best.settings.best_metric, "best_is": best.settings.best_is, "checkpoints": listed}
+    write_json(parent / f"{BEST}.new", what)
+    (parent / f"{BEST}.new").replace(parent / BEST)
+    if (parent / LINK).exists() and not (parent / LINK).is_symlink():
+        log.warning("%s is no link, and stays as it is: was the run folder copied?", parent / LINK)
+    elif ranking:
+        new = parent / f"{LINK}.new"
+        new.unlink(missing_ok=True)
+        new.symlink_to(f"step_{ranking[0]}", target_is_directory=True)
+        new.replace(parent / LINK)

@@ -1,0 +1,190 @@
+"""Which checkpoints stay: the newest, whole, and those of the best evaluations, as weights."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, call
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.learner import Checkpoint
+from learner.checkpoints.folders import CheckpointError, incomplete, latest_complete, mark_complete, weights_only
+from learner.checkpoints.retention import Best, choose, prune
+from learner.learner import Learner
+from replay.messages import Checkpointed
+
+SCORE = "val-core/sort6/greedy"
+
+
+def settings(keep: int = 1, keep_best: int = 1, best_is: str = "max") -> Checkpoint:
+    return Checkpoint(keep=keep, keep_best=keep_best, best_metric=SCORE, best_is=best_is)
+
+
+def written(parent: Path, step: int) -> Path:
+    """A checkpoint of a byte a file."""
+    folder = parent / f"step_{step}"
+    for name in ("dcp/.metadata", "hf/model.safetensors", "state.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    mark_complete(folder)
+    return folder
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.glob("step_*"))
+
+
+STATES = st.sampled_from(["whole", "weights", "broken"])
+
+
+@given(st.dictionaries(st.integers(0, 20), STATES), st.integers(1, 4), st.sets(st.integers(0, 20), max_size=3))
+def test_the_newest_stay_and_what_is_wanted_and_nothing_else(found, keep, wanted):
+    newest, weights = choose(found, keep, wanted)
+    whole = sorted((step for step, state in found.items() if state == "whole"), reverse=True)
+    assert newest == whole[:keep] and len(newest) + len(weights) <= keep + len(wanted)
+    usable = {step for step, state in found.items() if state != "broken"}
+    assert set(weights) == (wanted & usable) - set(newest)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["checkpoint", "score", "closed"]), st.integers(0, 3)), max_size=30),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.sampled_from(["max", "min"]),
+)
+def test_whatever_comes_when_the_best_of_what_was_there_stays(events, keep, keep_best, best_is):
+    """Of the pure rules: evaluations are asked for with each version, and may come after later checkpoints."""
+    best, found, version = Best(settings(keep, keep_best, best_is)), {}, 0
+    scores: dict[int, float] = {}
+    for event, number in events:
+        if event == "checkpoint":
+            version += 1
+            best.expect(version)
+            found[version] = "whole"
+        elif version > number and version - number not in scores:
+            asked = version - number
+            if event == "score":
+                scores[asked] = (asked * 7 % 5) / 5
+                best.record(asked, {SCORE: scores[asked]})
+            else:
+                best.closed([asked])
+        newest, weights = choose(found, keep, best.wanted(found))
+        awaited = best._awaited.intersection(found)
+        assert not found or max(found) in newest
+        assert len(newest) + len(weights) <= keep + keep_best + len(awaited)
+        if keep_best and (known := [step for step in found if step in scores]):
+            sign = 1 if best_is == "max" else -1
+            assert max(known, key=lambda step: (sign * scores[step], step)) in {*newest, *weights}
+        found = {step: "whole" if step in newest else "weights" for step in [*newest, *weights]}
+
+
+def test_an_old_best_keeps_its_weights_alone(tmp_path):
+    best = Best(settings(keep=2))
+    for step, score in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8), (50, None)):
+        best.expect(step)
+        written(tmp_path, step)
+        if score is not None:
+            best.record(step, {SCORE: score})
+        newest = prune(tmp_path, best)
+    assert newest == [50, 40] and names(tmp_path) == ["step_20", "step_40", "step_50"]
+    kept = tmp_path / "step_20"
+    assert not incomplete(kept) and weights_only(kept) and not (kept / "dcp").exists()
+    assert (tmp_path / "best").resolve() == kept
+    listed = json.loads((tmp_path / "best.json").read_text())
+    assert listed == {"metric": SCORE, "best_is": "max", "checkpoints": [{"step": 20, "value": 0.9}]}
+    best.record(50, {SCORE: 0.95})  # the last evaluation comes after the last checkpoint
+    assert prune(tmp_path, best) == [50, 40] and names(tmp_path) == ["step_40", "step_50"]
+    assert (tmp_path / "best").resolve().name == "step_50"
+
+
+def test_a_checkpoint_stays_until_its_evaluation_has_come(tmp_path):
+    best = Best(settings())
+    for step in (10, 20, 30):
+        best.expect(step)
+        written(tmp_path, step)
+        prune(tmp_path, best)
+    assert names(tmp_path) == ["step_10", "step_20", "step_30"]
+    best.closed([10])  # without a result
+    best.record(20, {SCORE: 0.1})
+    assert prune(tmp_path, best) == [30] and names(tmp_path) == ["step_20", "step_30"]
+
+
+def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tmp_path):
+    parent, best = tmp_path / "checkpoints", Best(settings())
+    best.record(1, {SCORE: 1.0})
+    for step in (1, 2):
+        written(parent, step)
+        prune(parent, best)
+    (written(parent, 3) / "state.json").write_text("cut short")
+    assert prune(parent, best) == [2] and names(parent) == ["step_1", "step_2", "step_3"]
+    assert latest_complete(tmp_path)[0] == parent / "step_2"
+    (parent / "step_2" / "state.json").unlink()
+    assert latest_complete(tmp_path)[0] is None
+
+
+def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
+    rows = [{"step": 1, SCORE: 7.0}, {"version": 10, SCORE: 0.5}, {"version": 10, "x": 1}, {"version": 20, SCORE: None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = Best(settings())
+    best.read(tmp_path)
+    assert best.scores == {10: 0.5}
+
+
+def test_a_metric_that_evaluations_do_not_have_is_refused():
+    best = Best(settings())
+    best.expect(0)
+    best.record(0, {"val-core/sort6/sampled": 0.5})
+    with pytest.raises(CheckpointError, match=r"'val-core/sort6/greedy' is not among what .*: val-core/sort6/sampled"):
+        best.closed([0])
+
+
+# ---- when the learner writes one --------------------------------------------------------------------------
+
+
+class Case(SimpleNamespace):
+    """A learner's parts, as far as checkpoint_if_due needs them."""
+
+    _settle = Learner._settle
+
+
+def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Case:
+    checkpoints = MagicMock(is_writing=writing)
+    checkpoints.settle.return_value = None
+    config = SimpleNamespace(
+        checkpoint=Checkpoint(every_steps=every, asynchronous=asynchronous), learner=SimpleNamespace(total_steps=100)
+    )
+    return Case(
+        config=config, checkpoints=checkpoints, ranks=SimpleNamespace(is_first=True), batches=MagicMock(),
+        span=MagicMock(), _committed="d", _saved={},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "is_asked_for", "case", "waits", "starts"),
+    [
+        (11, False, learner(writing=False), [], False),
+        (11, False, learner(writing=True), [False], False),
+        (20, False, learner(writing=False), [True, False], True),
+        (20, False, learner(writing=True), [True, False], True),
+        (20, False, learner(writing=False, asynchronous=False), [True, True], True),
+        (100, False, learner(writing=True, every=0), [True, True], True),
+        (11, True, learner(writing=False), [True, False], True),
+        (11, True, learner(writing=True), [False], False),  # replay asks until the journal is freed
+    ],
+)
+def test_a_step_waits_only_for_an_earlier_checkpoint_and_at_the_end(step, is_asked_for, case, waits, starts):
+    Learner.checkpoint_if_due(case, SimpleNamespace(step=step, checkpoint=is_asked_for))
+    assert case.checkpoints.settle.mock_calls == [call(wait=wait) for wait in waits]
+    assert case.checkpoints.start.called == starts and not case.batches.announce.called
+    waited = call("checkpoint_wait") in case.span.mock_calls
+    assert waited == (starts and case.checkpoints.is_writing)
+
+
+def test_the_journal_is_freed_only_by_a_complete_checkpoint():
+    case = learner(writing=True)
+    case.checkpoints.settle.return_value = SimpleNamespace(step=10, kept=[10, 5], metrics={"checkpoint/step": 10})
+    Learner.checkpoint_if_due(case, SimpleNamespace(step=12, checkpoint=False))
+    case.batches.announce.assert_called_once_with(Checkpointed(step=10, kept=[10, 5]))
+    assert case._saved == {"checkpoint/step": 10}
