@@ -12,7 +12,7 @@ TABLE = """
 model.path                        | actor_rollout_ref.model.path | --hf-checkpoint | model.name | actor.path | -
 data.train                        | data.train_files | --prompt-data | orchestrator.train.source \
                                   | train_dataset.path | -
-data.eval                         | data.val_files | --eval-prompt-data | - | - | -
+data.eval                         | data.val_files | --eval-prompt-data | orchestrator.eval.env | valid_dataset.path | -
 rollout.groups_per_step           | data.train_batch_size | --rollout-batch-size | orchestrator.batch_size \
                                   | train_dataset.batch_size | -
 data.max_prompt_tokens            | data.max_prompt_length | --rollout-max-prompt-len | - | - | max_prompt_length
@@ -66,7 +66,13 @@ reward.function                   | custom_reward_function.path | --custom-rm-pa
 replay.async_lag                  | max_off_policy_threshold | - | max_off_policy_steps | max_head_offpolicyness \
                                   | max_staleness
 checkpoint.every_steps            | trainer.save_freq | --save-interval | ckpt.interval | saver.freq_steps | save_steps
-evaluation.every_steps            | trainer.test_freq | --eval-interval | - | - | eval_steps
+evaluation.every_steps            | trainer.test_freq | --eval-interval | eval.interval | evaluator.freq_steps \
+                                  | eval_steps
+evaluation.samples                | val_kwargs.n | --n-samples-per-eval-prompt | eval.rollouts_per_example | - \
+                                  | num_generations_eval
+evaluation.temperature            | val_kwargs.temperature | --eval-temperature | - | - | -
+evaluation.max_new_tokens         | - | --eval-max-response-len | - | - | -
+evaluation.num_prompts            | data.val_max_samples | - | eval.num_examples | - | -
 checkpoint.keep                   | trainer.max_actor_ckpt_to_keep | - | - | - | save_total_limit
 checkpoint.best_metric            | - | - | - | - | metric_for_best_model
 checkpoint.best_is                | - | - | - | - | greater_is_better
@@ -83,6 +89,7 @@ run.dir                           | - | - | - | - | output_dir
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 
 ONE_UPDATE = "a step is one update and one broadcast here, on rollout.groups_per_step groups; there is nothing to set"
+WHOLE = "answers are sampled from the whole distribution; evaluation.temperature is what there is"
 KL = "algorithm.kl, algorithm.kl_in and algorithm.kl_coef decide about the KL term"
 NOT_HERE = {
     "ppo_mini_batch_size": ONE_UPDATE,
@@ -99,6 +106,12 @@ NOT_HERE = {
     "use_kl_loss": KL,
     "use_kl_in_reward": KL,
     "kl_ctrl": KL,
+    "val_kwargs.do_sample": "evaluation.greedy and evaluation.sampled decide; both may be true",
+    "val_kwargs.top_p": WHOLE,
+    "val_kwargs.top_k": WHOLE,
+    "eval_top_p": WHOLE,
+    "val_before_train": "version 0 is evaluated always, unless evaluation.every_steps is 0",
+    "val_only": "learner.total_steps=0 evaluates the model and trains nothing",
 }
 """What other frameworks set and this one has no key for, with the reason."""
 

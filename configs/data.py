@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from configs.base import Section
+from configs.evaluation import EvaluationSet, checked_sets
 
 
 class Model(Section):
@@ -32,12 +33,18 @@ class Data(Section):
 
     train: str
     """JSONL or parquet file with one prompt a row."""
-    eval: str | None = None
-    """JSONL or parquet file for evaluation; none switches evaluation off."""
+    eval: str | dict[str, EvaluationSet] | None = None
+    """JSONL or parquet file for evaluation, or several by name: {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
+    each with its own settings of `evaluation` where wanted; none switches evaluation off."""
     shuffle: bool = True
     """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """A prompt longer than this is refused when it is leased, and counted as `prompt_too_long`."""
+
+    @field_validator("eval", mode="before")
+    @classmethod
+    def _sets_have_names(cls, value: object) -> object:
+        return checked_sets(value)
 
 
 class Reward(Section):

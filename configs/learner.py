@@ -1,4 +1,4 @@
-"""The learner: optimizer, evaluation and checkpoints."""
+"""The learner: optimizer, meshes, adapters and checkpoints."""
 
 from typing import Literal, get_args
 
@@ -61,8 +61,8 @@ class Mesh(Section):
 class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
-    total_steps: int = Field(default=100, ge=1)
-    """Optimizer steps of the run."""
+    total_steps: int = Field(default=100, ge=0)
+    """Optimizer steps of the run; 0 evaluates the model and trains nothing."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=5, ge=0)
@@ -119,21 +119,6 @@ class LearnerSettings(Section):
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a killed learner again, from its newest checkpoint (one learner node).
     An hour of good running refills it, or twice batch_deadline_s where that is longer."""
-
-
-class Evaluation(Section):
-    """Evaluation at one stated version, beside training."""
-
-    every_steps: int = Field(default=10, ge=0)
-    """Evaluate versions that are multiples of this, version 0 and the last; 0 switches it off."""
-    num_prompts: int = Field(default=512, ge=1)
-    """Prompts to evaluate, from the start of data.eval; a smaller file is evaluated whole."""
-    greedy: bool = True
-    """One greedy answer a prompt."""
-    sampled: bool = True
-    """One answer a prompt at rollout.temperature."""
-    deadline_s: float = Field(default=300.0, gt=0)
-    """An evaluation that takes longer is given up, counted and named."""
 
 
 class Checkpoint(Section):

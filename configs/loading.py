@@ -33,7 +33,16 @@ FLAGS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars. YAML 1.1, PyYAML's own, reads a split of 1:1 as 61, `off` as false and 5e-4 as text."""
+    """YAML 1.2's scalars, and no key twice. YAML 1.1, PyYAML's own, reads a split of 1:1 as 61, `off` as false and 5e-4
+    as text, and keeps the last of two values."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        if twice := sorted({key for key in keys if keys.count(key) > 1}):
+            raise yaml.constructor.ConstructorError(
+                "in a mapping", node.start_mark, f"{twice[0]!r} stands there twice; remove or rename one", None
+            )
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

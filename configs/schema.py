@@ -12,8 +12,10 @@ from configs.algorithm import Algorithm, Critic, Replay, Rollout
 from configs.auto import on_gpus, resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
+from configs.evaluation import Evaluation, PromptSet, prompt_sets
+from configs.evaluation import check as check_sets
 from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, Evaluation, LearnerSettings, Mesh
+from configs.learner import Checkpoint, LearnerSettings, Mesh
 from configs.limits import Limits
 from configs.placement import Share, check, shares, training_ranks
 
@@ -125,12 +127,27 @@ class Config(Section):
             return self.rollout.on_new_weights
         return "drain" if self.replay.async_lag == 0 else "keep_kv"
 
+    @property
+    def evaluation_sets(self) -> tuple[PromptSet, ...]:
+        """What is evaluated, in the order of data.eval; empty where nothing is."""
+        if self.data.eval is None or self.evaluation.every_steps == 0:
+            return ()
+        rollout = self.rollout
+        return prompt_sets(
+            self.data.eval, self.evaluation, temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of the longest prompt and the longest answer, of training and of evaluations."""
+        answers = [self.rollout.max_new_tokens, *(one.max_new_tokens for one in self.evaluation_sets)]
+        return self.data.max_prompt_tokens + max(answers)
+
     def is_evaluated(self, version: int) -> bool:
         """Whether this policy version is evaluated."""
-        every = self.evaluation.every_steps
-        if self.data.eval is None or every == 0 or not (self.evaluation.greedy or self.evaluation.sampled):
+        if not any(one.greedy or one.samples for one in self.evaluation_sets):
             return False
-        return version % every == 0 or version == self.learner.total_steps
+        return version % self.evaluation.every_steps == 0 or version == self.learner.total_steps
 
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
@@ -370,6 +387,16 @@ class Config(Section):
                 f"learner.lora.rank: {rank} with rollout.dtype {self.rollout.dtype!r} and learner.compute_dtype"
                 f" {self.learner.compute_dtype!r}: both ends hold the same frozen weights, which digests prove, and so"
                 " have one dtype; set one to the other, or both to auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _evaluations_are_possible(self) -> "Config":
+        check_sets(self.evaluation_sets, self.evaluation)
+        if self.learner.total_steps == 0 and not self.is_evaluated(0):
+            raise ValueError(
+                "learner.total_steps: 0 evaluates the model and trains nothing, but nothing is evaluated; set data.eval"
+                " and evaluation.every_steps, or give steps"
             )
         return self
 

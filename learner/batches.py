@@ -30,7 +30,7 @@ class RunEnded(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Inbox:
-    """Evaluation results, and versions whose evaluation was closed with a reason."""
+    """Evaluation results, and versions whose evaluation was closed, with the reason if that was too early."""
 
     results: list[m.EvaluationResult]
     closed: dict[int, str]
@@ -137,16 +137,16 @@ class BatchReader:
                 return
             self._aside(envelope.message)
 
-    def wait_for_evaluation(self, version: int, num_parts: int, deadline_s: float) -> None:
-        """Wait until the evaluation of `version` is complete or closed; expiry is logged."""
+    def wait_for_evaluation(self, version: int, deadline_s: float) -> None:
+        """Wait until the evaluation of `version` is closed, with all that came of it; expiry closes it."""
         self._waiting_since = time.monotonic()
         deadline = self._waiting_since + deadline_s
         while time.monotonic() < deadline:
-            parts = sum(result.version == version for result in self.inbox.results)
-            if version in self.inbox.closed or parts >= num_parts:
+            if version in self.inbox.closed:
                 return
             self._next(f"the evaluation of version {version}")
         log.error("the evaluation of version %d did not come within %g s [slow]", version, deadline_s)
+        self.inbox.closed[version] = f"not done within {deadline_s:g} s"
 
     def abandon(self) -> None:
         """Close without Goodbye, so that a restarted rank can continue the run."""

@@ -17,7 +17,7 @@ from learner.optimizer import Optimizer
 from learner.policy.memory import OutOfMemory
 from learner.policy.model import build_policy
 from learner.ranks import Ranks
-from learner.report import evaluation
+from learner.report.evaluation import Evaluations
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
@@ -55,7 +55,8 @@ class Learner:
         self._spans = Spans()
         self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside, self.guards)
         self._step_started = time.monotonic()
-        self._evaluated = evaluation.evaluation_rows(config) if ranks.is_first else []
+        if ranks.is_first:
+            self.evaluations = Evaluations(config)
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint of a resumed run, join replay; returns the version.
@@ -252,8 +253,7 @@ class Learner:
         if self.ranks.is_first:
             self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report), **self._saved})
             if self.config.is_evaluated(version):
-                parts = int(self.config.evaluation.greedy) + int(self.config.evaluation.sampled)
-                self.batches.wait_for_evaluation(version, parts, self.config.evaluation.deadline_s)
+                self.batches.wait_for_evaluation(version, self.config.evaluation.deadline_s)
             self._record_evaluations()
             if self.config.checkpoint.keep_best:
                 self.checkpoints.tidy()
@@ -263,10 +263,7 @@ class Learner:
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox
-        while inbox.results:
-            result = inbox.results.pop(0)
-            evaluation.write_rows(self.config.run_dir, result, self._evaluated)
-            values = evaluation.values(result, self._evaluated)
-            self.metrics.log_evaluation(result.version, values)
-            self.checkpoints.best.record(result.version, values)
+        for version, name, numbers in self.evaluations.news(inbox.results, inbox.closed):
+            self.metrics.log_evaluation(version, numbers, name)
+            self.checkpoints.best.record(version, numbers)
         self.checkpoints.best.closed(inbox.closed)

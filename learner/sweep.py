@@ -17,6 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from configs.loading import ConfigError, Parser, add_arguments, load, overrides_of
+from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_available, check_files, claim_run_dir, make_input
 from learner.launch.servers import RunFailed
@@ -64,6 +65,7 @@ def combinations(varied: Sequence[str], cases: Sequence[Sequence[str]] = ()) -> 
 def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict[str, Any]:
     """One run to its end, in a folder of its own, and its numbers. Raises REFUSALS, RunFailed and MetricsError."""
     config = load(args.config, [f"run.name={name}", f"run.dir={args.out}", *QUIET, *overrides])
+    check_set(config, args.accuracy_of)
     make_input(config, args.config)
     check_files(config)
     check_available(config, runs_servers=True)
@@ -71,18 +73,27 @@ def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict
     server = tuple(args.server.split())
     if code := run(Launcher(config, False, LiveView(config, "off"), server_command=server)):
         raise RunFailed(f"{config.run_dir}: ended with exit code {code}; see its logs/, and start the sweep again")
-    return numbers_of(Path(config.run_dir))
+    return numbers_of(Path(config.run_dir), args.accuracy_of)
 
 
-def numbers_of(folder: Path) -> dict[str, Any]:
+def check_set(config: Config, name: str) -> None:
+    """Raises ConfigError when accuracy is wanted of a set that is not evaluated."""
+    sets = [one.name for one in config.evaluation_sets]
+    if name and name not in sets and any(sets):
+        raise ConfigError(f"--accuracy-of {name!r} is no set of data.eval; take one of {', '.join(sets)}")
+
+
+def numbers_of(folder: Path, name: str = "") -> dict[str, Any]:
     """Accuracy by version and at the end, realised lag, lengths, what was too old, and seconds of a step.
+
+    Accuracy is that of the evaluation set (or data source) `name`, or the mean over all.
 
     Raises:
         MetricsError: no step was trained.
     """
     lag, rows = report(folder)["mean_lag"], read_rows(folder / FILE)
     steps = [row for row in rows if "response_length/mean" in row]
-    curve = evaluations(rows, "sampled") or evaluations(rows, "greedy")
+    curve = evaluations(rows, "sampled", name) or evaluations(rows, "greedy", name)
     return {
         "accuracy": round(mean(value for _, value in curve[-LAST:]), 4) if curve else None,
         "mean_lag": round(lag or 0.0, 3),
@@ -118,6 +129,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", default="0", help="of run.seed, with commas (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="of all runs (default: %(default)s)")
+    parser.add_argument("--accuracy-of", default="", metavar="SET", help="of data.eval (default: the mean over all)")
     parser.add_argument("--server", default="rollout_server.main", help="module of rollout servers, and its arguments")
     args = parser.parse_args()
     state = args.out / STATE

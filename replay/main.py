@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from replay.journal.format import Record, segments
 from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
-from replay.prompts import DataError, PromptSource, Row, load_rows
+from replay.prompts import DataError, PromptSource, load_rows
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
 
@@ -66,15 +66,13 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
     """The service with its data, where its journal ends. Raises DataError, FingerprintError, JournalError."""
     rows = load_rows(config.data.train, report)
     source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
-    evaluation_rows: Sequence[Row] = []
-    if config.data.eval and config.evaluation.every_steps:
-        evaluation_rows = load_rows(config.data.eval, report)[: config.evaluation.num_prompts]
     make = partial(Service, config, source, fingerprint=run_fingerprint(config))
     if play is not None:
         played = PlayedJournal(Path(play) / "journal")
-        service = make([], time.monotonic(), journal=played, playback=True)
+        service = make({}, time.monotonic(), journal=played, playback=True)
         player.play(service.run, played, Path(play))
         return service
+    evaluation_rows = {one.name: load_rows(one.path, report)[: one.num_prompts] for one in config.evaluation_sets}
     journal, records = open_journal(config, run_id, recover=recover)
     service = make(evaluation_rows, time.monotonic(), journal=journal)
     go_on(service, records)

@@ -327,17 +327,29 @@ class EvaluationLease(Message):
     """Evaluate these prompts with exactly this version. Outside admission."""
 
     version: int
+    set: str
+    """Name in data.eval; empty where that is one file."""
     greedy: bool
+    first: int
+    """Number in its set of the first prompt."""
+    samples: int
+    """Answers to each prompt."""
+    temperature: float
+    max_new_tokens: int
     seed: int
+    """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
     prompts: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult(Message):
-    """Scores of one evaluation, in the order of its prompts; replay forwards it to rank 0."""
+    """Scores of one EvaluationLease, `samples` for each of its prompts in order; replay forwards it to rank 0."""
 
     version: int
+    set: str = ""
     greedy: bool
+    first: int = 0
+    samples: int = 1
     seconds: float
     texts: list[str]
     finish_reasons: list[str]

@@ -1,10 +1,12 @@
 """The state of a run: what the journal gives back after a crash. It changes by replay/journal/apply.py alone."""
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import Config
 from replay.desks.buffer import GroupBuffer
+from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import EvaluationBoard
 from replay.desks.leases import GroupId, Leases, SlotState
 from replay.desks.line import Policies
@@ -17,7 +19,7 @@ from replay.prompts import PromptSource
 class Run:
     """Prompts, leases, groups, the line of policies and evaluations. No socket, no clock."""
 
-    def __init__(self, config: Config, source: PromptSource, journal: Journal, *, evaluates: bool) -> None:
+    def __init__(self, config: Config, source: PromptSource, journal: Journal, *, parts: Iterable[Part]) -> None:
         self.config, self.source, self.journal = config, source, journal
         self.buffer = GroupBuffer(config.rollout.groups_per_step, config.replay.async_lag, config.replay.on_stale)
         self.counters: Counter[str] = self.buffer.counters
@@ -28,9 +30,7 @@ class Run:
         if config.replay.partial_rollouts:
             self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens)
             self.partials.counters = self.counters
-        wanted = {True: config.evaluation.greedy, False: config.evaluation.sampled}
-        modes = [greedy for greedy, on in wanted.items() if on]
-        self.board = EvaluationBoard(modes if evaluates else [], config.evaluation.deadline_s)
+        self.board = EvaluationBoard(parts, config.evaluation.deadline_s)
         self.bus_address: str | None = None
         self.started: list[str] = []
         """Rank 0's socket of each incarnation, whose name is of that one process."""

@@ -15,6 +15,7 @@ from replay import messages as m
 from replay.channel import Message, WireError, may_be
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
+from replay.desks.evaluation_parts import parts_of
 from replay.desks.granting import Granting
 from replay.desks.incarnations import Incarnations
 from replay.desks.intake import Intake
@@ -25,7 +26,7 @@ from replay.journal.format import Frames, Record
 from replay.journal.snapshot import snapshot_of
 from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers, learner_keys
-from replay.prompts import PromptSource
+from replay.prompts import PromptSource, Row
 from replay.run import Run
 from replay.status import StatusReport
 
@@ -43,21 +44,21 @@ class Service:
         self,
         config: Config,
         source: PromptSource,
-        evaluation_rows: Sequence[dict[str, Any]],
+        evaluation_rows: Mapping[str, Sequence[Row]],
         now: float,
         *,
         journal: Journal,
         fingerprint: Mapping[str, str] | None = None,
         playback: bool = False,
     ) -> None:
-        """Start anew, at `now` in monotonic seconds.
+        """Start anew, at `now` in monotonic seconds, with the prompts of each set that is evaluated.
 
         Every peer must have the `fingerprint`. With `playback` (`--replay`) replay only takes again what the journal
         has: no prompts, no servers, no evaluations.
         """
-        rows = [] if playback else evaluation_rows
+        work = {} if playback else parts_of(config.evaluation_sets, evaluation_rows)
         self.config, self.journal, self.playback = config, journal, playback
-        self.run = run = Run(config, source, journal, evaluates=bool(rows))
+        self.run = run = Run(config, source, journal, parts=work)
         self.buffer, self.counters = run.buffer, run.counters
         self.peers = peers = Peers(fingerprint or {})
         self.outbox, self._send = peers.outbox, peers.send
@@ -65,7 +66,7 @@ class Service:
         self.granting = Granting(run, peers, fail=fail)
         self.intake = Intake(run, peers, self.granting, fail=fail)
         self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
-        self.evaluations = EvaluationDesk(run, peers, rows)
+        self.evaluations = EvaluationDesk(run, peers, work)
         self.incarnations = Incarnations(
             run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail, now=now
         )

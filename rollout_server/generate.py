@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -45,12 +45,11 @@ class Generator:
     _texts: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="texts"))
     """Encodes and decodes beside the event loop. One thread: a tokenizer must not be used by two at once."""
 
-    def sampling(self, seed: int, *, greedy: bool = False) -> Sampling:
+    def sampling(self, seed: int) -> Sampling:
         """How this run samples."""
         return Sampling(
             max_new_tokens=self.config.rollout.max_new_tokens,
             temperature=self.config.rollout.temperature,
-            greedy=greedy,
             stop_token_ids=tuple(self.task.stop_token_ids),
             seed=seed,
         )
@@ -115,13 +114,16 @@ class Generator:
         Raises LeaseFailed if one fails: an evaluation with holes would be a wrong number.
         """
         started = time.monotonic()
-        completions = await asyncio.gather(
-            *(self._answer(lease, row, position) for position, row in enumerate(lease.prompts))
-        )
-        texts, outcomes = await self.score(lease.prompts, completions)
+        numbered = enumerate(lease.prompts, start=lease.first)
+        answers = await asyncio.gather(*(self._answers(lease, row, number) for number, row in numbered))
+        completions = [completion for of_prompt in answers for completion in of_prompt]
+        texts, outcomes = await self.score([row for row in lease.prompts for _ in range(lease.samples)], completions)
         return m.EvaluationResult(
             version=lease.version,
+            set=lease.set,
             greedy=lease.greedy,
+            first=lease.first,
+            samples=lease.samples,
             seconds=time.monotonic() - started,
             texts=texts,
             finish_reasons=[c.finish_reason for c in completions],
@@ -158,12 +160,16 @@ class Generator:
         """Run a long call in a thread: the loop also serves SGLang's frontend and updates."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)
 
-    async def _answer(self, lease: m.EvaluationLease, row: dict[str, Any], position: int) -> Completion:
-        name = f"evaluation-{lease.version}-{'greedy' if lease.greedy else 'sampled'}-{position}"
-        sampling = self.sampling(lease.seed + position, greedy=lease.greedy)
+    async def _answers(self, lease: m.EvaluationLease, row: dict[str, Any], number: int) -> list[Completion]:
+        name = f"evaluation-{lease.version}-{lease.set}-{'greedy' if lease.greedy else 'sampled'}-{number}"
+        sampling = replace(
+            self.sampling(lease.seed + number),
+            greedy=lease.greedy,
+            temperature=lease.temperature,
+            max_new_tokens=lease.max_new_tokens,
+        )
         key = repr(row["prompt"])
         if key not in self._evaluation_ids:
             self._evaluation_ids[key] = await self._beside(self.encode, row)
         ids = self._evaluation_ids[key]
-        completions = await self.engine.generate(ids, sampling, 1, request_id=name, pinned=lease.version)
-        return completions[0]
+        return await self.engine.generate(ids, sampling, lease.samples, request_id=name, pinned=lease.version)

@@ -33,6 +33,14 @@ def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[li
     return [list(policy) for policy in sorted(set(known))]
 
 
+EvaluationKey = tuple[int, str, bool, int]
+
+
+def evaluation_key(lease: m.EvaluationLease) -> EvaluationKey:
+    """(version, set, whether greedy, number of its first prompt) of a part of an evaluation."""
+    return lease.version, lease.set, lease.greedy, lease.first
+
+
 class Leases:
     """Leases in progress and results without an acknowledgement."""
 
@@ -43,9 +51,9 @@ class Leases:
         """(incarnation, version) of every policy that went live here, in order."""
         self.working: dict[LeaseKey, asyncio.Task[None]] = {}
         self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
-        self.evaluating: dict[tuple[int, bool], asyncio.Task[None]] = {}
-        self._evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
-        """Results of evaluations that are not closed yet, by version and mode; a restarted replay gets them again."""
+        self.evaluating: dict[EvaluationKey, asyncio.Task[None]] = {}
+        self._evaluated: dict[EvaluationKey, m.EvaluationResult] = {}
+        """Results of evaluations that are not closed yet; a restarted replay gets them again."""
         self._reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
 
     def take(self, lease: m.Lease, tasks: asyncio.TaskGroup) -> None:
@@ -68,7 +76,7 @@ class Leases:
 
     def evaluate(self, lease: m.EvaluationLease, tasks: asyncio.TaskGroup) -> None:
         """Run an evaluation, unless it runs already."""
-        which = (lease.version, lease.greedy)
+        which = evaluation_key(lease)
         if which not in self.evaluating:
             self.evaluating[which] = tasks.create_task(self._evaluate(lease))
             self.evaluating[which].add_done_callback(lambda _: self.evaluating.pop(which, None))
@@ -130,10 +138,11 @@ class Leases:
         try:
             result = await self._generator.evaluation(lease)
         except (LeaseFailed, EngineError) as error:
-            log.error("evaluation of version %d failed: %s", lease.version, error)
-            await self._dealer.send(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=str(error)))
+            reason = f"set {lease.set!r}: {error}" if lease.set else str(error)
+            log.error("evaluation of version %d failed: %s", lease.version, reason)
+            await self._dealer.send(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=reason))
         else:
-            self._evaluated[lease.version, lease.greedy] = result
+            self._evaluated[evaluation_key(lease)] = result
             await self._dealer.send(result)
 
 

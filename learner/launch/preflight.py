@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from configs.base import ConfigError
+from configs.evaluation import PromptSet
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.beside.folders import check_folders
@@ -21,6 +22,7 @@ from learner.launch.terminal import say
 from learner.policy.divisibility import problem_with
 from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
+from replay.prompts import DataError
 
 
 def input_is_missing(config: Config, source: str) -> bool:
@@ -105,8 +107,22 @@ def check_input(config: Config) -> None:
         )
     check_folders(config)
     check_prompts(config, config.data.train)
-    if config.data.eval is not None and config.evaluation.every_steps:
-        check_prompts(config, config.data.eval)
+    for one in config.evaluation_sets:
+        if isinstance(limit, int) and prompt + one.max_new_tokens > limit:
+            raise ConfigError(
+                f"{one.key}: max_new_tokens {one.max_new_tokens} after data.max_prompt_tokens {prompt}, and"
+                f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
+            )
+        _check_set(config, one)
+
+
+def _check_set(config: Config, one: PromptSet) -> None:
+    try:
+        check_prompts(config, one.path)
+    except (ConfigError, DataError) as error:
+        if not one.name:
+            raise
+        raise type(error)(f"{one.key}: {error}") from error
 
 
 def _check_checkpoint(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """`python -m learner.report.check_export RUN_DIR`: does the exported folder answer as the last evaluation reported?
 
-Loads the newest checkpoint's hf/ folder with transformers alone, answers the evaluation prompts greedily and
-compares with evaluations/version_N_greedy.jsonl, prompt by prompt. The last line is JSON; the exit code is 1
-when more than one prompt in 512 differs.
+Loads the newest checkpoint's hf/ folder with transformers alone, answers the prompts of every set that was evaluated
+greedily, and compares with evaluations/version_N_greedy.jsonl, prompt by prompt. The last line is JSON; the exit code
+is 1 when more than one prompt in 512 differs.
 """
 
 import argparse
@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import load
-from replay.prompts import load_rows
+from learner.report.evaluation import file_of
+from replay.prompts import Row, load_rows
 
 BATCH = 128
 
@@ -25,13 +26,17 @@ def check(run_dir: Path) -> dict[str, Any]:
     config = load(run_dir / "config.yaml")
     step = max(int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*/COMPLETE"))
     folder = run_dir / "checkpoints" / f"step_{step}" / "hf"
-    evaluation = run_dir / "evaluations" / f"version_{step}_greedy.jsonl"
-    reported = [json.loads(line) for line in evaluation.read_text(encoding="utf-8").splitlines()]
-    rows = load_rows(config.data.eval or config.data.train)[: len(reported)]
-    texts = greedy_answers(folder, [str(row["prompt"]) for row in rows], config.rollout.max_new_tokens)
+    reported, rows, limits = [], list[Row](), list[int]()
+    for one in (one for one in config.evaluation_sets if one.greedy):
+        lines = file_of(run_dir, step, one.name, greedy=True).read_text(encoding="utf-8").splitlines()
+        asked = load_rows(one.path)[: len(lines)]
+        reported += [json.loads(line) for line in lines]
+        rows += asked
+        limits += [one.max_new_tokens] * len(asked)
+    texts = greedy_answers(folder, [str(row["prompt"]) for row in rows], limits)
     different = [
-        {"index": i, "prompt": row["prompt"], "exported": text, "evaluation": report["text"]}
-        for i, (row, text, report) in enumerate(zip(rows, texts, reported, strict=True))
+        {"index": report["index"], "prompt": row["prompt"], "exported": text, "evaluation": report["text"]}
+        for row, text, report in zip(rows, texts, reported, strict=True)
         if text != report["text"]
     ]
     right = [text == row["ground_truth"] for text, row in zip(texts, rows, strict=True)]
@@ -44,20 +49,18 @@ def check(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def greedy_answers(folder: Path, prompts: list[str], max_new_tokens: int) -> list[str]:
-    """Answers of transformers' own generate, prompts of equal length together."""
+def greedy_answers(folder: Path, prompts: list[str], limits: list[int]) -> list[str]:
+    """Answers of transformers' own generate, prompts of equal length and limit of new tokens together."""
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ids = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt in prompts]
     answers = [""] * len(prompts)
-    for length in sorted(set(map(len, ids))):
-        same = [i for i, tokens in enumerate(ids) if len(tokens) == length]
+    for length, limit in sorted({(len(tokens), limit) for tokens, limit in zip(ids, limits, strict=True)}):
+        same = [i for i, tokens in enumerate(ids) if (len(tokens), limits[i]) == (length, limit)]
         for first in range(0, len(same), BATCH):
             chosen = same[first : first + BATCH]
             batch = torch.tensor([ids[i] for i in chosen])
-            made = model.generate(
-                batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_new_tokens, do_sample=False
-            )
+            made = model.generate(batch, attention_mask=torch.ones_like(batch), max_new_tokens=limit, do_sample=False)
             for i, row in zip(chosen, made, strict=True):
                 answers[i] = str(tokenizer.decode(row[length:], skip_special_tokens=True))
     return answers

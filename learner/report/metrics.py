@@ -4,12 +4,14 @@ Every name stands in docs/metrics.md. Rank 0 writes; this module imports no torc
 
     {"step": 12, "time": 1760000000.0, "critic/score/mean": 0.61, "training/lag_histogram": {"0": 90, "1": 3410}, ...}
     {"version": 10, "time": 1760000000.0, "val-core/sort6/greedy": 0.83}         an evaluation of one policy version
+    {"version": 10, "set": "aime", "time": ..., "val-core/aime/greedy": 0.2}     of one with several sets
     {"version": 80, "time": 1760000000.0, "final": true, ...}                    what was left after the last step
 """
 
 import json
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +29,7 @@ DISCARDED = "metrics.discarded.jsonl"
 WANDB_ID = "wandb_run_id"
 LAG_HISTOGRAM = "training/lag_histogram"
 EVALUATION = "val-core/"
+GIVEN_UP = re.compile("val-aux/(.*)/given_up")
 
 
 class MetricsError(RuntimeError):
@@ -92,9 +95,9 @@ class Metrics:
         """
         self._write({"step": step}, {"training/global_step": step, **values})
 
-    def log_evaluation(self, version: int, values: Numbers) -> None:
-        """Write the row of an evaluation of policy version `version`. Raises TypeError as `log` does."""
-        self._write({"version": version}, values)
+    def log_evaluation(self, version: int, values: Numbers, name: str = "") -> None:
+        """Write the row of an evaluation of policy version `version`, of the set `name`. Raises TypeError as `log`."""
+        self._write({"version": version, **({"set": name} if name else {})}, values)
 
     def log_final(self, version: int, values: Numbers) -> None:
         """Write what was measured after the last step's row. Raises TypeError as `log` does."""
@@ -177,11 +180,18 @@ def tokens_by_lag(rows: Iterable[Mapping[str, Any]]) -> dict[int, int]:
 
 
 def evaluation_scores(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """Scores in a row, by mode; by `source/mode` where several data sources were evaluated."""
-    names = [name.removeprefix(EVALUATION) for name in row if name.startswith(EVALUATION)]
-    modes = [name.rsplit("/", 1)[-1] for name in names]
-    labels = modes if len(set(modes)) == len(modes) else names
-    return {label: row[EVALUATION + name] for label, name in zip(labels, names, strict=True)}
+    """Scores in a row, by mode; by `set/mode` or `source/mode` where there are several. None for what was given up.
+
+    Modes are `greedy`, `sampled`, and with several samples `mean@4` and `pass@4` or alike.
+    """
+    scores = {
+        name.removeprefix(EVALUATION).replace("/reward/", "/"): row[name] for name in row if name.startswith(EVALUATION)
+    }
+    scores |= {found[1]: None for name in row if (found := GIVEN_UP.fullmatch(name))}
+    modes = [label.rsplit("/", 1)[-1] for label in scores]
+    if "set" in row or len(set(modes)) < len(modes):
+        return scores
+    return dict(zip(modes, scores.values(), strict=True))
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -17,10 +17,14 @@ from matplotlib.ticker import PercentFormatter
 
 from learner.report.live_text import REWARD, Row, duration
 from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
+from learner.report.summary import curves
 
 REWARD_COLOUR = "#8a8f98"
 COLOURS = ("#1f6feb", "#d1580b", "#1a7f37", "#8250df", "#bf3989", "#6e7781")
+LINES = {"greedy": "-", "sampled": "--", "mean": "--", "pass": ":"}
+"""Of a set's modes, where several sets share the picture: each has a colour then."""
 SMOOTHED_STEPS = 5
+FEW_CURVES = 5
 
 
 def plot_run(run_dir: str | Path) -> Path:
@@ -52,16 +56,6 @@ def series(steps: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 def smoothed(values: Sequence[float], width: int = SMOOTHED_STEPS) -> list[float]:
     """Mean of each value and up to `width` − 1 before it."""
     return [statistics.fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
-
-
-def curves(evaluations: Sequence[Row]) -> dict[str, tuple[list[int], list[float]]]:
-    """Mode to (versions, scores), ascending; the newest evaluation of a version counts."""
-    points: dict[str, dict[int, float]] = {}
-    for row in evaluations:
-        for mode, score in evaluation_scores(row).items():
-            if score is not None:
-                points.setdefault(mode, {})[int(row["version"])] = score
-    return {mode: (sorted(scores), [scores[v] for v in sorted(scores)]) for mode, scores in sorted(points.items())}
 
 
 def _draw(name: str, steps: Sequence[Row], evaluations: Sequence[Row], path: Path) -> None:
@@ -106,15 +100,22 @@ def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None
     shown = [0.0, 1.0, *values]
     if values:
         _line(axis, where, values, colour=REWARD_COLOUR, label=f"reward, mean of {SMOOTHED_STEPS} steps")
-    for (mode, (versions, scores)), colour in zip(curves(evaluations).items(), COLOURS * 9, strict=False):
-        label = f"evaluation, {mode} ({scores[0]:.2f} → {scores[-1]:.2f})"
-        axis.plot(versions, scores, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
+    # pass@1 is mean@k for rewards of 0 and 1
+    found = {mode: curve for mode, curve in curves(evaluations).items() if mode.rpartition("/")[2] != "pass@1"}
+    sets = list(dict.fromkeys(mode.rpartition("/")[0] for mode in found))
+    many = len(found) > FEW_CURVES
+    for number, (mode, (versions, scores)) in enumerate(found.items()):
+        label = f"{'' if many else 'evaluation, '}{mode} ({scores[0]:.2f} → {scores[-1]:.2f})"
+        name, _, kind = mode.rpartition("/")
+        colour = COLOURS[(number if len(sets) == 1 else sets.index(name)) % len(COLOURS)]
+        line = "-" if len(sets) == 1 else LINES.get(kind.partition("@")[0], "-")
+        axis.plot(versions, scores, line, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
         shown += scores
     margin = 0.03 * (max(shown) - min(shown))
     axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
     axis.set_ylim(min(shown) - margin, max(shown) + margin)
     if axis.get_legend_handles_labels()[0]:
-        axis.legend(loc="lower right", frameon=False)
+        axis.legend(loc="lower right", frameon=many, fontsize=8 if many else None, ncols=1 + many)
 
 
 def _lag(axis: Any, tokens: Mapping[int, int]) -> None:

@@ -7,11 +7,13 @@ groups were trained in which step).
 import argparse
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from learner import ledger
-from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
+from learner.report.metrics import EVALUATION, FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 
 
 def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
@@ -22,6 +24,7 @@ def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
     lags = [lag for lag, tokens in tokens_by_lag(rows).items() if tokens]
     syncs = [row["weight_sync/digests_equal"] for row in rows if "weight_sync/digests_equal" in row]
     greedy, sampled = evaluations(rows, "greedy"), evaluations(rows, "sampled")
+    sets = {label: [scores[0], scores[-1]] for label, (_, scores) in curves(rows).items() if "/" in label}
     return {
         "greedy_before": greedy[0][1] if greedy else None,
         "greedy_after": greedy[-1][1] if greedy else None,
@@ -31,18 +34,36 @@ def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
         "groups_trained": len(groups),
         "groups_trained_twice": len(groups) - len(set(groups)),
         "digests_equal": bool(syncs) and all(syncs),
+        **({"sets": sets} if sets else {}),
     }
 
 
-def evaluations(rows: list[dict[str, Any]], mode: str) -> list[tuple[int, float]]:
-    """(version, accuracy) of all evaluations of a mode, oldest version first; the mean over their data sources."""
-    found = {}
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
+    """Mode, of its set where there are several, to (versions, scores), ascending; the newest of a version counts."""
+    points: dict[str, dict[int, float]] = {}
     for row in rows:
-        labelled = evaluation_scores(row).items()
-        scores = [value for label, value in labelled if label.rsplit("/")[-1] == mode and value is not None]
-        if scores:
-            found[row["version"]] = sum(scores) / len(scores)
-    return sorted(found.items())
+        for label, score in evaluation_scores(row).items():
+            if score is not None:
+                points.setdefault(label, {})[int(row["version"])] = score
+    return {label: (sorted(scores), [scores[v] for v in sorted(scores)]) for label, scores in sorted(points.items())}
+
+
+def evaluations(rows: list[dict[str, Any]], mode: str, name: str = "") -> list[tuple[int, float]]:
+    """(version, accuracy) of all evaluations of a mode, oldest version first.
+
+    Of the set or data source `name`, or the mean over all of them; a version that some were given up for has none.
+    `sampled` is the mean over the sampled answers, however many to a prompt.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for row in rows:
+        if not name or any(key.startswith(f"{EVALUATION}{name}/") for key in row):
+            for label, value in evaluation_scores(row).items():
+                source, _, kind = label.rpartition("/")
+                wanted = kind == mode or (mode == "sampled" and kind.startswith("mean@"))
+                if wanted and value is not None and source in (name or source, ""):
+                    found.setdefault(row["version"], {})[label] = value
+    every = {label for scores in found.values() for label in scores}
+    return sorted((version, fmean(scores.values())) for version, scores in found.items() if scores.keys() == every)
 
 
 def main() -> int:

@@ -21,8 +21,8 @@ import numpy as np
 
 from replay.channel.fields import Field, fields_of, shown
 
-SCHEMA_VERSION = 3
-"""3: Group has `policies`."""
+SCHEMA_VERSION = 4
+"""3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
 MAX_ITEMS = 1 << 20

@@ -4,25 +4,23 @@ Results stay in the journal as long as a resumed learner may ask for them. No so
 """
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from replay import messages as m
 from replay.channel.frames import encode
+from replay.desks.evaluation_parts import Part, Work
 from replay.desks.validation import problem_with_evaluation
 from replay.journal.apply import record
 from replay.journal.format import Frames
 from replay.peers import Peer, Peers
-from replay.prompts import stream_seed
 from replay.run import Run
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationDesk:
-    def __init__(self, run: Run, peers: Peers, rows: Sequence[dict[str, Any]]) -> None:
-        self.run, self.board, self.peers = run, run.board, peers
-        self.rows = list(rows[: run.config.evaluation.num_prompts])
+    def __init__(self, run: Run, peers: Peers, work: Mapping[Part, Work]) -> None:
+        self.run, self.board, self.peers, self.work = run, run.board, peers, work
         self.withheld: set[int] = set()
         """Versions of which the present learner has not been told: it has not made them, and may make others."""
 
@@ -31,7 +29,7 @@ class EvaluationDesk:
         if version in self.board.closed or version in self.board.results:
             self.withheld.add(version)
             self.made(self.run.buffer.version)
-        elif version not in self.board.open and self.board.modes:
+        elif version not in self.board.open and self.board.parts:
             record(self.run, "evaluate", {"version": version}, now=now)
             if version < self.run.buffer.line.last_committed:  # a resumed learner repeats it without publishing it
                 self._close(version, "the learner was restarted before this version was evaluated")
@@ -62,27 +60,28 @@ class EvaluationDesk:
             server = self.board.next_server(version)
             if server is None:
                 continue
+            if any(part not in self.work for part in evaluation.open_parts):  # of a run that was resumed
+                self._close(version, "data.eval or evaluation were changed before it was done")
+                continue
             record(self.run, "evaluating", {"version": version, "server": server})
-            for greedy in evaluation.open_modes:
-                seed = stream_seed(self.run.config.run.seed, version, 1 << 20)
-                lease = m.EvaluationLease(version=version, greedy=greedy, seed=seed, prompts=self.rows)
-                self.peers.send(server, lease)
+            for part in evaluation.open_parts:
+                self.peers.send(server, self.work[part].lease(version, self.run.config.run.seed))
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
-        version, problem = result.version, problem_with_evaluation(result, len(self.rows))
-        if problem is not None:
+        version, part = result.version, Part(result.set, result.greedy, result.first)
+        if problem := problem_with_evaluation(result, self.work.get(part)):
             log.warning("replay: evaluation of version %d by %r rejected: %s [corrupt]", version, peer.name, problem)
             self._failed_at(peer, version)
             return
-        if not self.board.wants(peer.identity, version, result.greedy):
+        if not self.board.wants(peer.identity, version, part):
             return
-        fields = {"version": version, "greedy": result.greedy}
+        fields = {"version": version, "greedy": result.greedy, "set": result.set, "first": result.first}
         record(self.run, "evaluated", fields, frames or encode(result, "", 0))
         if version <= self.run.buffer.version:
             self.peers.to_rank(0, result)
         else:
             self.withheld.add(version)
-        if not self.board.open[version].open_modes:
+        if not self.board.open[version].open_parts:
             self._close(version, "")
 
     def failed(self, peer: Peer, message: m.EvaluationFailed) -> None:

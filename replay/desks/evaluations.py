@@ -3,8 +3,10 @@
 Every server that gets the version keeps it until it is closed; one runs the whole, and when it dies another takes over.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from replay.desks.evaluation_parts import Part
 from replay.journal.format import Location
 
 MAX_TRIES = 2
@@ -15,11 +17,11 @@ MAX_CLOSED = 64
 
 @dataclass(slots=True)
 class Evaluation:
-    """One version's evaluation: the modes still open, and who runs it."""
+    """One version's evaluation: the parts still open, and who runs it."""
 
     version: int
-    open_modes: list[bool]
-    """`greedy` flags of the parts that have no result yet."""
+    open_parts: list[Part]
+    """That have no result yet."""
     opened_at: float
     server: str | None = None
     tried: list[str] = field(default_factory=list)
@@ -29,19 +31,19 @@ class Evaluation:
 class EvaluationBoard:
     """Open evaluations and which servers hold their versions."""
 
-    def __init__(self, modes: list[bool], deadline_s: float) -> None:
-        self.modes, self.deadline_s = modes, deadline_s
+    def __init__(self, parts: Iterable[Part], deadline_s: float) -> None:
+        self.parts, self.deadline_s = list(parts), deadline_s
         self.open: dict[int, Evaluation] = {}
         self.holders: dict[int, dict[str, None]] = {}
         """Servers by version, in the order in which they reported it."""
         self.closed: dict[int, str] = {}
-        self.results: dict[int, dict[bool, Location]] = {}
-        """Where the journal has what came, by version and mode."""
+        self.results: dict[int, dict[Part, Location]] = {}
+        """Where the journal has what came, by version and part."""
 
     def request(self, version: int, now: float) -> None:
         """The learner wants `version` evaluated. Repeating it changes nothing."""
-        if self.modes and version not in self.open and version not in self.closed:
-            self.open[version] = Evaluation(version, list(self.modes), now)
+        if self.parts and version not in self.open and version not in self.closed:
+            self.open[version] = Evaluation(version, list(self.parts), now)
 
     def holds(self, server: str, version: int) -> None:
         """A server reports that `version` is live there (and so pinned, if it is to be evaluated)."""
@@ -63,16 +65,16 @@ class EvaluationBoard:
             evaluation.server = server
             evaluation.tried.append(server)
 
-    def wants(self, server: str, version: int, greedy: bool) -> bool:
+    def wants(self, server: str, version: int, part: Part) -> bool:
         """Whether a part is wanted from this server, not late and not repeated."""
         evaluation = self.open.get(version)
-        return evaluation is not None and server in evaluation.tried and greedy in evaluation.open_modes
+        return evaluation is not None and server in evaluation.tried and part in evaluation.open_parts
 
-    def done(self, version: int, greedy: bool, place: Location) -> None:
+    def done(self, version: int, part: Part, place: Location) -> None:
         evaluation = self.open.get(version)
-        if evaluation is not None and greedy in evaluation.open_modes:
-            evaluation.open_modes.remove(greedy)
-        self.results.setdefault(version, {})[greedy] = place
+        if evaluation is not None and part in evaluation.open_parts:
+            evaluation.open_parts.remove(part)
+        self.results.setdefault(version, {})[part] = place
 
     def failed(self, server: str, version: int) -> bool:
         """The server that runs this evaluation could not; another may. True when all were asked."""

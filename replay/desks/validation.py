@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Config
+from replay.desks.evaluation_parts import Work
 from replay.desks.leases import Slot
 from replay.messages import EvaluationResult, Float32, Group, Int32
 
@@ -95,10 +96,12 @@ def _version_problem(group: Group, slot: Slot, config: Config, newest_version: i
     return None
 
 
-def problem_with_evaluation(result: EvaluationResult, num_prompts: int) -> str | None:
+def problem_with_evaluation(result: EvaluationResult, work: Work | None) -> str | None:
+    if work is None:
+        return f"set {result.set!r} from prompt {result.first} on was not asked for"
     sizes = {result.rewards.size, result.lengths.size, len(result.texts), len(result.finish_reasons)}
-    if sizes != {num_prompts}:
-        return f"{sorted(sizes)} answers for {num_prompts} prompts"
+    if sizes != {work.num_answers} or result.samples != work.samples:
+        return f"{sorted(sizes)} answers, {result.samples} each, for {len(work.prompts)} prompts, {work.samples} each"
     if not np.isfinite(result.rewards).all():
         return "a reward that is not finite"
     return None

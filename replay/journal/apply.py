@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs.schema import Config
+from replay.desks.evaluation_parts import Part
 from replay.desks.leases import Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
@@ -207,6 +208,13 @@ def _checkpoint(run: Run, decision: Record, _: float) -> None:
     run.counters["checkpoints"] += 1
 
 
+def _evaluated(run: Run, decision: Record, _: float) -> None:
+    fields = decision.fields
+    part = Part(fields.get("set", ""), fields["greedy"], fields.get("first", 0))  # older journals have the mode alone
+    assert decision.location is not None
+    run.board.done(fields["version"], part, decision.location)
+
+
 _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "boot": check_boot,
     "snapshot": lambda run, decision, now: take_over(run, decision.fields, now),
@@ -224,6 +232,6 @@ _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "lag": _lag,
     "evaluate": lambda run, decision, now: run.board.request(decision.fields["version"], now),
     "evaluating": lambda run, decision, _: run.board.begin(**decision.fields),
-    "evaluated": lambda run, decision, _: run.board.done(**decision.fields, place=decision.location),
+    "evaluated": _evaluated,
     "evaluation_closed": lambda run, decision, _: run.board.close(**decision.fields),
 }

@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import Evaluation
 from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import Line, LineStep, Lost, Taken
@@ -34,10 +35,10 @@ def snapshot_of(run: Run) -> dict[str, Any]:
         "lags": [[step, made.async_lag] for step, made in sorted(buffer.line.steps.items())],
         "async_lag": [buffer.async_lag, buffer.configured_lag],
         "evaluations": {
-            "open": [[e.version, list(e.open_modes), list(e.tried), e.server] for e in board.open.values()],
+            "open": [[e.version, list(e.open_parts), list(e.tried), e.server] for e in board.open.values()],
             "closed": [[version, reason] for version, reason in board.closed.items()],
             "results": [
-                [version, greedy, place] for version, parts in board.results.items() for greedy, place in parts.items()
+                [version, part, place] for version, parts in board.results.items() for part, place in parts.items()
             ],
         },
     }
@@ -59,11 +60,11 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     run.counters.update(fields["counters"])
     buffer.slots = {slot.group_id: slot for slot in (_slot_of(run, plain, now) for plain in fields["slots"])}
     line_from(buffer.line, fields)
-    for version, modes, tried, server in fields["evaluations"]["open"]:
-        board.open[version] = Evaluation(version, list(modes), now, server, list(tried))
+    for version, parts, tried, server in fields["evaluations"]["open"]:
+        board.open[version] = Evaluation(version, [Part.of(part) for part in parts], now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
-    for version, greedy, place in fields["evaluations"]["results"]:
-        board.results.setdefault(version, {})[greedy] = Location.of(place)
+    for version, part, place in fields["evaluations"]["results"]:
+        board.results.setdefault(version, {})[Part.of(part)] = Location.of(place)
 
 
 def line_from(line: Line, fields: dict[str, Any]) -> None:

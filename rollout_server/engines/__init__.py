@@ -40,7 +40,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
 
         return TorchEngine(
             config.model.path,
-            max_context=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            max_context=config.max_context,
             max_running=config.rollout.max_running,
             dtype=config.rollout.dtype,
             num_threads=config.rollout.num_threads,

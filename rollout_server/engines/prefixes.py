@@ -17,7 +17,7 @@ def check_request(token_ids: Sequence[int], sampling: Sampling, n: int, *, max_c
     if size + new > max_context:
         raise EngineError(
             f"prompt of {size} tokens + max_new_tokens {new} = {size + new} exceeds the context of {max_context}"
-            " (data.max_prompt_tokens + rollout.max_new_tokens)"
+            " (data.max_prompt_tokens + max_new_tokens of rollout or evaluation)"
         )
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:

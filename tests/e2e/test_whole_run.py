@@ -2,27 +2,33 @@
 
 import json
 import shutil
+import statistics
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from learner.report.metrics import evaluation_scores
+from learner.report.summary import summarize
 from tests.support.runs import ROOT, Runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 5
-SCORE = "val-core/sort6/greedy"
+SCORE = "val-core/all/greedy"
+PASS = "val-core/few/reward/pass@4"
 LAG_0 = ("replay.async_lag=0", "rollout.temperature=0.7", "tracking.save_rollouts_every=1")
 
 
 @pytest.fixture(scope="module")
 def clean(tmp_path_factory, sort6, zygote):
-    """A run on two ranks that has finished: evaluations, checkpoints, trackers, plot, every trajectory saved."""
+    """A run on two ranks that has finished: evaluations of two sets, checkpoints, trackers, plot, every trajectory."""
     runs = Runs(tmp_path_factory.mktemp("clean"), sort6, zygote)
     trackers = ("tracking.plot=true", "tracking.tensorboard=true")
     best = ("checkpoint.keep_best=1", f"checkpoint.best_metric={SCORE}")
-    settings = (*LAG_0, *trackers, *best, "evaluation.every_steps=2", "checkpoint.every_steps=2")
+    file = sort6.folder / "eval.jsonl"
+    sets = f"data.eval={{all: {{path: {file}, sampled: false}}, few: {{path: {file}, samples: 4, num_prompts: 16}}}}"
+    settings = (*LAG_0, *trackers, *best, sets, "evaluation.every_steps=2", "checkpoint.every_steps=2")
     run = runs(*settings, steps=STEPS, split="1:2", name="clean")
     assert run.wait() == 0, run.text()[-3000:]
     yield run
@@ -39,8 +45,9 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(clean):
 
     evaluated = {row["version"] for row in clean.rows() if any(key.startswith("val-core/") for key in row)}
     assert evaluated == {0, 2, 4, STEPS}
-    rows = (clean.folder / "evaluations" / f"version_{STEPS}_greedy.jsonl").read_text().splitlines()
-    assert len(rows) == 64
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (clean.folder / "evaluations").iterdir()}
+    kinds = {"all_greedy": 64, "few_greedy": 16, "few_sampled": 64}
+    assert sizes == {f"version_{version}_{kind}.jsonl": n for version in evaluated for kind, n in kinds.items()}
 
     checkpoints = clean.folder / "checkpoints"
     scores = {row["version"]: row[SCORE] for row in clean.rows() if row.get("version", 0) > 0 and SCORE in row}
@@ -56,11 +63,33 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(clean):
     assert clean.nothing_left()
 
 
+def test_every_set_is_measured_from_the_rows_that_were_written(clean):
+    measured = {(row["version"], row["set"]): {} for row in clean.rows() if "set" in row}
+    for row in clean.rows():
+        measured.get((row.get("version"), row.get("set")), {}).update(row)
+    assert measured.keys() == {(version, name) for version in (0, 3, STEPS) for name in ("all", "few")}
+    for (version, name), numbers in measured.items():
+        answers: dict[int, list[float]] = {}
+        mode = "sampled" if name == "few" else "greedy"
+        lines = (clean.folder / "evaluations" / f"version_{version}_{name}_{mode}.jsonl").read_text().splitlines()
+        for row in map(json.loads, lines):
+            answers.setdefault(row["index"], []).append(row["reward"])
+        mean, some = (statistics.fmean(map(of, answers.values())) for of in (statistics.fmean, max))
+        if name == "all":
+            assert numbers["val-core/all/greedy"] == pytest.approx(mean)
+        else:
+            assert numbers["val-core/few/reward/mean@4"] == pytest.approx(mean), "sort6 has rewards 0 and 1"
+            assert numbers["val-core/few/reward/pass@1"] == pytest.approx(mean)
+            assert numbers["val-core/few/reward/pass@4"] == pytest.approx(some) and some > mean
+    summary = summarize(clean.folder, None)
+    assert summary["greedy_after"] is not None and summary["sets"]["few/pass@4"][0] == measured[0, "few"][PASS]
+
+
 def test_the_exported_folder_answers_as_the_last_evaluation_says(clean):
     from learner.report.check_export import check
 
     result = check(clean.folder)
-    assert (result["step"], result["prompts"]) == (STEPS, 64)
+    assert (result["step"], result["prompts"]) == (STEPS, 64 + 16)
     assert len(result["different"]) <= 1, result["different"]
     assert abs(result["greedy_exported"] - result["greedy_reported"]) <= 1 / 64
 
@@ -136,3 +165,15 @@ def test_a_run_of_commit_a694bf1_is_resumed(launch, tmp_path, monkeypatch):
     trained = [tuple(group) for line in after for group in json.loads(line)["groups"]]
     assert len(trained) == len(set(trained)) == 24
     assert all(step["incarnation"] == 2 for step in steps)
+
+
+@pytest.mark.slow
+def test_a_run_of_no_steps_evaluates_the_model_and_ends(launch):
+    run = launch("evaluation.every_steps=1", "evaluation.samples=2", "evaluation.num_prompts=8", steps=0)
+    assert run.wait() == 0, run.text()[-3000:]
+    measured = {mode: row["version"] for row in run.rows() for mode in evaluation_scores(row)}
+    assert measured == dict.fromkeys(("greedy", "mean@2", "pass@1", "pass@2"), 0) and not run.steps()
+    assert {path.name for path in (run.folder / "evaluations").iterdir()} == {
+        "version_0_greedy.jsonl",
+        "version_0_sampled.jsonl",
+    }

@@ -59,7 +59,7 @@ def test_a_simulated_journal_gives_back_its_state(frozen: dict[str, Any]) -> Non
     records = [Record(kind, n, fields, Location.of(place)) for kind, n, fields, place, _ in frozen["records"]]
     source = PromptSource(rows(frozen["rows"]), shuffle=True, seed=frozen["seed"])
     config = Config.model_validate(frozen["config"])
-    service = Service(config, source, rows(2), 0.0, journal=journal)
+    service = Service(config, source, {"": rows(2)}, 0.0, journal=journal)
     service.restore(records, 0.0)
     found, wanted = state_of(service), frozen["state"]
     assert {key: found[key] for key in wanted} == wanted
@@ -74,7 +74,7 @@ def test_the_journal_of_a_killed_run_gives_back_its_state(tmp_path: Path, monkey
     reader = JournalReader(Path("runs/killed/journal"))
     journal = MemoryJournal()
     monkeypatch.setattr(journal, "read", reader.read)
-    service = Service(config, source, load_rows(str(config.data.eval)), 0.0, journal=journal)
+    service = Service(config, source, {"": load_rows(str(config.data.eval))}, 0.0, journal=journal)
     service.restore(list(reader.records(reader.newest_snapshot())), 0.0)
     found, wanted = state_of(service), json.loads((FROZEN / "killed_state.json").read_text())
     awaited = wanted.pop("servers_awaited")

@@ -17,6 +17,7 @@ from learner.launch import prompt_check, reward_source
 from learner.launch.preflight import check_input
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_source import problem_with_loss, problem_with_reward, problem_with_signature
+from replay.prompts import DataError
 from rollout_server.rewards import RewardError, loading
 from rollout_server.tasks import Task
 
@@ -132,6 +133,19 @@ def test_a_checkpoint_is_a_model_if_it_is_whole(model, tmp_path):
             check_input(config)
     mark_complete(step)
     check_input(config)
+
+
+def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_long(model, tmp_path):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    there = file_of(tmp_path, "1+1=")
+    sets = f"data.eval={{near: {there}, far: {tmp_path}/far.jsonl}}"
+    with pytest.raises(DataError, match=rf"^data\.eval\.far: {tmp_path}/far\.jsonl: no such file"):
+        check_input(config_of(model, f"data.train={there}", sets))
+    described = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(described))
+    sets = f"data.eval={{near: {there}, long: {{path: {there}, max_new_tokens: 60}}}}"
+    with pytest.raises(ConfigError, match=r"^data\.eval\.long: max_new_tokens 60 .* max_position_embeddings 64"):
+        check_input(config_of(model, f"data.train={there}", sets))
 
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):

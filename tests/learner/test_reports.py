@@ -17,6 +17,14 @@ STEP |= {"training/lag_histogram": {"0": 10, "1": 990}, "trainer/idle_ratio": 0.
 EVALUATION = {"version": 1, "time": 1000.0, "val-core/sort6/greedy": 0.5}
 
 
+OF_SETS = [
+    {"version": version, "set": name, f"val-core/{name}/{mode}": 0.5}
+    for version in (0, 5)
+    for name in ("aime", "gsm8k")
+    for mode in ("greedy", "reward/mean@4", "reward/pass@1", "reward/pass@4")
+]
+
+
 def write(folder: Path, *rows: dict[str, Any]) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -26,6 +34,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> Path:
     "rows",
     [
         [{**STEP, "step": step} for step in range(1, 81)] + [{**EVALUATION, "version": v} for v in range(0, 81, 5)],
+        [{**STEP, "step": step} for step in range(1, 9)] + OF_SETS,
         [EVALUATION, {"version": 1, "final": True, "weight_sync/seconds": 0.1}],
         [{"step": 1, "time": 1.0, "critic/score/mean": None, "training/lag_histogram": {}}],
         [{"step": 1}, {**STEP, "step": 2, "critic/score/mean": -30.5}, {**EVALUATION, "val-core/sort6/greedy": None}],

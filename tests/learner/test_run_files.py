@@ -41,20 +41,24 @@ def rows(tmp_path):
     config = make_config(
         tmp_path, data={"eval": str(file)}, evaluation={"every_steps": 1, "num_prompts": 3}, run={"dir": str(tmp_path)}
     )
-    return evaluation.evaluation_rows(config)
+    (only,) = config.evaluation_sets
+    return evaluation.evaluation_rows(config)[""], only
 
 
 def test_every_data_source_has_its_own_metrics(rows):
     scores = {"val-core/sums/greedy": 0.5, "val-core/parity/greedy": 0.25}
     scores |= {f"val-aux/{source}/greedy/response_length": 2.0 for source in ("sums", "parity")}
     scores |= {f"val-aux/{source}/greedy/seconds": 1.5 for source in ("sums", "parity")}
-    assert evaluation.values(RESULT, rows) == scores
+    scores |= {"val-aux/sums/greedy/clip_ratio": 0.5, "val-aux/parity/greedy/clip_ratio": 0.0}
+    scores |= {"val-aux/sums/greedy/pass@1": 0.5, "val-aux/parity/greedy/pass@1": 0.0}
+    assert evaluation.values(RESULT, *rows) == scores
 
 
 def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
+    rows, _ = rows
     path = evaluation.write_rows(str(tmp_path), RESULT, rows)
     written = [json.loads(line) for line in path.read_text().splitlines()]
-    assert path.name == "version_3_greedy.jsonl"
+    assert path.name == "version_3_greedy.jsonl" and not {"set", "sample"} & written[0].keys()
     assert [row["prompt"] for row in written] == [row["prompt"] for row in ROWS[:3]]
     found = [(row["ground_truth"], row["text"], row["reward"]) for row in written]
     assert found == [("2", "2", 1.0), ("odd", "even", 0.25), ("4", "5", 0.0)]

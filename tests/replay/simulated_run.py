@@ -35,9 +35,7 @@ def group_message(lease, versions, *, reward=1.0, n=2):
 
 def service(journal=None, num_rows=40, *, ranks=1, evaluated=0, **overrides):
     """A service with the learner ranks 'l', 'l1', ..., the rollout servers 'a' and 'b', and prompts to evaluate."""
-    changes = {"data__eval": "x", "evaluation__num_prompts": evaluated} if evaluated else {}
-    made = bare_service(journal, num_rows, **changes, **overrides)
-    made.evaluations.rows, made.evaluations.board.modes = rows(evaluated), [True]
+    made = bare_service(journal, num_rows, evaluated=evaluated, **overrides)
     learner(made, "l")
     made.batch_desk.num_ranks = ranks
     for rank in range(1, ranks):
@@ -47,10 +45,12 @@ def service(journal=None, num_rows=40, *, ranks=1, evaluated=0, **overrides):
     return made
 
 
-def bare_service(journal=None, num_rows=40, **overrides):
-    """A service that nobody has joined."""
+def bare_service(journal=None, num_rows=40, *, evaluated=0, sets=None, **overrides):
+    """A service that nobody has joined; it evaluates greedily so many prompts, or those of `sets` by name."""
+    sets = sets or {"": rows(evaluated)}
+    evaluation = {"data__eval": "x", "evaluation__sampled": False} if evaluated else {}
     source = PromptSource(rows(num_rows), shuffle=False, seed=0)
-    return Service(config(**overrides), source, [], 0.0, journal=journal or SimulatedJournal())
+    return Service(config(**evaluation | overrides), source, sets, 0.0, journal=journal or SimulatedJournal())
 
 
 def learner(made, identity, *, now=0.0, **fields):

@@ -278,9 +278,7 @@ def test_an_evaluation_goes_on_after_a_restart_and_elsewhere_when_its_server_doe
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0, incarnation=1), 0.0)
     assert sent(made, "a", m.EvaluationLease)
-    again = bare_service(made.journal.crash(None), data__eval="x", evaluation__num_prompts=1)
-    again.evaluations.rows = made.evaluations.rows
-    again.evaluations.board.modes = [True]
+    again = bare_service(made.journal.crash(None), evaluated=1)
     again.restore(made.journal.records, 100.0)
     learner(again, "l", incarnation=1, now=100.0)
     joins(again, "b", 100.0)

@@ -141,8 +141,7 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
 
 
 def test_evaluations_run_at_one_server_and_move_when_it_dies():
-    made = service(evaluated=3)
-    made.evaluations.board.modes = [True, False]
+    made = service(evaluated=3, evaluation__sampled=True)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     made.handle("b", m.LeaseRequest(capacity=0, version=0), 0.0)
@@ -171,7 +170,7 @@ def test_an_evaluation_that_fails_everywhere_is_given_up():
 
 
 def test_overdue_evaluations_are_closed_with_a_reason():
-    made = service(evaluation__deadline_s=5)
+    made = service(evaluated=1, evaluation__deadline_s=5)
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("b", m.Heartbeat(), 6.0)
     made.handle("a", m.Heartbeat(), 6.0)

@@ -31,8 +31,7 @@ def config_of(folder: Path, group: int, cap: int, **replay: Any) -> Config:
 @asynccontextmanager
 async def generating(config: Config, median: int = 0, sigma: float = 0.7) -> AsyncIterator[Generator]:
     """With a median, answers have forced lengths."""
-    context = PROMPT_TOKENS + config.rollout.max_new_tokens
-    engine = TorchEngine(config.model.path, max_context=context, max_running=64, seed=config.run.seed)
+    engine = TorchEngine(config.model.path, max_context=config.max_context, max_running=64, seed=config.run.seed)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)

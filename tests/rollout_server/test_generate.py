@@ -26,7 +26,9 @@ from scripts.bench.server import forced_length
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
-EVALUATION = m.EvaluationLease(version=0, greedy=True, seed=1, prompts=[PROMPT])
+SAMPLED: dict[str, Any] = {"version": 0, "set": "", "greedy": True, "first": 0, "samples": 1, "seed": 1}
+SAMPLED |= {"temperature": 1.0, "max_new_tokens": 5}
+EVALUATION = m.EvaluationLease(**SAMPLED, prompts=[PROMPT])
 LIMIT_S = 5.0
 CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
 
@@ -159,6 +161,20 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
     assert first.token_ids.tolist() == again.token_ids.tolist()
     answers = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
     assert len({tuple(answer[:4].tolist()) for answer in answers}) == GROUP, "each has a random stream of its own"
+
+
+async def test_an_evaluation_has_k_answers_a_prompt_and_the_same_ones_when_it_is_repeated(config: Config) -> None:
+    other = PROMPT | {"prompt": "w7 w8"}
+    asked = SAMPLED | {"greedy": False, "set": "aime", "samples": 3, "temperature": 0.7, "max_new_tokens": 6}
+    whole = m.EvaluationLease(**asked | {"prompts": [PROMPT, other]})
+    second = m.EvaluationLease(**asked | {"prompts": [other], "first": 1})
+    async with generating(config) as generator:
+        await generator.engine.pin(0)
+        first, again, rest = [await generator.evaluation(lease) for lease in (whole, whole, second)]
+    assert (first.set, first.samples, first.greedy, len(first.texts)) == ("aime", 3, False, 6)
+    assert len(set(first.texts)) > 3 and first.lengths.max() <= 6
+    assert first.texts == again.texts, "a seed for each prompt, a stream for each of its answers"
+    assert first.texts[3:] == rest.texts and rest.first == 1, "in whatever part it comes"
 
 
 @pytest.mark.parametrize("median", [0, CAP * 100], ids=["one request", "one for each answer"])

@@ -35,7 +35,7 @@ def config(**placement: str) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "unused"},
-            "data": {"train": "unused"},
+            "data": {"train": "unused", "eval": "unused"},
             "rollout": {"group_size": 2, "groups_per_step": 4, "max_new_tokens": 8},
             "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3, "partial_rollouts": True},
             "placement": {"device": "cpu"} | (placement or {"split": "1:1"}),
@@ -45,7 +45,7 @@ def config(**placement: str) -> Config:
 
 def service(num_prompts: int = 40, num_evaluated: int = 0, **placement: str) -> Service:
     prompts = PromptSource(rows(num_prompts), shuffle=False, seed=0)
-    return Service(config(**placement), prompts, rows(num_evaluated), time.monotonic(), journal=MemoryJournal())
+    return Service(config(**placement), prompts, {"": rows(num_evaluated)}, time.monotonic(), journal=MemoryJournal())
 
 
 class Replay(logging.Handler):

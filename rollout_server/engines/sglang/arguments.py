@@ -96,7 +96,7 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
 
 
 def _context_length(config: Config) -> int:
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.max_context
     try:
         described = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
         limit = int(described["max_position_embeddings"])
@@ -104,15 +104,15 @@ def _context_length(config: Config) -> int:
         raise EngineError(f"model.path: {config.model.path}/config.json is not readable: {error!r}") from error
     if longest > limit:
         raise EngineError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, and the model has max_position_embeddings"
-            f" {limit}; lower one of them"
+            f"data.max_prompt_tokens + max_new_tokens (rollout, evaluation) = {longest}, and the model has"
+            f" max_position_embeddings {limit}; lower one of them"
         )
     return min(limit, longest + SPARE_CONTEXT)
 
 
 def _on_cpu(config: Config) -> dict[str, Any]:
     """Defaults without a GPU: plain PyTorch paths, no polling while idle."""
-    tokens = min(config.rollout.max_running, 256) * (config.data.max_prompt_tokens + config.rollout.max_new_tokens)
+    tokens = min(config.rollout.max_running, 256) * config.max_context
     return {
         "attention_backend": "torch_native",
         "disable_cuda_graph": True,

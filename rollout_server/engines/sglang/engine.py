@@ -45,7 +45,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
-        self._max_context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        self._max_context = config.max_context
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder()
         os.environ[FOLDER] = str(self._staging.path)

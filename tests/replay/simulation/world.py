@@ -214,8 +214,7 @@ class World:
 
     def _serve(self, journal: SimulatedJournal) -> Service:
         source = PromptSource(self.rows, shuffle=True, seed=self.seed)
-        evaluation = self.rows[:2] if self.config.evaluation.every_steps else []
-        return Service(self.config, source, evaluation, self.now, journal=journal)
+        return Service(self.config, source, {"": self.rows[:2]}, self.now, journal=journal)
 
     def _restored(self, journal: SimulatedJournal, *, from_start: bool) -> Service:
         service = self._serve(journal)
@@ -272,7 +271,7 @@ def comparable(service: Service) -> dict[str, Any]:
     """The state that must survive a crash."""
     state = snapshot_of(service.run)
     evaluations = state["evaluations"]
-    evaluations["open"] = [[version, modes] for version, modes, *_ in evaluations["open"]]
+    evaluations["open"] = [[version, parts] for version, parts, *_ in evaluations["open"]]
     state["counters"] = {k: n for k, n in state["counters"].items() if n and not k.startswith(NOT_JOURNALED)}
     return state
 
