@@ -73,6 +73,9 @@ class Placement(Section):
     """Rollout GPUs by node, for example `node0:0-5`."""
     learner: str | None = None
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
+    reward: str | None = None
+    """GPUs of reward servers by node, for example `node0:7`; unset: a reward server beside the rollout servers of each
+    node, on its CPU."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
     share_gpus: bool = False

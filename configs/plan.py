@@ -13,7 +13,7 @@ from configs.base import ConfigError
 from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
-Role = Literal["replay", "learner", "rollout"]
+Role = Literal["replay", "learner", "reward", "rollout"]
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
@@ -114,7 +114,8 @@ def assign(
     words = _Words(config, machines, python, config_file, address, resume)
     processes = [words.replay(share.node) for share in wanted if share.node == first]
     processes += [words.learner(share, learner_module) for share in wanted if share.learner]
-    processes += [process for share in wanted for process in words.servers(share, tuple(server_command))]
+    for share in wanted:
+        processes += [*words.reward_servers(share), *words.servers(share, tuple(server_command))]
     return Plan(tuple(processes), first, dict(machines), address)
 
 
@@ -160,6 +161,18 @@ class _Words:
         name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
         threads = self.config.learner.num_threads
         return self._process(name, "learner", share.node, command, threads, share.learner, ports)
+
+    def reward_servers(self, share: Share) -> Iterator[Process]:
+        """They listen on the loopback interface: rollout servers of other nodes have reward servers of their own."""
+        model = self.config.reward.model
+        if model.path is None or not share.rollout:
+            return
+        for number, devices in enumerate(share.reward_servers(model.devices) or [()]):
+            name = f"reward-{number}" if len(self.config.shares) == 1 else f"reward-{share.node}-{number}"
+            command = self._command("rollout_server.reward_model.main", share.node, "--server-name", name)
+            process = self._process(name, "reward", share.node, command, model.num_threads, devices, {"reward": 0})
+            process.environment.setdefault("CUDA_VISIBLE_DEVICES", "")
+            yield process
 
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads
@@ -246,7 +259,7 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
             raise ConfigError(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
-def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:
+def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")) -> str:
     """What would run where: a line for each process, then the environment and command of each."""
     order = list(dict.fromkeys(process.node for process in plan.processes))
     chosen = sorted((p for p in plan.processes if p.role in roles), key=lambda process: order.index(process.node))

@@ -144,6 +144,33 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _reward_is_one(self) -> "Config":
+        """A reward model counts, or nothing is said of one."""
+        function, model = self.reward.function, self.reward.model
+        if model.path is None:
+            given = {"reward.function": function == "model", "reward.model.weight": model.weight is not None}
+            given["placement.reward"] = self.placement.reward is not None
+            if key := next((key for key, is_given in given.items() if is_given), None):
+                raise ValueError(f"{key}: there is no reward model; give its folder as reward.model.path, or leave it")
+        elif function == "model" and model.weight is not None:
+            raise ValueError(
+                f"reward.model.weight: {model.weight} with reward.function 'model', which is the model's score alone;"
+                " leave the weight out, or name the function that the score is added to"
+            )
+        elif function in ("exact", "numeric") and model.weight is None:
+            raise ValueError(
+                f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
+                " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
+            )
+        for share in self.shares:
+            if len(share.reward) % model.devices:
+                raise ValueError(
+                    f"reward.model.devices: {model.devices} do not divide the {len(share.reward)} devices that"
+                    f" placement.reward gives of {share.node}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _batch_is_large_enough(self) -> "Config":
         total, ranks = self.trajectories_per_step, self.num_learner_ranks
         if total < ranks:

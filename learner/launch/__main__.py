@@ -28,8 +28,8 @@ from learner.launch.terminal import say
 from replay.channel import KeysError
 
 DEFAULT_PORT = "5757"
-SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
-EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
+SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("reward", "rollout")}
+EVERYTHING: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")
 
 
 def main() -> int:
@@ -111,7 +111,7 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
     plan = assign(config, machines, config_file="", python=python, replay=args.replay, resume=args.resume is not None)
 
     def with_own_file(process: Process) -> Process:
-        role = "rollout" if process.role == "rollout" else "learner"
+        role = "rollout" if process.role in SHOWN["rollout"] else "learner"
         command, place = list(process.command), process.command.index("--config") + 1
         command[place] = f"{config.run_dir}/launch/{process.node}-{role}.yaml"
         return replace(process, command=tuple(command))

@@ -173,6 +173,30 @@ def test_a_dry_run_shows_no_secret(launch, four, keys):
     assert "a Secret with key files, not shown here" in shown
 
 
+def test_reward_servers_come_with_the_rollout_nodes(tmp_path, launch, four, hosts):
+    settings = ["reward.function=model", "reward.model.path=models/reward"]
+    settings += [
+        f"placement.{key}='node2:{devices}; node3:{devices}'"
+        for key, devices in (("rollout", "0-5"), ("reward", "6-7"))
+    ]
+    words = [*four, *(word for each in settings for word in ("--set", each))]
+    assert all("reward" not in row[2] for row in table_rows(launch("learner", *hosts, "--dry-run", *words)))
+    shown = launch("rollout", *hosts, "--dry-run", *words)
+    rows = table_rows(shown)
+    assert rows[:2] == [
+        ["node2", "10.0.0.3", "reward-node2-0", "6", "reward (free port)"],
+        ["node2", "10.0.0.3", "reward-node2-1", "7", "reward (free port)"],
+    ]
+    assert [row[2] for row in rows[2:]].count("reward-node3-1") == 1 and len(rows) == 2 * (2 + 3)
+    (command,) = re.findall(r"run  (.*reward_model.*reward-node3-1)$", shown, re.MULTILINE)
+    assert "launch/node3-rollout.yaml" in command and "--set network.host=10.0.0.4" in command
+    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *words)
+    _, jobset = yaml.safe_load_all((tmp_path / "manifests" / "jobset.yaml").read_text())
+    pods = [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
+    gpus = [pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
+    assert gpus == [8, 8], "of the learner, and of engines and reward servers together"
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
 def test_every_preset_dry_runs(name, tmp_path, launch):
     config = configs.load(name)

@@ -28,6 +28,7 @@ from learner.launch.hosts.node_spec import (
 )
 from learner.launch.hosts.ready import ask_replay
 from learner.launch.preflight import check_available
+from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
 from replay.channel import ChannelError
@@ -96,24 +97,31 @@ class Node:
 
     def run_servers(self) -> int:
         """Rollout servers, started again as the launcher does, until the run ends. Raises RunFailed if one fails."""
-        by_name = {process.name: process for process in self.assignment.plan.of(self.assignment.spec.node, "rollout")}
+        plan, node = self.assignment.plan, self.assignment.spec.node
+        by_name = {process.name: process for process in plan.of(node, "rollout")}
         logs = Path(self.config.run_dir) / "logs"
 
+        def begin(name: str, command: list[str], environment: Mapping[str, str]) -> Child:
+            return self._child(name, command, logs / f"{name}.log", environment)
+
         def start(name: str) -> Child:
-            process = by_name[name]
-            return self._child(name, [*process.command, *self._parent], logs / f"{name}.log", process.environment)
+            return begin(name, [*by_name[name].command, *words], by_name[name].environment)
 
         servers = LocalServers(self.config.rollout, start, show)
+        rewards = RewardServers(self.config.rollout, plan.of(node, "reward"), begin, show, self._parent)
         try:
+            rewards.begin()
+            words = [*rewards.arguments(), *self._parent]
             for name in by_name:
                 servers.add(name)
             while not servers.all_over:
+                rewards.watch(run_is_over=True)
                 servers.watch(run_is_over=True)
                 self._breathe()
             self._show_logs()
         finally:
             ignore_signals()
-            children.stop(servers.children, PATIENCE_S)
+            children.stop([*servers.children, *rewards.children], PATIENCE_S)
         if servers.failures:
             raise RunFailed(f"given up: {', '.join(servers.failures)}")
         return 0
