@@ -99,7 +99,12 @@ def check(placement: Placement) -> None:
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
             )
-        _check_reward(placement, part)
+        shared = set(part.reward) & {*part.rollout, *part.learner}
+        if shared and not placement.share_gpus:
+            raise ConfigError(
+                f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward"
+                " servers devices of their own, or set placement.share_gpus=true"
+            )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
             raise ConfigError(
@@ -111,22 +116,6 @@ def check(placement: Placement) -> None:
                 f" placement.tensor_parallel {placement.tensor_parallel} would span nodes; give {part.node} a multiple"
                 f" of {placement.tensor_parallel}"
             )
-
-
-def _check_reward(placement: Placement, part: Share) -> None:
-    shared = set(part.reward) & {*part.rollout, *part.learner}
-    if shared and not placement.share_gpus:
-        raise ConfigError(
-            f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward servers"
-            " devices of their own, or set placement.share_gpus=true"
-        )
-    if placement.reward is not None and bool(part.reward) != bool(part.rollout):
-        has, lacks = ("reward", "rollout") if part.reward else ("rollout", "reward")
-        raise ConfigError(
-            f"placement.reward: {part.node} has a {has} server and no {lacks} server; rollout servers ask the reward"
-            " servers of their own node: give placement.reward a device of every node of placement.rollout, and of no"
-            " other"
-        )
 
 
 def ranks_of(parts: tuple[Share, ...], node: str) -> range:

@@ -90,6 +90,11 @@ class Config(Section):
         return self.num_rollout_devices // self.placement.tensor_parallel
 
     @property
+    def rewards_elsewhere(self) -> bool:
+        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
+        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
+
+    @property
     def max_groups_in_flight(self) -> int:
         """Admission bound: leased + buffered + taken but not committed (invariant 1)."""
         return (self.replay.async_lag + 1) * self.rollout.groups_per_step
@@ -161,6 +166,18 @@ class Config(Section):
             raise ValueError(
                 f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
                 " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
+            )
+        idle = next((share.node for share in self.shares if share.reward and not share.rollout), None)
+        if idle is not None and not self.rewards_elsewhere:
+            raise ValueError(
+                f"placement.reward: no rollout server asks the reward servers of {idle}: each node of rollout servers"
+                " has its own; leave it out"
+            )
+        if self.rewards_elsewhere and not self.network.reward_port:
+            node = next(share.node for share in self.shares if share.rollout and not share.reward)
+            raise ValueError(
+                f"network.reward_port: 0 is unknown to {node}, which has rollout servers and asks the reward servers of"
+                " other nodes; give a port, such as 5767, or placement.reward devices of every node of rollout servers"
             )
         for share in self.shares:
             if len(share.reward) % model.devices:

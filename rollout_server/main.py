@@ -85,7 +85,11 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
         "--server-name", default=f"rollout-{socket.gethostname()}-{os.getpid()}", help="name in logs and metrics"
     )
     parser.add_argument(
-        "--reward", action="append", default=[], metavar="ADDRESS", help="a reward server of this node; repeatable"
+        "--reward",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a reward server, [NODE=]tcp://host:port; repeatable",
     )
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args(argv)

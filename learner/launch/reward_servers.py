@@ -48,13 +48,13 @@ class RewardServers:
     def arguments(self) -> list[str]:
         """What rollout servers of this machine get, once all reward servers listen. Raises RunFailed: one does not."""
         deadline, words = time.monotonic() + LISTENS_S, []
-        for child in self.children:
+        for process, child in zip(self.processes, self.children, strict=True):
             left = max(0.0, deadline - time.monotonic())
             found = children.wait_for_line(child, LISTENS, left, progress=r"(?!)", show=self.say)
             if found is None:
                 raise RunFailed(f"{child.name} did not start: {child.how_it_ended()}")
             self._ports[child.name] = found[1].rpartition(":")[2]
-            words += ["--reward", found[1]]
+            words += ["--reward", f"{process.node}={found[1]}"]
         return words
 
     def watch(self, run_is_over: bool) -> None:

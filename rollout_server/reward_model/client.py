@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from configs.schema import Config
-from replay.channel import AsyncDealer, Limits, WireError
+from configs.schema import Config, is_loopback
+from replay.channel import AsyncDealer, Keys, Limits, WireError, load_keys
 from replay.messages import Heartbeat, Hello, Refused
 from rollout_server.reward_model.messages import FROM_REWARD, MAX_SAMPLES, READY, Score, Scores, fingerprint
 from rollout_server.rewards import RewardError, Sample
@@ -67,9 +67,11 @@ class Asked:
 
 
 class RewardClient:
-    """Asks the reward servers of this node."""
+    """Asks the reward servers of this node, or of other ones."""
 
     def __init__(self, config: Config, addresses: Sequence[str], name: str) -> None:
+        """`addresses` are `tcp://host:port`, or `NODE=tcp://host:port` of a node whose key proves it."""
+        self._config = config
         self._model, self._start_s = config.reward.model, config.rollout.wait_for_servers_s
         self._silent_after_s, self._limits = config.network.silent_after_s, Limits(config.network.max_message_bytes)
         self._addresses, self._name = addresses, name
@@ -85,11 +87,15 @@ class RewardClient:
 
         Raises:
             RewardError: none has within rollout.wait_for_servers_s, or one refuses.
-            ChannelError: the socket of one cannot be used.
+            KeysError: the key of its node is missing.
         """
         for address in self._addresses:
             identity = f"{self._name}.{secrets.token_hex(4)}"
-            self._lines.append(Line(address, AsyncDealer(address, identity, FROM_REWARD, self._limits)))
+            node, _, place = address.rpartition("=")
+            dealer = AsyncDealer(
+                place, identity, FROM_REWARD, self._limits, keys=keys_towards(self._config, node, place)
+            )
+            self._lines.append(Line(place, dealer))
         calls = [*(self._listen(line) for line in self._lines), self._repeat()]
         self._tasks = [asyncio.create_task(call) for call in calls]
         for task in self._tasks:
@@ -238,6 +244,13 @@ class RewardClient:
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(RewardError(self._refused))
+
+
+def keys_towards(config: Config, node: str, address: str) -> Keys | None:
+    """For a reward server of this node; none on the loopback interface. Raises KeysError."""
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    keys = None if is_loopback(host) else load_keys(config.network.keys)
+    return keys if keys is None or node == config.shares[0].node else keys.towards(node)
 
 
 def problem_of(scores: Scores, count: int) -> str | None:

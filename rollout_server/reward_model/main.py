@@ -1,4 +1,4 @@
-"""`python -m rollout_server.reward_model.main`: a reward server, for the rollout servers of its node.
+"""`python -m rollout_server.reward_model.main`: a reward server, for the rollout servers of its node or of others.
 
 It prints one line `reward server listens at tcp://host:port` on standard output, then loads the model; rollout servers
 get the address as `--reward`. Started again at the same `--port`, it is asked again for what it left unanswered.
@@ -17,7 +17,7 @@ import uvloop
 
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
-from replay.channel import AsyncRouter, ChannelError, Limits
+from replay.channel import AsyncRouter, ChannelError, KeysError, Limits, load_keys
 from replay.lifeline import CANNOT_START, die_with_parent, set_up_logging
 from rollout_server.reward_model.messages import TO_REWARD
 from rollout_server.reward_model.server import Model, RewardServer
@@ -25,15 +25,24 @@ from rollout_server.rewards import RewardError
 
 log = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
-"""Never another interface: whoever reaches this socket may have anything scored."""
+LOOPBACK = "127.0.0.1"
 CANNOT_GO_ON = 2
 
 
-async def run(config: Config, port: int) -> int:
-    """Serve until SIGTERM or SIGINT."""
-    limits = Limits(config.network.max_message_bytes)
-    router = AsyncRouter(HOST, port, f"rewards of {config.run.name}", TO_REWARD, limits)
+async def run(config: Config, port: int, *, to_other_nodes: bool) -> int:
+    """Serve until SIGTERM or SIGINT; on network.host, with the keys of this node, where other nodes ask."""
+    network, host, keys = config.network, LOOPBACK, None
+    if to_other_nodes:
+        host, keys = network.host, load_keys(network.keys)
+    router = AsyncRouter(
+        host,
+        port,
+        f"rewards of {config.run.name}",
+        TO_REWARD,
+        Limits(network.max_message_bytes),
+        keys=keys and keys.on_this_node(),
+        insecure=network.insecure,
+    )
     try:
         sys.stdout.write(f"reward server listens at {router.address}\n")
         sys.stdout.flush()
@@ -70,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--server-name", default=f"reward-{socket.gethostname()}-{os.getpid()}", help="name in logs")
     parser.add_argument("--port", type=int, default=0, help="where it listens (default: a free port)")
+    parser.add_argument("--to-other-nodes", action="store_true", help="listen on network.host, with network.keys")
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args(argv)
     if args.parent is not None:
@@ -80,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.reward.model.path is None:
             raise RewardError("reward.model.path: missing; give the folder of a reward model")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.port))
-    except (ConfigError, RewardError) as error:
+            return runner.run(run(config, args.port, to_other_nodes=args.to_other_nodes))
+    except (ConfigError, KeysError, RewardError) as error:
         log.error("%s stops: %s", args.server_name, error)
         return CANNOT_START
     except ChannelError as error:

@@ -95,14 +95,43 @@ def test_reward_servers_have_the_devices_that_they_are_given():
     assert share.reward_servers(2) == [(2, 3)]
 
 
+def test_rollout_servers_without_a_reward_server_on_their_node_ask_all_others():
+    sides = ["placement.rollout='node0:0-3; node2:0-5'", "placement.learner=node1:0-7", "network.reward_port=6000"]
+    config = config_of(*sides, *REWARD, TWO, "placement.reward='node2:6-7; node3:0-3'")
+    plan = plan_of(config)
+    listens = {p.name: (p.ports, "--to-other-nodes" in p.command) for p in plan.processes if p.role == "reward"}
+    assert listens == {
+        "reward-node2-0": ({"reward": 6000}, True),
+        "reward-node3-0": ({"reward": 6000}, True),
+        "reward-node3-1": ({"reward": 6001}, True),
+    }
+    asked = {p.node: [word for word in p.command if "=tcp" in word] for p in plan.processes if p.role == "rollout"}
+    others = ["node2=tcp://10.0.0.2:6000", "node3=tcp://10.0.0.3:6000", "node3=tcp://10.0.0.3:6001"]
+    assert asked == {"node0": others, "node2": []}, "those of node2 are told when their own listen"
+    assert plan.nodes("rollout") == ["node0", "node2", "node3"]
+    known = {name: MACHINES[name] for name in ("node0", "node1")}
+    said = refused_alone(config, known, "node0")
+    assert "address of node2 is not known on node0" in said and "--hosts FILE" in said
+    assert plan_of(config, {"node1": MACHINES["node1"]}, only="node1").nodes("rollout") == []
+
+
+def refused_alone(config: Config, machines: dict[str, Machine], node: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(config, machines, only=node)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         (["placement.reward=node0:0", *REWARD], ["placement.reward", "node0:0", "share_gpus"]),
         (["placement.reward=node0:7"], ["placement.reward", "no reward model", "reward.model.path"]),
         (["placement.reward=node1:7", *REWARD], ["placement.reward", "node1:7", "one host is node0"]),
-        ([*TWO_SIDES, "placement.reward=node1:9", *REWARD], ["placement.reward", "node1", "of every node"]),
-        ([*TWO_SIDES, "placement.reward=node2:9", *REWARD], ["node0 has a rollout server and no reward server"]),
+        ([*TWO_SIDES, "placement.reward=node2:9", *REWARD], ["network.reward_port: 0 is unknown to node0", "such as"]),
+        (
+            [*TWO_SIDES, "placement.reward='node0:8; node2:9; node3:0'", *REWARD],
+            ["placement.reward", "no rollout server asks", "node3"],
+        ),
         (["placement.reward=node0:7", TWO, *REWARD], ["reward.model.devices: 2", "1 devices", "node0"]),
         (["reward.function=model"], ["reward.function", "no reward model", "reward.model.path"]),
         (["reward.model.weight=0.5"], ["reward.model.weight", "no reward model"]),
@@ -191,6 +220,7 @@ def test_the_environment_reaches_every_process():
         (TWO_SIDES, MACHINES | {"node1": Machine("127.0.0.1")}, ["network.host", "cannot be reached", "--hosts FILE"]),
         ([*TWO_SIDES, "network.replay_port=0"], MACHINES, ["network.replay_port", "give a port"]),
         ([*TWO_SIDES, "weight_bus.port=5757"], MACHINES, ["network.replay_port", "weight_bus.port", "each its own"]),
+        (["placement.split=1:1", "placement.reward=node0:8", *REWARD], MACHINES, ["placement: node0:8 needs 9 GPUs"]),
         (["network.env={CUDA_VISIBLE_DEVICES: '3'}"], MACHINES, ["network.env", "CUDA_VISIBLE_DEVICES", "leave it"]),
     ],
 )

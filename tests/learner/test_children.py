@@ -174,7 +174,7 @@ def test_a_reward_server_is_started_again_at_its_port_and_the_run_ends_without_a
 
     rewards = RewardServers(Rollout(restarts=1, restart_backoff_s=0), [process], start, said.append, ("--parent", "1"))
     rewards.begin()
-    assert rewards.arguments() == ["--reward", "tcp://127.0.0.1:777"]
+    assert rewards.arguments() == ["--reward", "node0=tcp://127.0.0.1:777"]
     with pytest.raises(RunFailed, match=r"reward-0 .*exit code 9.*no restart left \(rollout\.restarts 1\)"):
         until(lambda: rewards.watch(run_is_over=False), "the run ends")
     lines = (folder / "reward-0.log").read_text().splitlines()

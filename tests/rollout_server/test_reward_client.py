@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import shutil
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,9 @@ from reward_runs import sample
 
 from configs import Config
 from configs.loading import load
-from replay.channel import AsyncDealer, AsyncRouter
+from learner.launch.hosts.key_files import keys_for, write_keys
+from replay import keys as make_keys
+from replay.channel import AsyncDealer, AsyncRouter, Keys, load_keys
 from rollout_server.reward_model import client as client_module
 from rollout_server.reward_model import server as server_module
 from rollout_server.reward_model.client import RewardClient
@@ -53,9 +56,9 @@ class Counting:
 class Life:
     """A reward server in this process, until `end`: as abrupt as a kill, for those at the other end."""
 
-    def __init__(self, model: Counting, port: int = 0, path: str = "models/reward") -> None:
+    def __init__(self, model: Counting, port: int = 0, path: str = "models/reward", keys: Keys | None = None) -> None:
         self.model = model
-        self._router = AsyncRouter("127.0.0.1", port, "rewards of test", TO_REWARD)
+        self._router = AsyncRouter("127.0.0.1", port, "rewards of test", TO_REWARD, keys=keys)
         self.address = self._router.address
         self.port = int(self.address.rpartition(":")[2])
         self._serving = asyncio.create_task(RewardServer(self._router, lambda: model, path).serve())
@@ -64,7 +67,8 @@ class Life:
         if not self._serving.done():
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
-            self._router._socket.close(linger=0)
+            if self._router._gate is None:
+                self._router._socket.close(linger=0)
             self._router.close()
         self.model.go_on.set()
 
@@ -200,6 +204,51 @@ async def test_a_request_that_its_sender_has_given_up_is_not_scored(monkeypatch:
         client._model = client._model.model_copy(update={"timeout_s": 30.0})
         ((_, error),) = await client.score(samples_of("later"))
         assert error == "" and life.model.calls == [["now"], ["later"]]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """Keys of the learner's node, as they are shipped to two others, and of a stranger who knows a public one."""
+    monkeypatch.setattr(client_module, "is_loopback", lambda _: False)
+    made = {name: tmp_path / name for name in ("node0", "node1", "node2", "stranger")}
+    make_keys.make(made["node0"], ["node1", "node2"], force=False)
+    for name in ("node1", "node2"):
+        write_keys(str(made[name]), keys_for(str(made["node0"]), name, serves=False, meets_others=True))
+    make_keys.make(made["stranger"], ["node2"], force=False)
+    shutil.copy(made["node0"] / "clients" / "node1.key", made["stranger"] / "clients")
+    return made
+
+
+def client_of(address: str, keys: Path | None) -> RewardClient:
+    placement = {"placement.rollout": "node2:0", "placement.learner": "node0:0", "rollout.wait_for_servers_s": 10}
+    return RewardClient(config_of(**placement, **{"network.keys": keys or "null"}), [address], "rollout-0")
+
+
+@pytest.mark.parametrize("node", ["node0", "node1"])
+async def test_between_nodes_both_ends_prove_themselves(folders: dict[str, Path], node: str) -> None:
+    """On the learner's node with the server's key, elsewhere with that node's own, which no other one has."""
+    keys = load_keys(folders[node]).on_this_node()
+    assert (keys.serving_secret() == keys.client_secret) is (node == "node1")
+    life = Life(Counting(), keys=keys)
+    try:
+        async with client_of(f"{node}={life.address}", folders["node2"]) as client:
+            assert await client.score(samples_of("a")) == [(1000.0, "")]
+    finally:
+        await life.end()
+
+
+@pytest.mark.parametrize(("who", "words"), [("stranger", "refused the key of this node"), ("", "wants CURVE keys")])
+async def test_a_reward_server_of_another_node_refuses_strangers(
+    folders: dict[str, Path], who: str, words: str
+) -> None:
+    life = Life(Counting(), keys=load_keys(folders["node1"]).on_this_node())
+    try:
+        with pytest.raises(RewardError, match=words):
+            async with client_of(f"node1={life.address}", folders[who] if who else None):
+                pass
+        assert life.model.calls == []
+    finally:
+        await life.end()
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from configs.loading import ConfigError
+from configs.schema import Config
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
@@ -35,6 +36,7 @@ from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
 POLL_S = 0.1
+LOOK_S = 5.0
 SPEC_S = 60.0
 """How long the order may take to come."""
 PATIENCE_S = 15.0
@@ -69,6 +71,26 @@ def main() -> int:
     except (Interrupted, BrokenPipeError) as ended:
         show(f"ended: {ended}")
         return 130
+
+
+class RunEnd:
+    """The end of the run as replay says it, for a node of reward servers alone: no process there is told."""
+
+    def __init__(self, config: Config, address: str) -> None:
+        self._config, self._address = config, address
+        self._look_at = 0.0
+        self._deadline = time.monotonic() + config.rollout.wait_for_servers_s
+
+    def is_here(self, now: float) -> bool:
+        """Whether the run has ended, or replay was silent for too long. Raises ChannelError: it refuses this node."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        answer = ask_replay(self._config, self._address, 1.0)
+        if answer is None:
+            return now > self._deadline
+        self._deadline = now + 2 * self._config.network.silent_after_s
+        return bool(answer.state["ended"])
 
 
 class Node:
@@ -114,7 +136,8 @@ class Node:
             words = [*rewards.arguments(), *self._parent]
             for name in by_name:
                 servers.add(name)
-            while not servers.all_over:
+            end = RunEnd(self.config, plan.replay)
+            while not (servers.all_over if by_name else end.is_here(time.monotonic())):
                 rewards.watch(run_is_over=True)
                 servers.watch(run_is_over=True)
                 self._breathe()
