@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from rollout_server.tasks import load_tokenizer
 from tests.support.reward_folders import alone, save_reward_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -27,9 +28,7 @@ def trained(run):
 
 def worst(run, folder):
     """Largest distance of a trained reward from what transformers says of the prompt and the answer."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(str(folder))
     rows = trained(run)
     texts = [tokenizer.decode(row["prompt_ids"] + row["response_ids"], skip_special_tokens=True) for row in rows]
     scores = alone(folder, [tokenizer(text).input_ids for text in texts])
@@ -37,7 +36,8 @@ def worst(run, folder):
 
 
 def test_no_group_is_lost_when_the_reward_server_is_killed_in_the_middle_of_a_batch(launch, folder):
-    run = launch(*SETTINGS, f"reward.model.path={folder}", "rollout.restart_backoff_s=0.1", steps=6)
+    small = ("rollout.groups_per_step=4", "rollout.restart_backoff_s=0.1")
+    run = launch(*SETTINGS, *small, f"reward.model.path={folder}", steps=8)
     run.wait_for_step(1)
     (pid,) = run.pids("rollout_server.reward_model.main")
     os.kill(pid, signal.SIGSTOP)  # whatever it has been asked from here on it takes to its grave
@@ -47,7 +47,7 @@ def test_no_group_is_lost_when_the_reward_server_is_killed_in_the_middle_of_a_ba
     assert re.search(r"reward-0 \(pid \d+\) died: killed by SIGKILL \[closed\].*; restart 1 of 3", run.text())
     assert run.log("reward-0").count("the reward model is loaded") == 2
     groups = run.groups()
-    assert len(groups) == len(set(groups)) == 6 * 16
+    assert len(groups) == len(set(groups)) == 8 * 4
     assert "reward_error" not in run.log("replay") and "lost '" not in run.log("replay")
     largest = worst(run, folder)
     print(f"{len(trained(run))} trained answers: largest distance from transformers' score {largest:.3g}")
@@ -57,6 +57,7 @@ def test_no_group_is_lost_when_the_reward_server_is_killed_in_the_middle_of_a_ba
     assert run.nothing_left()
 
 
+@pytest.mark.slow  # by default: tests/learner/test_children.py
 def test_a_reward_server_that_keeps_dying_ends_the_run_with_its_name(launch, folder):
     run = launch(*SETTINGS, f"reward.model.path={folder}", "rollout.restarts=0", steps=1000)
     run.wait_until(lambda: run.pids("rollout_server.reward_model.main"), "the reward server")
