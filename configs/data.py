@@ -78,6 +78,7 @@ class Reward(Section):
     function: str = "exact"
     """`exact`, `numeric`, `package.module:function`, `path/to/file.py:function`, or `model`: the reward model alone."""
     model: RewardModel = RewardModel()
+    """The reward model, in place of a function or beside one."""
     workers: int = Field(default=1, ge=1, le=256)
     """Reward processes per rollout server."""
     timeout_s: float = Field(default=10.0, gt=0)
