@@ -14,7 +14,7 @@ from rollout_server.reward_model.scorer import Scorer, batches
 from rollout_server.rewards import RewardError
 from tests.support.reward_folders import CHAT, alone, save_reward_model
 
-TEXTS = ("312=", "", "a", "what is 12 + 30? ", "0123456789" * 5)
+TEXTS = ("312=", "", "a", "what is 12 + 30? ", "0123456789" * 4)
 ANSWERS = ("123<eos>", "", "42", "the answer is 42", "<eos><eos>", "x" * 12)
 SAMPLES = [(prompt, answer) for prompt in TEXTS for answer in ANSWERS if prompt + answer]
 TOLERANCE = 1e-5
@@ -84,9 +84,10 @@ def test_memory_that_runs_out_costs_halves_and_not_the_batch(folder: Path, monke
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return forward(*arguments, **keys)
 
-    expected = model.score([("1", "2"), ("3", "4"), ("5", "6"), ("7", "8")])
+    samples = [("1", "2"), ("3", "4"), ("5", "6"), ("7", "8")]
+    expected = [score for score, _ in model.score(samples)]
     monkeypatch.setattr(model._model, "forward", short_of_memory)
-    assert model.score([("1", "2"), ("3", "4"), ("5", "6"), ("7", "8")]) == pytest.approx(expected, abs=TOLERANCE)
+    assert [score for score, _ in model.score(samples)] == pytest.approx(expected, abs=TOLERANCE)
     assert sizes == [(4, 2), (2, 2), (2, 2)]
     assert "no memory to score 50 tokens" in model.score([("1" * 50, "")])[0][1]
 
