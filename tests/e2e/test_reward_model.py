@@ -76,7 +76,7 @@ def test_the_quick_start_learns_with_a_reward_model_beside_its_function(tmp_path
     runs = Runs(tmp_path, sort6, None)
     settings = (f"reward.model.path={folder}", "reward.model.weight=0.01", "reward.function=exact")
     try:
-        run = runs(*settings, "evaluation.every_steps=20", "rollout.groups_per_step=64", split="1:2", steps=20)
+        run = runs(*settings, "evaluation.every_steps=20", "rollout.groups_per_step=64", split="1:2", steps=40)
         assert run.wait(280) == 0, run.text()[-3000:]
         rows = run.steps()
         assert all(
@@ -84,6 +84,6 @@ def test_the_quick_start_learns_with_a_reward_model_beside_its_function(tmp_path
             for row in rows
         )
         assert rows[-1]["reward/function_score"] > rows[0]["reward/function_score"] + 0.1
-        assert {row["version"] for row in run.rows() if any(key.startswith("val-core/") for key in row)} == {0, 20}
+        assert {row["version"] for row in run.rows() if any(key.startswith("val-core/") for key in row)} == {0, 20, 40}
     finally:
         runs.close()
