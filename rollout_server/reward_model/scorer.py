@@ -156,7 +156,9 @@ class Scorer:
 def load_model(settings: RewardModel, *, on_gpu: bool) -> Any:
     """The model in evaluation mode, where accelerate puts it. Raises RewardError."""
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     where = f"reward.model.path: {settings.path}"
     dtype = settings.dtype if settings.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
     limits = {int(key) if key.isdigit() else key: value for key, value in (settings.max_memory or {}).items()}
