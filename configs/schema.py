@@ -6,18 +6,12 @@ would be silently wrong is refused with the key, the value and a way out.
 
 import ipaddress
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from configs.algorithm import Algorithm, Critic, Replay, Rollout
-from configs.auto import on_gpus, resolve
-from configs.base import Section
-from configs.data import Data, Model, Reward, Tracking
-from configs.evaluation import Evaluation, PromptSet, prompt_sets
 from configs.evaluation import check as check_sets
-from configs.infrastructure import Network, Placement, WeightBus
-from configs.learner import Checkpoint, LearnerSettings, Mesh
-from configs.limits import Limits
-from configs.placement import Share, check, shares, training_ranks
+from configs.learner import Mesh
+from configs.placement import check
+from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
 Needed = dict[str, tuple[str, ...]]
@@ -33,158 +27,9 @@ NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
 OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
 """Compiled code saves weights among its inputs, which would travel as well."""
 
-FLOAT32_ON_GPUS = (
-    " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
-    " attention; master weights and optimizer are float32 anyway, so take 'auto' unless every digit counts."
-)
 
-
-class Run(Section):
-    """Identity of the run."""
-
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the run folder."""
-    dir: str = "runs"
-    """Folder that holds run folders."""
-    seed: int = Field(default=0, ge=0, lt=2**31)
-    """Seeds the data order, sampling and everything else that is random."""
-
-
-class Config(Section):
-    """One run of Slipstream. `Config.group_batch` and the other properties are derived, never set."""
-
-    run: Run = Run()
-    model: Model
-    data: Data
-    reward: Reward = Reward()
-    rollout: Rollout = Rollout()
-    replay: Replay = Replay()
-    algorithm: Algorithm = Algorithm()
-    critic: Critic = Critic()
-    learner: LearnerSettings = LearnerSettings()
-    evaluation: Evaluation = Evaluation()
-    checkpoint: Checkpoint = Checkpoint()
-    weight_bus: WeightBus = WeightBus()
-    network: Network = Network()
-    placement: Placement = Placement()
-    tracking: Tracking = Tracking()
-    limits: Limits = Limits()
-
-    @property
-    def run_dir(self) -> str:
-        """Folder of this run."""
-        return f"{self.run.dir}/{self.run.name}"
-
-    @property
-    def trajectories_per_step(self) -> int:
-        """Trajectories in one optimizer step."""
-        return self.rollout.groups_per_step * self.rollout.group_size
-
-    @property
-    def learner_nodes(self) -> list[str]:
-        """Nodes with learner ranks, the first one with replay and rank 0."""
-        return [share.node for share in self.shares if share.learner]
-
-    @property
-    def num_learner_ranks(self) -> int:
-        """Ranks of the learner over all nodes, one a device."""
-        return sum(len(share.learner) for share in self.shares)
-
-    @property
-    def num_data_ranks(self) -> int:
-        """Parts of a batch: learner ranks, those that compute the same rows together (learner.mesh) counted once."""
-        return self.num_learner_ranks // self.learner.mesh.model_ranks
-
-    @property
-    def max_tokens_per_row(self) -> int:
-        """Tokens of a microbatch, of which each context rank holds its share."""
-        return self.learner.max_tokens_per_microbatch * self.learner.mesh.context
-
-    @property
-    def training_ranks(self) -> list[tuple[str, int]]:
-        """Role of each rank of the torchrun world (`learner`, `reference` or `critic`), and its number in that role."""
-        return training_ranks(self.shares)
-
-    @property
-    def num_rollout_devices(self) -> int:
-        """Devices given to rollout servers over all nodes."""
-        return sum(len(share.rollout) for share in self.shares)
-
-    @property
-    def num_rollout_servers(self) -> int:
-        """Engines, each over `tensor_parallel` devices."""
-        return self.num_rollout_devices // self.placement.tensor_parallel
-
-    @property
-    def rewards_elsewhere(self) -> bool:
-        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
-        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
-
-    @property
-    def max_groups_in_flight(self) -> int:
-        """Admission bound: leased + buffered + taken but not committed (invariant 1)."""
-        return (self.replay.async_lag + 1) * self.rollout.groups_per_step
-
-    @property
-    def on_new_weights(self) -> str:
-        """What running requests do at an update, with `auto` resolved."""
-        if self.rollout.on_new_weights != "auto":
-            return self.rollout.on_new_weights
-        return "drain" if self.replay.async_lag == 0 else "keep_kv"
-
-    @property
-    def evaluation_sets(self) -> tuple[PromptSet, ...]:
-        """What is evaluated, in the order of data.eval; empty where nothing is."""
-        if self.data.eval is None or self.evaluation.every_steps == 0:
-            return ()
-        rollout = self.rollout
-        return prompt_sets(
-            self.data.eval, self.evaluation, temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens
-        )
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of the longest prompt and the longest answer, of training and of evaluations."""
-        answers = [self.rollout.max_new_tokens, *(one.max_new_tokens for one in self.evaluation_sets)]
-        return self.data.max_prompt_tokens + max(answers)
-
-    def is_evaluated(self, version: int) -> bool:
-        """Whether this policy version is evaluated."""
-        if not any(one.greedy or one.samples for one in self.evaluation_sets):
-            return False
-        return version % self.evaluation.every_steps == 0 or version == self.learner.total_steps
-
-    def arithmetic(self) -> str:
-        """The run's arithmetic and what `auto` has become, printed at start."""
-        rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.model_ranks
-        rank = self.learner.lora.rank
-        adapters = f" (adapters of rank {rank})" if rank else ""
-        per_rank = f"{self.trajectories_per_step / ranks:.4g}"
-        many = "s" if ranks > 1 else ""
-        parts = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
-        kernels = ", deterministic kernels" if self.learner.deterministic else ""
-        in_float32 = self.learner.compute_dtype == "float32" and on_gpus(self.placement.model_dump())
-        return (
-            f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
-            f" a step → {per_rank} on each of {ranks} {parts}, microbatches of at most"
-            f" {self.max_tokens_per_row} tokens; lag ≤ {self.replay.async_lag} → at most"
-            f" {self.max_groups_in_flight} groups in flight, the batch in training included."
-            f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
-            f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
-            f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
-            f"{FLOAT32_ON_GPUS if in_float32 else ''}"
-        )
-
-    @property
-    def shares(self) -> tuple[Share, ...]:
-        """Devices by node, the first learner node first."""
-        return shares(self.placement)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _auto_is_resolved(cls, tree: object) -> object:
-        return resolve(tree) if isinstance(tree, dict) else tree
+class Config(Tree):
+    """One run of Slipstream. Properties are derived, never set."""
 
     @model_validator(mode="after")
     def _placement_is_possible(self) -> "Config":
