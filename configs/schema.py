@@ -113,6 +113,10 @@ class Config(Tree):
                     f"learner.mesh: {self.learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing"
                     " else; leave learner.mesh out"
                 )
+            if role == "critic" and is_needed and self.learner.compute_dtype == "float16":
+                raise ValueError(
+                    "learner.compute_dtype: 'float16' with a critic, whose loss is not scaled; take bfloat16 or float32"
+                )
             if is_needed and self.learner.lora.rank:
                 raise ValueError(
                     f"learner.lora.rank: {self.learner.lora.rank} with a {role} ({key}), which is not made for adapters"

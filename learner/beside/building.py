@@ -13,7 +13,8 @@ from configs import Config
 from learner.policy import attention
 from learner.policy.layers import prepare
 from learner.policy.memory import Budget, Setup
-from learner.policy.model import Policy, TokenModel, choose_for, shard
+from learner.policy.meshes import Meshes
+from learner.policy.model import Policy, TokenModel, choose_for, meshes_of, shard
 from learner.policy.pretrained import PolicyError, allocate, build_empty, read_config
 from learner.policy.sharding import DTYPES
 
@@ -21,7 +22,7 @@ from learner.policy.sharding import DTYPES
 def build_model(
     config: Config,
     folder: Path,
-    mesh: DeviceMesh,
+    mesh: DeviceMesh | Meshes,
     device: torch.device,
     budget: Budget,
     *,
@@ -52,12 +53,12 @@ def build_model(
     model.to(DTYPES[dtype])
     # what a forward without a backward has gathered would stay, beside the policy's own
     kept = replace(budget, keeps_gathered=False) if frozen else budget
-    shard(model, mesh, DTYPES[config.learner.compute_dtype], kept)
+    shard(model, meshes_of(mesh).data, DTYPES[config.learner.compute_dtype], kept)
     allocate(model, inner, model_config, device)
     return Policy(model, folder, mesh, device, budget)
 
 
-def own_budget(config: Config, folder: str, mesh: DeviceMesh, device: torch.device) -> Budget:
+def own_budget(config: Config, folder: str, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
     """How ranks that hold this model alone spend their memory. A collective."""
     model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return choose_for(Setup.of(config, model).alone(mesh.size()), mesh, device)

@@ -21,7 +21,7 @@ class Critic:
 
     NAME = "critic"
 
-    def __init__(self, config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget) -> None:
+    def __init__(self, config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> None:
         """Load critic.path, or model.path. A collective. Raises PolicyError."""
         self.config = config.critic
         self._settings = config.learner.model_copy(update={"lr": config.critic.lr})

@@ -10,6 +10,7 @@ from configs import Config
 from learner.beside.building import build_model, named
 from learner.beside.saving import load_part, save_part
 from learner.policy.memory import Budget
+from learner.policy.meshes import Meshes
 from learner.policy.model import Policy
 from learner.policy.pretrained import fill, weight_files
 from learner.rows import Row
@@ -20,7 +21,7 @@ class Reference:
 
     NAME = "reference"
 
-    def __init__(self, config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget) -> None:
+    def __init__(self, config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> None:
         """Load algorithm.reference_path, or model.path. A collective.
 
         Raises:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config
 from learner.beside.building import build_model, named
 from learner.policy.memory import Budget
+from learner.policy.meshes import Meshes
 from learner.policy.model import Policy, TokenModel
 from learner.policy.pretrained import fill, weight_files
 
@@ -38,7 +39,7 @@ class ValueModel(TokenModel):
         transformer.lm_head = ValueHead(int(transformer.config.hidden_size))
 
 
-def build_value_model(config: Config, mesh: DeviceMesh, device: torch.device, budget: Budget) -> Policy:
+def build_value_model(config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> Policy:
     """Load critic.path, or model.path, onto the device, sharded over the mesh. A collective.
 
     The head is the folder's `score.weight`, or zeros: the first values are 0, and so advantages are rewards.

@@ -11,8 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.export import sync_file, write_json
-from learner.checkpoints.folders import incomplete, numbered, step_of
+from learner.checkpoints.folders import incomplete, numbered, step_of, sync_file, write_json
 
 log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ def _check_template(config: Config, *, has_data: bool) -> None:
         template = resolve_chat_template(path, config.reward.model.chat_template, "reward.model.chat_template")
     except FingerprintError as error:
         raise ConfigError(str(error)) from error
-    files = [config.data.train, *([config.data.eval] if config.data.eval and config.evaluation.every_steps else [])]
+    files = [config.data.train, *(one.path for one in config.evaluation_sets)]
     for file in files if template is None and has_data else []:
         rows = enumerate(itertools.islice(read_rows(file), SAMPLED_ROWS), start=1)
         if number := next((number for number, row in rows if not isinstance(row["prompt"], str)), None):
