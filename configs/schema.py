@@ -173,7 +173,7 @@ class Config(Tree):
                 f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
             )
         warm_up = self.critic.warmup_steps if self.algorithm.advantage == "gae" else 0
-        if warm_up >= self.learner.total_steps:
+        if warm_up and warm_up >= self.learner.total_steps:
             raise ValueError(
                 f"critic.warmup_steps: {warm_up} of learner.total_steps {self.learner.total_steps}, so the policy would"
                 " never learn; take fewer"

@@ -12,6 +12,7 @@ from learner.beside.value_loss import ValueLoss
 from learner.beside.value_model import build_value_model
 from learner.optimizer import Optimizer, lr_at
 from learner.policy.memory import Budget
+from learner.policy.meshes import Meshes
 from learner.rows import Row
 from learner.step import accumulate_gradients, apply_update
 
