@@ -103,6 +103,7 @@ class LearnerSettings(Section):
     offload_activations: bool = False
     """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
     lora: Lora = Lora()
+    """Adapters in training in place of the weights (docs/howto/lora.md)."""
 
     @field_validator("recompute", mode="before")
     @classmethod
