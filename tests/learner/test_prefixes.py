@@ -242,7 +242,7 @@ def test_a_kernel_that_aligns_its_mask_to_the_first_key_is_refused_before_the_fi
 ) -> None:
     stand_in(monkeypatch, ["window_size"], last=False)
     model = Qwen3Config(**SIZES)
-    with pytest.raises(ConfigError, match=r"learner\.share_prefixes: 'auto' needs .* take learner\.share_prefixes=false"):
+    with pytest.raises(ConfigError, match=r"share_prefixes: 'auto' needs .* take learner\.share_prefixes=false"):
         attention.choose(configured(qwen3, "auto").learner, model, CPU)
     assert attention.choose(configured(qwen3, False).learner, model, CPU) == attention.VARLEN
 
