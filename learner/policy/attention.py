@@ -16,12 +16,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
+from configs.base import ConfigError
 from configs.learner import LearnerSettings
-from learner.policy.prefixes import Prefixes, attend
+from learner.policy.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,9 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     """The attention implementation of a run, VARLEN or PADDED: `auto` is VARLEN where that runs.
 
     Where `varlen` is asked for and the kernel does not run, PADDED takes its place, and the log says why.
+
+    Raises:
+        ConfigError: prompts are to be shared, and the kernel lets their answers see other tokens than theirs.
     """
     if config.attention == "sdpa":
         return PADDED
@@ -47,8 +52,32 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
         log.warning("learner.attention: 'varlen' cannot be had here, trajectories are padded instead: %s", reason)
     if reason:
         return PADDED
-    AttentionInterface.register(VARLEN, make_varlen())
+    kernel = make_varlen()
+    if config.share_prefixes is not False and (found := _seen(kernel, config.compute_dtype, device)) != SEEN:
+        raise ConfigError(
+            f"learner.share_prefixes: {config.share_prefixes!r} needs a kernel that aligns its causal mask to the last"
+            f" query and key; that of torch {torch.__version__} lets tokens see {found} where it should be {SEEN};"
+            " take learner.share_prefixes=false, or learner.attention=sdpa"
+        )
+    AttentionInterface.register(VARLEN, kernel)
     return VARLEN
+
+
+SEEN = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [0, 1, 4, 5]]
+"""Positions that each token sees in a row of one prompt with two answers, each of two tokens."""
+
+
+def _seen(kernel: Callable[..., tuple[Tensor, None]], dtype: str, device: torch.device) -> list[list[int]]:
+    """SEEN as the kernel has it: equal weights, and values that name their position."""
+    laid = lay_side_by_side([np.arange(4, dtype=np.int32)] * 2, [2, 2], wanted=True)
+    assert laid.prefixes is not None
+    total, dim = len(laid.ids), 64
+    same = torch.zeros(1, 1, total, dim, dtype=getattr(torch, dtype), device=device)
+    names = torch.eye(total, dim, dtype=same.dtype, device=device)[None, None]
+    starts = torch.from_numpy(laid.starts.astype(np.int32)).to(device)
+    given = {"cu_seq_lens_q": starts, "max_length_q": laid.longest, "prefixes": laid.prefixes.to(device)}
+    out, _ = kernel(None, same, same, names, None, scaling=dim**-0.5, **given)
+    return [torch.nonzero(row > 0.1)[:, 0].tolist() for row in out[0, :, 0]]
 
 
 def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: int) -> str:

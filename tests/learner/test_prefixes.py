@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import batch_of, random_step, rows_of, train_on
 from reference import Recorded
-from tiny_models import built, make_config, save_model
+from tiny_models import SIZES, built, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import Qwen3Config
 
-from configs import Config
+from configs import Config, ConfigError
 from learner.examples.random_qwen3 import SHAPES
 from learner.objective import Objective
 from learner.policy import attention
@@ -190,18 +191,34 @@ def test_compiled_layers_share_prompts_and_compile_once(qwen3: Path, mesh: Devic
 # ---- torch's kernel, stood in for -----------------------------------------------------------------------
 
 
-def kernel(q: Any, k: Any, v: Any, starts: Any, key_starts: Any, longest: int, longest_key: int, **_: Any) -> Any:
-    """[total, heads, D], causal within each segment; masks are aligned to the last query and key."""
+def kernel(
+    q: Any, k: Any, v: Any, starts: Any, key_starts: Any, longest: int, longest_key: int, *, last: bool = True
+) -> Any:
+    """[total, heads, D], causal within each segment; masks are aligned to the last query and key, or to the first."""
     out = torch.empty_like(q)
     segments = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
     for (begin, end), (key_begin, key_end) in segments:
         assert 0 < end - begin <= longest and end - begin <= key_end - key_begin <= longest_key
         part = [q[begin:end].transpose(0, 1)[None], *(t[key_begin:key_end].transpose(0, 1)[None] for t in (k, v))]
-        sees = torch.ones(end - begin, key_end - key_begin).tril(key_end - key_begin - (end - begin)).bool()
+        earlier = (key_end - key_begin - (end - begin)) * last
+        sees = torch.ones(end - begin, key_end - key_begin).tril(earlier).bool()
         attended = torch.nn.functional.scaled_dot_product_attention(*part, attn_mask=sees, enable_gqa=True)
         out[begin:end] = attended[0].transpose(0, 1)
     assert (end, key_end) == (len(q), len(k))
     return out
+
+
+def stand_in(patch: pytest.MonkeyPatch, keywords: list[str], *, last: bool = True) -> None:
+    """Put `kernel` in the place of torch's, with a signature that this had."""
+
+    def attend(*given: Any, **options: Any) -> Any:
+        assert set(options) == set(keywords)
+        return kernel(*given, last=last)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
+    attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    patch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    patch.setattr(attention, "reason_against_varlen", lambda *_: "")
 
 
 @pytest.mark.parametrize("keywords", [["is_causal"], ["window_size", "enable_gqa"]], ids=str)
@@ -211,21 +228,23 @@ def test_the_kernel_is_given_each_answer_with_its_prompt(
     config = configured(qwen3, True)
     laid, _ = rows_of(batch_of(STEPS[0], 1), config)
     expected, gradients = computed(build_policy(config, mesh, CPU), laid)
-
-    def attend(*given: Any, **options: Any) -> Any:
-        assert set(options) == set(keywords)
-        return kernel(*given)
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
-    attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
-    monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
+    stand_in(monkeypatch, keywords)
     trained = build_policy(config, mesh, CPU)
     assert trained.model.transformer.config._attn_implementation == attention.VARLEN
     found, others = computed(trained, laid)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for gradient, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6)
+
+
+def test_a_kernel_that_aligns_its_mask_to_the_first_key_is_refused_before_the_first_step(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, ["window_size"], last=False)
+    model = Qwen3Config(**SIZES)
+    with pytest.raises(ConfigError, match=r"share_prefixes: 'auto' needs .* take learner\.share_prefixes=false"):
+        attention.choose(configured(qwen3, "auto").learner, model, CPU)
+    assert attention.choose(configured(qwen3, False).learner, model, CPU) == attention.VARLEN
 
 
 # ---- what it costs --------------------------------------------------------------------------------------
