@@ -78,6 +78,8 @@ class _Content:
     step: int
     folder: Path
     tensors: Tensors
+    whole: dict[str, torch.Tensor]
+    """The same for DCP, sharing memory."""
     frozen: list[Shard]
     """What adapters are beside, which no step changes; none without LoRA."""
     digest: str
@@ -169,7 +171,7 @@ class Checkpointer:
         tensors = self._memory.copy(tensors_of(self._part))
         own = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
         own |= {"loss_scale": self._scale.state(), **describe_base(policy)}
-        content = _Content(step, folder, tensors, policy.frozen(), digest, {**own, **more})
+        content = _Content(step, folder, tensors, self._for_dcp(tensors), policy.frozen(), digest, {**own, **more})
         copied, future = time.monotonic(), Future[_Written]()
         if self._settings.asynchronous:
             future = self._thread.submit(self._write, content)
@@ -238,7 +240,7 @@ class Checkpointer:
                 f" committed with {content.digest}; weights changed while they were copied"
             )
         with together(group, folder, "written"):
-            dcp_save(self._for_dcp(content.tensors), checkpoint_id=folder / "dcp", process_group=group)
+            dcp_save(content.whole, checkpoint_id=folder / "dcp", process_group=group)
         with together(group, folder, "written"):
             if policy.meshes.in_first_replica:
                 self._write_for_others(folder, weights, content.frozen)

@@ -152,9 +152,9 @@ def test_the_critic_learns_and_in_its_warm_up_alone(qwen3: Path, mesh: DeviceMes
     assert explained[0] < 0.05 < 0.3 < explained[2], explained
     assert seen[2].values["critic/vf_loss"] < seen[0].values["critic/vf_loss"]
     assert policy.parameter_digest() != before and optimizer.num_steps == 1, "at step 5 alone"
-    assert not guards.broken
+    assert "flat_reward_steps/0" not in guards.broken
     trainer.train_step(batch_of([dataclasses.replace(t, reward=1.0) for t in STEP], 6))
-    assert list(guards.broken) == ["flat_reward_steps/0"], "equal rewards teach a critic's policy nothing either"
+    assert "flat_reward_steps/0" in guards.broken, "equal rewards teach a critic's policy nothing either"
 
 
 def test_a_reference_starts_as_the_policy_and_is_refreshed(qwen3: Path, mesh: DeviceMesh) -> None:

@@ -186,7 +186,7 @@ def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
 
 
 def test_names_of_rewards_and_conventions_are_those_of_the_rollout_server():
-    assert set(reward_source.BUILT_IN) == set(loading.BUILT_IN)
+    assert set(reward_source.BUILT_IN) == {*loading.BUILT_IN, "model"}
     assert reward_source.VERL_NAMES == loading.VERL_NAMES and reward_source.SIGNATURES == loading.SIGNATURES
 
 
@@ -221,7 +221,7 @@ def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkey
     [
         ("mine.py:good", None),
         ("mine.py:with_a_default", None),
-        ("mine.py:gud", "no function 'gud'; did you mean 'good'"),
+        ("mine.py:god", "no function 'god'; did you mean 'good'"),
         ("mine.py:of_a_row", "called with the `algorithm` section alone"),
         ("other.py:good", "no file"),
         ("broken.py:good", "does not parse"),

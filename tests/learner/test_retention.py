@@ -157,7 +157,7 @@ def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Cas
     )
     return Case(
         config=config, checkpoints=checkpoints, ranks=SimpleNamespace(is_first=True), batches=MagicMock(),
-        span=MagicMock(), _committed="d", _saved={},
+        span=MagicMock(), guards=MagicMock(), _masters="d", _saved={},
     )  # fmt: skip
 
 
