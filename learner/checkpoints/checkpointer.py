@@ -138,7 +138,8 @@ class Checkpointer:
     def _group_of(self, others: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks, limit = dist.get_process_group_ranks(others), timedelta(seconds=self._settings.deadline_s)
         # ranks of a critic of its own are in the world and take no part
-        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        apart = len(ranks) < dist.get_world_size()
+        group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=apart)
         return group
 
     @property
