@@ -15,6 +15,7 @@ OVERLONG = ("algorithm.overlong_buffer=4", "algorithm.overlong_filter=true")
 APART = ("placement.critic=node0:2", "placement.reference=node0:3")
 
 
+@pytest.mark.slow
 def test_a_critic_on_a_rank_of_its_own_trains_in_a_run(launch):
     run = launch(*PPO, "placement.critic=node0:2", "rollout.group_size=1", steps=2)
     assert run.wait() == 0, run.text()[-3000:]
