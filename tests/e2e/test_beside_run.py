@@ -1,5 +1,7 @@
 """Whole runs with a critic and a reference model: on ranks of their own, killed, played back, until it has learnt."""
 
+import re
+
 import pytest
 from test_in_place import made, play
 
@@ -13,6 +15,7 @@ OVERLONG = ("algorithm.overlong_buffer=4", "algorithm.overlong_filter=true")
 APART = ("placement.critic=node0:2", "placement.reference=node0:3")
 
 
+@pytest.mark.slow
 def test_a_critic_on_a_rank_of_its_own_trains_in_a_run(launch):
     run = launch(*PPO, "placement.critic=node0:2", "rollout.group_size=1", steps=2)
     assert run.wait() == 0, run.text()[-3000:]
@@ -39,14 +42,15 @@ def test_critic_and_reference_go_on_after_a_kill_and_the_journal_reproduces_ever
 
 @pytest.mark.slow
 def test_ppo_with_a_critic_learns_to_sort(tmp_path, sort6, zygote):
+    """The critic first, on the policy as it is: later on rewards are nearly all 1, and there is little to explain."""
     runs = Runs(tmp_path, sort6, zygote)
-    settings = (*PPO, "learner.lr=5e-4", "rollout.groups_per_step=64", "rollout.max_running=512")
-    run = runs(*settings, "evaluation.every_steps=5", "evaluation.num_prompts=256", steps=60, split="1:1")
+    critic = ("critic.lr=2e-3", "critic.updates=8", "critic.warmup_steps=15")
+    sizes = ("learner.lr=5e-4", "rollout.groups_per_step=64", "rollout.max_running=512", "evaluation.num_prompts=256")
+    run = runs(*PPO, *critic, *sizes, "evaluation.every_steps=5", steps=40)
     try:
         assert run.wait(380) == 0, run.text()[-3000:]
     finally:
         runs.close()
-    explained = [row["critic/vf_explained_var"] for row in run.steps()]
-    assert max(explained[:40]) >= 0.3 and sum(explained[30:40]) / 10 >= 0.3, explained
-    greedy = [row["val-core/sort6/greedy"] for row in run.rows() if "val-core/sort6/greedy" in row]
-    assert greedy[-1] >= 0.9 > greedy[0], greedy
+    assert max(row["critic/vf_explained_var"] for row in run.steps()) >= 0.3
+    greedy = [value for row in run.rows() for name, value in row.items() if re.fullmatch("val-core/.*/greedy", name)]
+    assert greedy[0] < 0.6 and greedy[0] == greedy[2] and greedy[-1] >= 0.9, greedy

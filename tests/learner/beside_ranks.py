@@ -26,6 +26,8 @@ from learner.trainer import Trainer
 from weight_bus.digest import combined
 
 STEPS = 3
+MODEL = "one_layer"
+"""Folder of the model; its rows do not divide by two."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "replay": {"async_lag": 2},
     "learner": {"adam_epsilon": 1e-6, "batch_deadline_s": 60},
@@ -53,7 +55,7 @@ def configured(folder: Path, name: str) -> Config:
     """One of CASES or OF_THREE."""
     sections, placement = {**CASES, **OF_THREE}[name]
     run = {"dir": str(folder / "beside"), "name": name.replace(" ", "_").replace(",", "")}
-    return make_config(folder / "qwen3", **{**SECTIONS, **sections, "placement": placement, "run": run})
+    return make_config(folder / MODEL, **{**SECTIONS, **sections, "placement": placement, "run": run})
 
 
 @dataclass
@@ -66,7 +68,7 @@ class Made:
     beside: Beside
 
     def step(self, number: int) -> dict[str, float]:
-        place = {"rank": self.policy.rank, "world_size": self.policy.world_size, "num_microbatches": 3}
+        place = {"rank": self.policy.rank, "world_size": self.policy.world_size, "num_microbatches": 2}
         trainer = Trainer(self.config, self.policy, self.optimizer, beside=self.beside)
         update = trainer.train_step(batch_of(random_step(number), number, **place))
         assert not update.reason

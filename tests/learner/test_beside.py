@@ -230,12 +230,12 @@ def test_judging_needs_no_token_of_this_rank(qwen3: Path, mesh: DeviceMesh) -> N
 @pytest.mark.slow
 def test_three_ranks_share_out_policy_critic_and_reference(tmp_path: Path, mesh: DeviceMesh) -> None:
     """With fewer, as many and more ranks than the policy has; the numbers are those of one rank."""
-    save_model(tmp_path / "qwen3", vocab_size=65, intermediate_size=191)
+    save_model(tmp_path / beside_ranks.MODEL, num_hidden_layers=1, vocab_size=65, intermediate_size=191)
     program = Path(__file__).parent / "beside_ranks.py"
     seen = ranks.two_ranks(program, tmp_path, lambda rank: {}, deadline_s=100, ranks=3)
     for name, (sections, _) in beside_ranks.OF_THREE.items():
         run = {"dir": str(tmp_path / "alone"), "name": name.replace(" ", "_").replace(",", "")}
-        config = make_config(tmp_path / "qwen3", **{**beside_ranks.SECTIONS, **sections, "run": run})
+        config = make_config(tmp_path / beside_ranks.MODEL, **{**beside_ranks.SECTIONS, **sections, "run": run})
         made, metrics = beside_ranks.train(config, mesh)
         found, expected = load_file(tmp_path / f"beside_{name}.safetensors"), made.policy.named_full_tensors("float32")
         assert max(float((found[other] - tensor).abs().max()) for other, tensor in expected) <= 1e-5, name

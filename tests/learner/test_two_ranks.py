@@ -35,6 +35,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
     save_model(folder / "llama", "llama", tied=False, **UNEVEN)
+    save_model(folder / beside_ranks.MODEL, "qwen3", tied=True, num_hidden_layers=1, **UNEVEN)
     (folder / "a_file").write_text("in the way")
     mesh_ranks.save_models(folder)
     config = CONFIGS["qwen3"](**{**SIZES, **LARGE, "tie_word_embeddings": True})
@@ -180,7 +181,7 @@ def test_adapters_on_two_ranks_are_those_of_one_and_merge_into_the_export(seen, 
 def test_models_beside_the_policy_give_the_same_on_its_ranks_and_on_their_own(seen, folder, mesh, case):
     config = beside_ranks.configured(folder, case)
     alone = make_config(
-        folder / "qwen3",
+        folder / beside_ranks.MODEL,
         **{**beside_ranks.SECTIONS, **beside_ranks.CASES[case][0], "run": {"dir": str(folder / "alone"), "name": case}},
     )
     made, metrics = beside_ranks.train(alone, mesh)
