@@ -15,7 +15,7 @@ from rollout_server.rewards import RewardError
 from tests.support.reward_folders import CHAT, alone, save_reward_model
 
 TEXTS = ("312=", "", "a", "what is 12 + 30? ", "0123456789" * 4)
-ANSWERS = ("123<eos>", "", "42", "the answer is 42", "<eos><eos>", "x" * 12)
+ANSWERS = ("123<eos>", "", "42", "the answer is 42", "<eos><eos>", "x" * 12, "12<pad>")
 SAMPLES = [(prompt, answer) for prompt in TEXTS for answer in ANSWERS if prompt + answer]
 TOLERANCE = 1e-5
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["own", "none", "eos", "no token"],
 )
 def test_scores_are_those_of_transformers_alone(tmp_path: Path, family: str, padding: int | None) -> None:
-    """Padding of its own, none at all, that of eos (the answers end with it), or a number that is no token."""
+    """Padding of its own, none at all, that of eos, or a number that is no token; answers end with each of them."""
     folder = save_reward_model(tmp_path / "model", family, pad_token_id=padding)
     model = scorer_of(folder, max_tokens_per_batch=200)
     rows = [model.encode(*sample) for sample in SAMPLES]
