@@ -41,6 +41,9 @@ algorithm.entropy_coef            | entropy_coeff | --entropy-coef | - | - | -
 algorithm.kl                      | kl_loss_type | --kl-loss-type | - | - | -
 algorithm.kl_coef                 | kl_loss_coef | --kl-loss-coef | - | kl_ctl | beta
 reward.function                   | custom_reward_function.path | --custom-rm-path | - | - | -
+reward.model.path                 | reward_model.model.path | - | - | - | reward_model_path
+reward.model.weight               | - | - | - | - | reward_weights
+reward.model.max_tokens_per_batch | reward_model.forward_max_token_len_per_gpu | - | - | - | -
 replay.async_lag                  | max_off_policy_threshold | - | max_off_policy_steps | max_head_offpolicyness \
                                   | max_staleness
 checkpoint.every_steps            | trainer.save_freq | --save-interval | ckpt.interval | saver.freq_steps | save_steps
@@ -71,6 +74,7 @@ NOT_HERE = {
     "total_epochs": "give the length of a run as learner.total_steps",
     "num_train_epochs": "give the length of a run as learner.total_steps",
     "norm_adv_by_std_in_grpo": "algorithm.advantage decides: 'grpo' divides by the deviation, 'dr_grpo' does not",
+    "reward_model.enable": "reward.model.path turns a reward model on; take reward.function=model for its score alone",
     "use_kl_loss": KL,
     "use_kl_in_reward": KL,
     "kl_ctrl": KL,

@@ -5,10 +5,11 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from configs.aliases import FRAMEWORKS, ROWS
@@ -46,14 +47,20 @@ def page() -> str:
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
-        rows = [
-            (f"`{name}.{key}`", type_text(one), default_text(one), " ".join((one.description or "").split()))
-            for key, one in section.model_fields.items()
-        ]
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
-        parts += [table(("key", "type", "default", "meaning"), rows)]
+        parts += [table(("key", "type", "default", "meaning"), rows_of(name, section))]
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
     return "\n".join([*parts, FOREIGN, table(("key", *FRAMEWORKS), foreign)])
+
+
+def rows_of(prefix: str, section: type[BaseModel]) -> Iterator[Sequence[str]]:
+    """A row for each key below a section, those of sections within it included."""
+    for name, field in section.model_fields.items():
+        key, kind = f"{prefix}.{name}", field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from rows_of(key, kind)
+        else:
+            yield f"`{key}`", type_text(field), default_text(field), " ".join((field.description or "").split())
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -24,15 +24,20 @@ class Share:
     node: str
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
+    reward: tuple[int, ...] = ()
+    """Of reward servers, which belong to the rollout side."""
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of the `learner`, or of `rollout`."""
-        return self.learner if role == "learner" else self.rollout
+        """Those of the `learner`, or of the `rollout` side: engines, then reward servers."""
+        return self.learner if role == "learner" else tuple(dict.fromkeys(self.rollout + self.reward))
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
-        starts = range(0, len(self.rollout), tensor_parallel)
-        return [self.rollout[start : start + tensor_parallel] for start in starts]
+        return _blocks(self.rollout, tensor_parallel)
+
+    def reward_servers(self, devices: int) -> list[tuple[int, ...]]:
+        """Devices of each reward server that `placement.reward` names, in blocks of so many."""
+        return _blocks(self.reward, devices)
 
 
 def node_devices(spec: str) -> Iterator[tuple[str, int]]:
@@ -63,12 +68,14 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     if (placement.rollout is None) != (placement.learner is None):
         missing = "rollout" if placement.rollout is None else "learner"
         raise ConfigError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
+    reward = _by_node("placement.reward", placement.reward) if placement.reward is not None else {}
     if placement.rollout is None or placement.learner is None:
-        return (_split(placement),)
+        return (_split(placement, reward),)
     rollout = _by_node("placement.rollout", placement.rollout)
     learner = _by_node("placement.learner", placement.learner)
     return tuple(
-        Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
+        Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ())), tuple(reward.get(node, ())))
+        for node in (learner | rollout | reward)
     )
 
 
@@ -92,6 +99,12 @@ def check(placement: Placement) -> None:
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
             )
+        shared = set(part.reward) & {*part.rollout, *part.learner}
+        if shared and not placement.share_gpus:
+            raise ConfigError(
+                f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward"
+                " servers devices of their own, or set placement.share_gpus=true"
+            )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
             raise ConfigError(
@@ -114,10 +127,14 @@ def ranks_of(parts: tuple[Share, ...], node: str) -> range:
 
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
-    return max((*share.rollout, *share.learner), default=-1) + 1
+    return max((*share.rollout, *share.learner, *share.reward), default=-1) + 1
 
 
-def _split(placement: Placement) -> Share:
+def _blocks(devices: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
+    return [devices[start : start + size] for start in range(0, len(devices), size)]
+
+
+def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
     if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
         raise ConfigError(
             f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
@@ -125,7 +142,13 @@ def _split(placement: Placement) -> Share:
         )
     rollout, learner = map(int, placement.split.split(":"))
     first = max(0, rollout - learner) if placement.share_gpus else rollout
-    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)))
+    if reward.keys() - {ONLY_NODE}:
+        raise ConfigError(
+            f"placement.reward: {placement.reward!r} with placement.split, whose one host is {ONLY_NODE}; give devices"
+            f" of {ONLY_NODE}, or placement.rollout and placement.learner"
+        )
+    devices = tuple(range(rollout)), tuple(range(first, first + learner)), tuple(reward.get(ONLY_NODE, ()))
+    return Share(ONLY_NODE, *devices)
 
 
 def _by_node(key: str, spec: str) -> dict[str, list[int]]:

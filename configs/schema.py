@@ -90,6 +90,11 @@ class Config(Section):
         return self.num_rollout_devices // self.placement.tensor_parallel
 
     @property
+    def rewards_elsewhere(self) -> bool:
+        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
+        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
+
+    @property
     def max_groups_in_flight(self) -> int:
         """Admission bound: leased + buffered + taken but not committed (invariant 1)."""
         return (self.replay.async_lag + 1) * self.rollout.groups_per_step
@@ -141,6 +146,45 @@ class Config(Section):
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
                 " one GPU; take weight_bus.backend=gloo"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_is_one(self) -> "Config":
+        """A reward model counts, or nothing is said of one."""
+        function, model = self.reward.function, self.reward.model
+        if model.path is None:
+            given = {"reward.function": function == "model", "reward.model.weight": model.weight is not None}
+            given["placement.reward"] = self.placement.reward is not None
+            if key := next((key for key, is_given in given.items() if is_given), None):
+                raise ValueError(f"{key}: there is no reward model; give its folder as reward.model.path, or leave it")
+        elif function == "model" and model.weight is not None:
+            raise ValueError(
+                f"reward.model.weight: {model.weight} with reward.function 'model', which is the model's score alone;"
+                " leave the weight out, or name the function that the score is added to"
+            )
+        elif function in ("exact", "numeric") and model.weight is None:
+            raise ValueError(
+                f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
+                " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
+            )
+        idle = next((share.node for share in self.shares if share.reward and not share.rollout), None)
+        if idle is not None and not self.rewards_elsewhere:
+            raise ValueError(
+                f"placement.reward: no rollout server asks the reward servers of {idle}: each node of rollout servers"
+                " has its own; leave it out"
+            )
+        if self.rewards_elsewhere and not self.network.reward_port:
+            node = next(share.node for share in self.shares if share.rollout and not share.reward)
+            raise ValueError(
+                f"network.reward_port: 0 is unknown to {node}, which has rollout servers and asks the reward servers of"
+                " other nodes; give a port, such as 5767, or placement.reward devices of every node of rollout servers"
+            )
+        for share in self.shares:
+            if len(share.reward) % model.devices:
+                raise ValueError(
+                    f"reward.model.devices: {model.devices} do not divide the {len(share.reward)} devices that"
+                    f" placement.reward gives of {share.node}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,7 @@ from learner.launch.preflight import (
     make_input,
     with_free_name,
 )
+from learner.launch.reward_folder import memory as reward_memory
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from learner.policy.memory import GIB, Setup, choose, refusal, usable
@@ -57,9 +58,9 @@ def main() -> int:
         launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
         if args.dry_run:
-            roles: tuple[Role, ...] = ("replay", "learner", "rollout")
+            roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
-            sys.stdout.write(memory_budget(config))
+            sys.stdout.write(memory_budget(config) + reward_memory(config, plan))
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         check_available(config, runs_servers=config.placement.local_rollouts)

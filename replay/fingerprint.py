@@ -65,10 +65,11 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     }
 
 
-def resolve_chat_template(path: str, chat_template: str | None) -> str | None:
+def resolve_chat_template(path: str, chat_template: str | None, key: str = "model.chat_template") -> str | None:
     """The Jinja text of the chat template in force: the given one (text or file), else the folder's own, else none.
 
-    Raises FingerprintError: `chat_template` is neither a file nor Jinja text, or the folder's own is broken.
+    Raises FingerprintError: `chat_template`, the value of `key`, is neither a file nor Jinja text, or the folder's own
+    is broken.
     """
     if chat_template is not None:
         if "{%" in chat_template or "{{" in chat_template:
@@ -77,7 +78,7 @@ def resolve_chat_template(path: str, chat_template: str | None) -> str | None:
             return Path(chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FingerprintError(
-                f"model.chat_template: {chat_template[:80]!r} is neither a readable file ({error}) nor Jinja text"
+                f"{key}: {chat_template[:80]!r} is neither a readable file ({error}) nor Jinja text"
             ) from error
     file = Path(path) / "chat_template.jinja"
     if file.is_file():

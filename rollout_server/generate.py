@@ -14,8 +14,7 @@ from configs.schema import Config
 from replay import messages as m
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import RewardOutcome, Sample
-from rollout_server.rewards.pool import RewardPool
+from rollout_server.rewards import RewardOutcome, Rewards, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 T = TypeVar("T")
@@ -37,7 +36,7 @@ class Generator:
     config: Config
     engine: Engine
     task: Task
-    rewards: RewardPool
+    rewards: Rewards
     _evaluation_ids: dict[str, list[int]] = field(default_factory=dict)
     """Token ids of evaluation prompts, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)

@@ -22,8 +22,8 @@ from replay.messages import FROM_REPLAY, Goodbye
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.generate import Generator
-from rollout_server.rewards import RewardError
-from rollout_server.rewards.pool import RewardPool
+from rollout_server.reward_model.combined import rewards_of
+from rollout_server.rewards import RewardError, Rewards
 from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
@@ -38,19 +38,19 @@ class Parts:
     """What a rollout server is made of; benchmarks and fault campaigns take variants."""
 
     engine: Callable[[Config], Engine] = build_engine
-    generator: Callable[[Config, Engine, Task, RewardPool], Generator] = Generator
+    generator: Callable[[Config, Engine, Task, Rewards], Generator] = Generator
     dealer: type[AsyncDealer] = AsyncDealer
     subscriber: type[Subscriber] = Subscriber
 
 
-async def run(config: Config, address: str, name: str, parts: Parts) -> int:
-    """Serve one run; 0 when it ended well."""
+async def run(config: Config, address: str, name: str, parts: Parts, reward_servers: Sequence[str] = ()) -> int:
+    """Serve one run, of replay at this address; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = parts.engine(config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
-        async with RewardPool(config.reward) as rewards:
+        async with rewards_of(config, reward_servers, name) as rewards:
             generator = parts.generator(config, engine, Task(config), rewards)
             server = RolloutServer(
                 config, generator, dealer, name=name, fingerprint=fingerprint, subscriber=parts.subscriber
@@ -84,6 +84,13 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     parser.add_argument(
         "--server-name", default=f"rollout-{socket.gethostname()}-{os.getpid()}", help="name in logs and metrics"
     )
+    parser.add_argument(
+        "--reward",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a reward server, [NODE=]tcp://host:port; repeatable",
+    )
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args(argv)
     if args.parent is not None:
@@ -92,7 +99,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name, parts or Parts()))
+            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), args.reward))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START

@@ -1,10 +1,8 @@
 """Before any process starts: the quick start's input is made, and all that the configuration names is checked."""
 
 import importlib.util
-import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -14,8 +12,10 @@ from configs.base import ConfigError
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.launch.prompt_check import check_prompts
+from learner.launch.reward_folder import check_reward_model
 from learner.launch.reward_source import problem_with_reward
 from learner.launch.terminal import say
+from learner.launch.weight_files import check_safetensors
 from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
 
@@ -48,15 +48,17 @@ def make_input(config: Config, source: str) -> bool:
 
 
 def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, reward function, trackers, keys, run folder and port; raises as `check_input` does.
+    """Model folder, data files, rewards, trackers, keys, run folder and port; raises as `check_input` does.
 
     The dry run of a quick start that is yet to make its model and data has no input.
     """
     if has_input:
         check_input(config)
     # elsewhere, the file may lie on the rollout nodes alone
-    if config.placement.local_rollouts and (problem := problem_with_reward(config.reward.function)) is not None:
-        raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
+    if config.placement.local_rollouts:
+        if (problem := problem_with_reward(config.reward.function)) is not None:
+            raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
+        check_reward_model(config, has_data=has_input)
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)
@@ -85,7 +87,7 @@ def check_input(config: Config) -> None:
             " the model with save_pretrained"
         )
     for file in weights:
-        _check_safetensors(file)
+        check_safetensors(file, "model.path")
     model_fingerprint(config.model.path, config.model.chat_template)
     limit = read_json(folder / "config.json").get("max_position_embeddings")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
@@ -127,23 +129,6 @@ def _check_ucc(config: Config) -> None:
         resolve_ucc()
     except WeightBusError as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_safetensors(file: Path) -> None:
-    """The file is as long as its header says (8 bytes of length, then JSON)."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > size:
-                raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(stream.read(length))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-        if size != expected:
-            raise ValueError(f"{size} bytes, its header says {expected}")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"model.path: {file} is broken ({error}); copy or download the file again") from error
 
 
 def check_trackers(config: Config) -> None:

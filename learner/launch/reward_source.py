@@ -11,8 +11,8 @@ from pathlib import Path
 
 from configs.loading import did_you_mean
 
-BUILT_IN = ("exact", "numeric")
-FORMS = "take 'exact', 'numeric', 'module:function' or 'path/to/file.py:function'"
+BUILT_IN = ("exact", "numeric", "model")
+FORMS = "take 'exact', 'numeric', 'model', 'module:function' or 'path/to/file.py:function'"
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURES = (
     "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"

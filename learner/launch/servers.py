@@ -91,6 +91,8 @@ class LocalServers:
     config: Rollout
     start: Callable[[str], Child]
     say: Callable[[str], None]
+    are_needed: bool = False
+    """Without any of them the run ends (reward servers); else it waits for a new one (rollout servers)."""
     by_name: dict[str, LocalServer] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
@@ -120,7 +122,7 @@ class LocalServers:
             run_is_over: a server that ends in good order ends with the run.
 
         Raises:
-            RunFailed: none of them can ever start.
+            RunFailed: none of them can ever start, or none is left of those that are needed.
         """
         now = time.monotonic()
         for name, server in self.by_name.items():
@@ -150,6 +152,11 @@ class LocalServers:
             if self.all_over:
                 raise RunFailed(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
+        elif self.are_needed:
+            lacks = f"{cause}; no restart left (rollout.restarts {limit})"
+            if self.all_over:
+                raise RunFailed(lacks)
+            self.say(f"{lacks}: the run goes on with other servers")
         else:
             self.say(
                 f"{cause}; no restart left (rollout.restarts {limit}): the run goes on with other servers, or waits"

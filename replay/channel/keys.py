@@ -79,6 +79,30 @@ class Keys:
         # without it, a context in which nobody answers ZAP requests admits every key
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
+    def on_this_node(self) -> "Keys":
+        """For a server of this node, whichever it is: its client key proves it where the server's secret is not.
+
+        Raises KeysError: a public key of `clients/` is broken.
+        """
+        if self.server_secret is not None:
+            return self
+        public, secret = self.client_public, self.client_secret
+        return replace(self, server_public=public, server_secret=secret, clients=_listed(self.folder))
+
+    def towards(self, node: str) -> "Keys":
+        """For a connection to `on_this_node` of another node, by the key of that name or the one that nodes share.
+
+        Raises KeysError: this folder has the public key of neither.
+        """
+        for name in (node, SHARED, self.name):
+            path = self.folder / CLIENTS / (name + PUBLIC)
+            if path.exists():
+                return replace(self, server_public=read_key(path)[0])
+        path = self.folder / CLIENTS / (node + PUBLIC)
+        raise KeysError(
+            f"network.keys: {path} is missing; copy it from the learner's node: it proves servers of {node}"
+        )
+
     def serving_secret(self) -> bytes:
         """The server's secret key. Raises KeysError: this folder cannot serve."""
         secret = self.folder / (SERVER + SECRET)
@@ -125,8 +149,13 @@ def load_keys(folder: str | Path | None) -> Keys | None:
             f"network.keys: {public_file} and {secret_file} are not of one pair; files of two runs of"
             " `python -m replay.keys` were mixed: copy one folder whole"
         )
-    listed = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
-    return replace(keys, server_secret=server_secret, clients={read_key(path)[0]: path.stem for path in listed})
+    return replace(keys, server_secret=server_secret, clients=_listed(folder))
+
+
+def _listed(folder: Path) -> dict[bytes, str]:
+    """Public key to name of everyone in `clients/`."""
+    paths = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
+    return {read_key(path)[0]: path.stem for path in paths}
 
 
 def _own_client(folder: Path) -> Path:

@@ -1,10 +1,13 @@
 """Rewards: functions that judge answers, and the processes that they run in (rewards/pool.py).
 
+A reward model runs in a server of its own: rollout_server/reward_model/.
+
 Worker processes import this package and start anew after every timeout: nothing heavy may be imported here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 
 class RewardError(ValueError):
@@ -30,6 +33,8 @@ class Sample(TypedDict):
     """Tokens of the answer, the stop token included."""
     finish_reason: str
     """`stop`, or `length` for an answer that was cut."""
+    model_score: NotRequired[float]
+    """Score of the reward model, where there is one (reward.model.path)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +49,10 @@ class RewardOutcome:
     """Why there is no score, or None."""
     seconds: float
     """Time that the function took for this sample (a call that judges several: their share of it)."""
+
+
+class Rewards(Protocol):
+    """What judges the answers of a run."""
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        """Outcomes of samples, in their order. Raises RewardError: it cannot judge any more."""

@@ -1,5 +1,5 @@
 """Tasks: from dataset rows to prompts, and from answers to samples for the reward."""
 
-from rollout_server.tasks.task import PromptTooLong, Task, TaskError
+from rollout_server.tasks.task import PromptTooLong, Task, TaskError, load_tokenizer
 
-__all__ = ["PromptTooLong", "Task", "TaskError"]
+__all__ = ["PromptTooLong", "Task", "TaskError", "load_tokenizer"]

@@ -49,7 +49,7 @@ class Task:
         self._chat_template = resolve_chat_template(path, config.model.chat_template)
         stops = stop_token_ids(path)
         try:
-            self._tokenizer = _load_tokenizer(path)
+            self._tokenizer = load_tokenizer(path)
         except Exception as error:  # the tokenizers library raises bare Exception on a broken file
             raise TaskError(f"model.path: {path}: the tokenizer cannot be loaded: {error}") from error
         self._max_prompt_tokens = config.data.max_prompt_tokens
@@ -123,8 +123,8 @@ class Task:
         return list(token_ids)
 
 
-def _load_tokenizer(path: str) -> Any:
-    """The tokenizer of a model folder; code in the folder is never run."""
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model folder; code in the folder is never run. Raises bare Exception for a broken file."""
     config = Path(path) / "tokenizer_config.json"
     if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_TOKENIZERS:
         # Without the choice among all models' tokenizers, importing takes half as long.

@@ -235,3 +235,15 @@ def test_changes_that_make_no_sense_change_nothing(
 def test_one_change_at_a_time(folder: Path) -> None:
     with pytest.raises(SystemExit):
         command(folder, "--add", "node3", "--remove", "node1")
+
+
+def test_a_node_serves_with_its_own_key_and_finds_that_of_another(folder: Path, tmp_path: Path) -> None:
+    assert command(folder, "--export-node", "node1", "--to", str(tmp_path / "node1")) == 0
+    whole, node = load_keys(folder), load_keys(tmp_path / "node1")
+    assert whole.on_this_node() == whole
+    own = node.on_this_node()
+    assert (own.server_public, own.serving_secret()) == (node.client_public, node.client_secret)
+    assert whole.towards("node1").server_public == node.client_public and whole.towards("node1").name == "learner"
+    (tmp_path / "node1" / "clients" / "node1.key").unlink()
+    with pytest.raises(KeysError, match=r"clients/node2\.key is missing; copy it from the learner's node"):
+        load_keys(tmp_path / "node1").towards("node2")

@@ -6,19 +6,26 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
-from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
-from learner.launch.children import wait_or_kill
+from learner.launch import children
+from learner.launch.children import Child, wait_or_kill
 from learner.launch.machine import this_machine
 from learner.launch.preflight import make_input
+from learner.launch.reward_servers import RewardServers
+from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
+POLL_S = 0.1
 PATIENCE_S = 15.0
 """A rollout server that is ended leaves the run in order within this time."""
 
@@ -46,6 +53,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         if not chosen.dry_run:
             make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
+        rewards = reward_servers(config, given)
     except ConfigError as error:
         say(f"refused: {error}")
         return CANNOT_START
@@ -53,6 +61,9 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     name = f"rollout-{socket.gethostname()}-{parent}"
     command = [sys.executable, "-m", "rollout_server.main", "--replay", replay, "--parent", parent, "--server-name"]
     if chosen.dry_run:
+        for server in rewards.processes:
+            settings = [f"{key}={value}" for key, value in server.environment.items()]
+            sys.stdout.write(shlex.join([*settings, *server.command]) + "\n")
         for index, environment in enumerate(environments):
             settings = [f"{key}={value}" for key, value in environment.items()]
             sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
@@ -60,9 +71,17 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     started: list[subprocess.Popen[bytes]] = []
     catch_signals()
     try:
+        rewards.begin()
+        words = [*rewards.arguments(), *words]
         for index, environment in enumerate(environments):
             started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=os.environ | environment))
-        return max((process.wait() for process in started), key=abs)
+        while any(process.poll() is None for process in started):
+            rewards.watch(run_is_over=False)
+            time.sleep(POLL_S)
+        return max((process.returncode for process in started), key=abs)
+    except RunFailed as failure:
+        say(str(failure))
+        return 1
     except Interrupted:
         return 130
     finally:
@@ -70,6 +89,33 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         for process in started:
             process.terminate()
         wait_or_kill(started, PATIENCE_S)
+        children.stop(rewards.children)
+
+
+def reward_servers(config: Config, given: argparse.Namespace) -> RewardServers:
+    """The reward servers of this host, which log into the run folder of `given`, as its rollout servers do."""
+    here = this_machine(config)
+    plan = assign(
+        config,
+        {ONLY_NODE: Machine(here.address, gpus=None if here.gpus else 0)},
+        config_file=given.config,
+        python=sys.executable,
+    )
+    settings = [word for override in overrides_of(given) for word in ("--set", override)]
+    processes = [
+        replace(
+            process,
+            name=f"{process.name}-{socket.gethostname()}-{os.getpid()}",
+            command=(*process.command, *settings),
+            environment=process.environment | visible(here, process.name, process.devices),
+        )
+        for process in plan.of(ONLY_NODE, "reward")
+    ]
+
+    def start(name: str, command: list[str], environment: Mapping[str, str]) -> Child:
+        return children.start(name, command, Path(config.run_dir) / "logs" / f"{name}.log", environment)
+
+    return RewardServers(config.rollout, processes, start, say, ("--parent", str(os.getpid())))
 
 
 def environment_of(config: Config, index: int) -> dict[str, str]:
@@ -94,10 +140,17 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
             f"placement.split: {placement.split!r} has {len(servers)} rollout servers of placement.tensor_parallel"
             f" {placement.tensor_parallel}; ask for no more with --servers"
         )
-    devices, names = servers[index].devices, here.visible or tuple(map(str, range(here.gpus or 0)))
+    return servers[index].environment | visible(here, f"rollout server {index}", servers[index].devices)
+
+
+def visible(here: Machine, name: str, devices: Sequence[int]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of a process with these devices of this host; empty without any. Raises ConfigError."""
+    if not devices:
+        return {}
+    names = here.visible or tuple(map(str, range(here.gpus or 0)))
     if devices[-1] >= len(names):
         raise ConfigError(
-            f"placement.split: rollout server {index} needs GPU {devices[-1]}, this machine has {len(names)}"
+            f"placement.split: {name} needs GPU {devices[-1]}, this machine has {len(names)}"
             " (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
         )
-    return servers[index].environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices)}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[device] for device in devices)}

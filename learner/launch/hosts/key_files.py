@@ -10,7 +10,7 @@ SHARED = "nodes"
 """The client key of every node that has none of its own name."""
 
 
-def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
+def keys_for(folder: str | None, node: str, *, serves: bool, meets_others: bool = False) -> dict[str, str]:
     """Contents of the key files of a node, by their path inside `folder` (network.keys here); empty without keys.
 
     Args:
@@ -18,6 +18,8 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
             the public keys of all admitted clients.
+        meets_others: whether its rollout or reward servers connect with those of other nodes: it gets the public keys
+            of all clients too.
 
     Raises:
         KeysError: the folder or a file is missing, or a file may be read by others.
@@ -29,8 +31,6 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
     if serves:
         keys.serving_secret()
         names += [SERVER + SECRET, f"{CLIENTS}/{LEARNER}{SECRET}"]
-        admitted = [*(root / CLIENTS).glob("*" + PUBLIC), *(root / CLIENTS).glob("*" + OLD)]
-        names += sorted(f"{CLIENTS}/{path.name}" for path in admitted)
     else:
         client = next((name for name in (node, SHARED) if (root / CLIENTS / (name + SECRET)).is_file()), None)
         if client is None:
@@ -39,6 +39,9 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
                 f" --clients {node} among the names, on the machine that runs the start scripts"
             )
         names += [f"{CLIENTS}/{client}{PUBLIC}", f"{CLIENTS}/{client}{SECRET}"]
+    if serves or meets_others:
+        admitted = [*(root / CLIENTS).glob("*" + PUBLIC), *(root / CLIENTS).glob("*" + OLD)]
+        names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in admitted)})
     try:
         return {name: (root / name).read_text(encoding="utf-8") for name in names}
     except OSError as error:

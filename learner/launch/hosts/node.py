@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from configs.loading import ConfigError
+from configs.schema import Config
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
@@ -28,12 +29,14 @@ from learner.launch.hosts.node_spec import (
 )
 from learner.launch.hosts.ready import ask_replay
 from learner.launch.preflight import check_available
+from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
 from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
 POLL_S = 0.1
+LOOK_S = 5.0
 SPEC_S = 60.0
 """How long the order may take to come."""
 PATIENCE_S = 15.0
@@ -70,6 +73,26 @@ def main() -> int:
         return 130
 
 
+class RunEnd:
+    """The end of the run as replay says it, for a node of reward servers alone: no process there is told."""
+
+    def __init__(self, config: Config, address: str) -> None:
+        self._config, self._address = config, address
+        self._look_at = 0.0
+        self._deadline = time.monotonic() + config.rollout.wait_for_servers_s
+
+    def is_here(self, now: float) -> bool:
+        """Whether the run has ended, or replay was silent for too long. Raises ChannelError: it refuses this node."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + LOOK_S
+        answer = ask_replay(self._config, self._address, 1.0)
+        if answer is None:
+            return now > self._deadline
+        self._deadline = now + 2 * self._config.network.silent_after_s
+        return bool(answer.state["ended"])
+
+
 class Node:
     """The processes of one role on this machine."""
 
@@ -96,24 +119,32 @@ class Node:
 
     def run_servers(self) -> int:
         """Rollout servers, started again as the launcher does, until the run ends. Raises RunFailed if one fails."""
-        by_name = {process.name: process for process in self.assignment.plan.of(self.assignment.spec.node, "rollout")}
+        plan, node = self.assignment.plan, self.assignment.spec.node
+        by_name = {process.name: process for process in plan.of(node, "rollout")}
         logs = Path(self.config.run_dir) / "logs"
 
+        def begin(name: str, command: list[str], environment: Mapping[str, str]) -> Child:
+            return self._child(name, command, logs / f"{name}.log", environment)
+
         def start(name: str) -> Child:
-            process = by_name[name]
-            return self._child(name, [*process.command, *self._parent], logs / f"{name}.log", process.environment)
+            return begin(name, [*by_name[name].command, *words], by_name[name].environment)
 
         servers = LocalServers(self.config.rollout, start, show)
+        rewards = RewardServers(self.config.rollout, plan.of(node, "reward"), begin, show, self._parent)
         try:
+            rewards.begin()
+            words = [*rewards.arguments(), *self._parent]
             for name in by_name:
                 servers.add(name)
-            while not servers.all_over:
+            end = RunEnd(self.config, plan.replay)
+            while not (servers.all_over if by_name else end.is_here(time.monotonic())):
+                rewards.watch(run_is_over=True)
                 servers.watch(run_is_over=True)
                 self._breathe()
             self._show_logs()
         finally:
             ignore_signals()
-            children.stop(servers.children, PATIENCE_S)
+            children.stop([*servers.children, *rewards.children], PATIENCE_S)
         if servers.failures:
             raise RunFailed(f"given up: {', '.join(servers.failures)}")
         return 0

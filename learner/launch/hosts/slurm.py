@@ -102,7 +102,7 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
     folder = Path(config.run_dir) / "launch"
     shipped = folder / "slurm.yaml"
     target = path or folder / ("run.sbatch" if role == "learner" else "rollout.sbatch")
-    names = [share.node for share in config.shares if role == "learner" or share.rollout]
+    names = [share.node for share in config.shares if role == "learner" or share.devices("rollout")]
     elsewhere = [share.node for share in config.shares if share.node not in names]
     on_gpus = any(uses_gpus(config, plan.machines[name]) for name in names)
     count = gpus or max(most_devices(share) for share in config.shares if share.node in names)

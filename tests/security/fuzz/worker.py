@@ -18,7 +18,14 @@ from tests.security.fuzz.samples import Samples
 from tests.security.fuzz.targets import RUN, Target
 from tests.security.served_replay import resident_bytes
 
-TARGETS = {"replay": "targets", "rollout": "ends", "learner": "ends", "publisher": "bus", "subscriber": "bus"}
+TARGETS = {
+    "replay": "targets",
+    "rollout": "ends",
+    "learner": "ends",
+    "publisher": "bus",
+    "subscriber": "bus",
+    "reward": "rewards",
+}
 """Kinds of socket, and the module that has each: one process imports only its own."""
 BATCH = 64
 WARM = 0.2
