@@ -12,7 +12,7 @@ from tests.support.runs import ROOT, Runs
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 5
-SCORE = "val-core/sort6/greedy"
+SCORE = "val-core/eval/greedy"
 LAG_0 = ("replay.async_lag=0", "rollout.temperature=0.7", "tracking.save_rollouts_every=1")
 
 
