@@ -56,7 +56,7 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(clean):
     assert found == {"step_4", "step_5", f"step_{best}"}, "checkpoint.keep is 2, and the best"
     assert (checkpoints / "best").resolve().name == f"step_{best}"
     written = [row for row in clean.rows() if "checkpoint/seconds" in row]
-    assert [row["checkpoint/step"] for row in written] == [2, 4, STEPS]
+    assert {2, STEPS} <= {row["checkpoint/step"] for row in written} <= {2, 4, STEPS}
     assert all(row["checkpoint/copy_seconds"] < row["checkpoint/seconds"] for row in written)
     assert (clean.folder / "plots" / "summary.png").stat().st_size > 10_000
     assert list((clean.folder / "tensorboard").glob("events.*"))

@@ -60,7 +60,7 @@ def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(reports, l
     code = run.wait(140)
     assert read(reports, "caught") == []
     assert code == 0, run.text()[-3000:]
-    again = launch("learner.total_steps=3", steps=3, arguments=("--resume", str(run.folder)))
+    again = launch(*SMALL, steps=3, arguments=("--resume", str(run.folder)))
     code = again.wait(140)
     assert read(reports, "caught") == []
     assert code == 0, again.text()[-3000:]
