@@ -84,7 +84,9 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     code, result = play(launch, run)
     assert (code, result["steps"], result["equal"]) == (0, STEPS, STEPS)
     assert result["last_digest"] == steps[STEPS][-1][0]
-    code, result = play(launch, run, "--set", "learner.lr=0.0001")
+    # other weights have other logprobs than what was sampled at lag 0, at which the run would stop
+    other = ("learner.lr=0.0001", "limits.max_logprob_diff=1000")
+    code, result = play(launch, run, *(word for setting in other for word in ("--set", setting)))
     assert (code, result["steps"], result["equal"], result["first_different"]) == (1, STEPS, 0, 1)
 
 
