@@ -73,6 +73,7 @@ class LearnerSettings(Section):
     """Compile each decoder layer, once for rows of any length: faster steps, a first step of half a minute."""
 
     lora: Lora = Lora()
+    """Adapters in training in place of the weights; off with rank 0."""
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -10,19 +10,17 @@ Names are peft's, with `base_model.model.` before the module, so peft, SGLang an
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from configs.learner import Lora
 from learner.policy.sharding import Shard, gather
 from weight_bus.adapters import is_adapted, names_of
 
-if TYPE_CHECKING:
-    from learner.policy.model import Policy
-
-A, B = "lora_A", "lora_B"
+A = "lora_A"
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -63,13 +61,13 @@ def initialize(adapters: Iterable[Shard], seed: int) -> None:
         shard.local.copy_(whole[shard.first_row : shard.first_row + len(shard.local)])
 
 
-def merged(policy: "Policy", lora: Lora) -> Iterator[Shard]:
+def merged(frozen: Iterable[Shard], adapters: Iterable[Shard], lora: Lora, group: dist.ProcessGroup) -> Iterator[Shard]:
     """This rank's float32 rows of the model's tensors, adapters added. A collective: exhaust it."""
-    adapters = {shard.name: shard for shard in policy.shards()}
-    all_a = dict(gather([s for name, s in adapters.items() if f".{A}." in name], torch.float32, policy.group))
-    for shard in policy.frozen():
+    held = {shard.name: shard for shard in adapters}
+    all_a = dict(gather([s for name, s in held.items() if f".{A}." in name], torch.float32, group))
+    for shard in frozen:
         weight = shard.local.float()
         if is_adapted(shard.name, lora.projections):
             a, b = names_of(shard.name)
-            weight = torch.addmm(weight, adapters[b].local, all_a[a], alpha=lora.scale)
+            weight = torch.addmm(weight, held[b].local, all_a[a], alpha=lora.scale)
         yield replace(shard, local=weight)

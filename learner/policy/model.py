@@ -119,7 +119,9 @@ class Policy:
 
     def model_shards(self) -> Iterable[Shard]:
         """This rank's rows of each tensor of the model as it answers, adapters merged. A collective: exhaust it."""
-        return self.shards() if self.lora is None else lora.merged(self, self.lora)
+        if self.lora is None:
+            return self.shards()
+        return lora.merged(self.frozen(), self.shards(), self.lora, self.group)
 
     def model_layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of everything that `model_shards` yields."""
