@@ -103,7 +103,7 @@ class LearnerSettings(Section):
     offload_activations: bool = False
     """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
     lora: Lora = Lora()
-    """Adapters in training in place of the weights (docs/howto/lora.md)."""
+    """Adapters in training in place of the weights; off with rank 0."""
 
     @field_validator("recompute", mode="before")
     @classmethod

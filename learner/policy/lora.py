@@ -20,7 +20,7 @@ from configs.learner import Lora
 from learner.policy.sharding import Shard, gather
 from weight_bus.adapters import is_adapted, names_of
 
-A, B = "lora_A", "lora_B"
+A = "lora_A"
 
 
 class AdaptedLinear(torch.nn.Module):
