@@ -62,7 +62,7 @@ CASES: dict[int, list[Case]] = {
 """By number of ranks: name, model, learner.mesh, other keys of the learner and the algorithm."""
 COMPILED: list[Case] = [
     (f"compiled_{name}", "even", {name: 2}, {"recompute": "selective", "compile": True}, {})
-    for name in ("tensor", "context")
+    for name in ("context", "replicate")
 ]
 
 
