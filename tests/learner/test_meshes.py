@@ -24,6 +24,7 @@ from learner.policy.sharding import Shard
 from tests.support.ranks import two_ranks
 
 MODEL = SHAPES["0.6B"]
+NUM_STEPS = 5
 
 
 @pytest.mark.parametrize(
@@ -78,18 +79,19 @@ def test_the_blocks_of_all_ranks_are_the_tensor_once(
 
 
 @pytest.mark.slow  # up to four processes that train, or two with a compiler
-@pytest.mark.parametrize(("ranks", "compiled"), [(3, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("ranks", "compiled"), [(2, False), (3, False), (4, False), (2, True)])
 def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int, compiled: bool) -> None:
     mesh_ranks.save_models(tmp_path)
     program, cases = Path(mesh_ranks.__file__), mesh_ranks.COMPILED if compiled else mesh_ranks.CASES[ranks]
-    place = {"WORLD_SIZE": str(ranks)} | ({"COMPILED": "1"} if compiled else {})
+    place = {"WORLD_SIZE": str(ranks), "MESH_STEPS": str(NUM_STEPS)} | ({"COMPILED": "1"} if compiled else {})
     seen = two_ranks(program, tmp_path, lambda rank: place, deadline_s=170, ranks=ranks)
-    recorded = [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)]
-    for case in cases:
+    recorded = [random_step(step) for step in range(1, NUM_STEPS + 1)]
+    for case in [case for case in cases if not case[4]]:  # the reference has one loss
         expected = train(tmp_path / case[1], recorded, mesh_ranks.configured(tmp_path, case, 1))
         found = load_file(tmp_path / f"mesh_{case[0]}.safetensors")
         differences = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
         assert found.keys() == expected.keys() and max(differences.values()) <= 1e-5, (case[0], differences)
         assert all(rank[case[0]]["steps"] == seen[0][case[0]]["steps"] for rank in seen)
-    for moved in seen[0].get("moved", []):
+    moves = seen[0].get("moved", [])
+    for moved in moves if isinstance(moves, list) else [moves]:
         assert moved["saved"] == moved["loaded"]

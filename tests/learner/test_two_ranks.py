@@ -270,10 +270,12 @@ def trained(folder, mesh):
         if key not in known:
             policy, optimizer = built(config, mesh)
             start = policy.parameter_digest()
-            metrics = mesh_ranks.steps(policy, optimizer, config, range(1, NUM_STEPS + 1))
+            metrics = mesh_ranks.steps(policy, optimizer, config, range(1, mesh_ranks.NUM_STEPS + 1))
             weights = dict(policy.named_full_tensors("float32"))
             if config.algorithm.loss == "ppo_clip":
-                weights = train(folder / case[1], [random_step(step) for step in range(1, NUM_STEPS + 1)], config)
+                weights = train(
+                    folder / case[1], [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)], config
+                )
             known[key] = start, metrics, weights
         return known[key]
 
@@ -295,9 +297,9 @@ def test_a_mesh_trains_what_one_rank_trains(seen, folder, trained, name):
 
 def test_a_mesh_divides_what_it_says(seen):
     """Parameters of both ranks together: two copies, one copy, or one with the norms twice."""
-    held = {name: sum(rank["meshes"][name]["held"] for rank in seen) for name in ("context", "replicate", "tensor")}
-    assert held["replicate"] == 2 * held["context"]
-    assert held["context"] < held["tensor"] < 1.02 * held["context"]
+    held = {name: sum(rank["meshes"][name]["held"] for rank in seen) for name in ("sequence", "replicate", "tensor")}
+    assert held["replicate"] == 2 * held["sequence"]
+    assert held["sequence"] < held["tensor"] < 1.02 * held["sequence"]
 
 
 def test_microbatches_gather_and_reduce_no_more_often_than_a_step_has_room_for(seen):
@@ -319,4 +321,4 @@ def test_a_checkpoint_moves_between_meshes(seen, folder, mesh):
 def test_copies_that_have_drifted_apart_are_an_error_on_every_rank(seen):
     for said in (said for rank in seen for said in rank["meshes"]["drifted"]):
         assert "model.norm.weight: the 2 copies that learner ranks hold are no longer equal" in said
-    assert all(rank["meshes"]["settled"] for rank in seen), "what differs by rounding alone is made equal"
+    assert all(rank["meshes"]["settled"] for rank in seen), "what differs is made equal while it is a gradient"
