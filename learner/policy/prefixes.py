@@ -168,10 +168,10 @@ def attend(
     """
     if prefixes is None:
         return kernel(query, key, value, starts, None, longest, longest)
-    q, k, v = (tensor.narrow(dim, 0, prefixes.first) for tensor in (query, key, value))
-    answers = query.narrow(dim, prefixes.first, query.shape[dim] - prefixes.first)
+    first, ends = prefixes.first, (prefixes.starts, prefixes.copy_starts, prefixes.longest, prefixes.longest_copy)
+    q, k, v = (tensor.narrow(dim, 0, first) for tensor in (query, key, value))
+    answers = query.narrow(dim, first, query.shape[dim] - first)
     # Gradients of copies of 16 bit are added up in float32. A GPU does so in any order, unless it is told to be
     # deterministic: then torch sorts first.
     keys, values = (t.float().index_select(dim, prefixes.copied).to(t.dtype) for t in (key, value))
-    ends = (prefixes.starts, prefixes.copy_starts, prefixes.longest, prefixes.longest_copy)
     return torch.cat([kernel(q, k, v, starts, None, longest, longest), kernel(answers, keys, values, *ends)])
