@@ -50,11 +50,11 @@ class Config(Tree):
                 f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
                 f" {mesh.replicate * mesh.model_ranks} devices"
             )
-        if self.learner.compile and mesh.tensor > 1:
+        if self.learner.compile and mesh.model_ranks > 1:
             raise ValueError(
-                f"learner.compile: true with learner.mesh.tensor {mesh.tensor}: torch's compiler does not take rows of"
-                " any length through DTensor (RecursionError in torch 2.13); take learner.compile=false, or"
-                " learner.mesh.context instead"
+                f"learner.compile: true with learner.mesh.tensor {mesh.tensor} and learner.mesh.context {mesh.context}:"
+                " torch's compiler does not take rows of any length through DTensor (RecursionError in torch 2.13), and"
+                " not yet measured is the exchange around attention; take learner.compile=false"
             )
         for share in self.shares:
             if len(share.learner) % mesh.tensor:

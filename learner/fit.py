@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +149,7 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
     setup = Setup.of(config, model).with_tokens(tokens)
     budget = choose(setup, available_bytes(config))
     objective, longest = Objective(config.algorithm), config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    with one_of(config.num_learner_ranks, device) as mesh:
+    with one_of(config, device) as mesh:
         packed = budget.items.get("packed versions (rank 0)", 0) if budget.packs_on_device else 0
         held = torch.empty(packed, dtype=torch.uint8, device=device)
         policy = shaped_policy(config, mesh, device, budget)
@@ -169,15 +170,16 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
 
 
 @contextmanager
-def one_of(num_ranks: int, device: Any) -> Iterator[Any]:
-    """A mesh of `num_ranks` ranks, of which only this one exists; collectives return at once."""
+def one_of(config: Config, device: Any) -> Iterator[Any]:
+    """The mesh of the learner's ranks, of which only this one exists; collectives return at once."""
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    from learner.policy.meshes import make_meshes
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.num_learner_ranks)
     try:
-        yield init_device_mesh(device.type, (num_ranks,))
+        yield make_meshes(config.learner.mesh, device, timedelta(seconds=config.learner.batch_deadline_s))
     finally:
         dist.destroy_process_group()
 

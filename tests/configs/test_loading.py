@@ -118,6 +118,7 @@ REFUSED = [
     ),
     ([*ONE_EACH, "learner.mesh.tensor=2"], ["learner.mesh.tensor", "of one node", "node1 has 1 learner devices"]),
     (["learner.mesh.tensor=2", "learner.compile=true"], ["learner.compile", "tensor 2", "learner.compile=false"]),
+    ([*HALVED, "learner.compile=true"], ["learner.compile", "learner.mesh.context 2", "learner.compile=false"]),
     ([*HALVED, "learner.max_tokens_per_microbatch=12"], ["12 × learner.mesh.context 2", "raise it to 13"]),
 ]
 

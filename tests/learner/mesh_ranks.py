@@ -59,10 +59,6 @@ CASES: dict[int, list[Case]] = {
     ],
 }
 """By number of ranks: name, model, learner.mesh, other keys of the learner and the algorithm."""
-COMPILED: list[Case] = [
-    (f"compiled_{name}", "even", {name: 2}, {"recompute": "selective", "compile": True}, {})
-    for name in ("context", "replicate")
-]
 
 
 def save_models(folder: Path) -> None:
@@ -210,11 +206,7 @@ def main() -> None:
     rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
     torch.set_num_threads(1)
     with process_group(folder / "store", rank, world_size):
-        if "COMPILED" in os.environ:
-            meshes = meshes_for(folder, COMPILED, world_size)
-            seen = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in COMPILED}
-        else:
-            seen = everything(folder, world_size)
+        seen = everything(folder, world_size)
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     os._exit(0)  # as two_ranks.py does
 
