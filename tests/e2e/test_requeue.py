@@ -109,6 +109,7 @@ def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, schedu
         run.wait_until(lambda: only_run() is not None, "the run folder")
         run.folder = only_run()
         run.wait_for_step(3)
+        run.wait_until((run.folder / "checkpoints" / "step_2" / "COMPLETE").exists, "the checkpoint of step 2")
     before = {row["training/global_step"]: row["time"] for row in run.steps()}
 
     with job(scheduler, folder / "second.out") as process:

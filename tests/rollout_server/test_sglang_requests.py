@@ -134,7 +134,7 @@ def test_defaults_that_an_older_sglang_does_not_know_are_left_out(tmp_path: Path
         ("rollout.sglang.trust_remote_code=true", r"trust_remote_code: Slipstream decides it; set nothing: code in"),
         ("rollout.sglang.incremental_streaming_output=true", r"incremental_streaming_output: Slipstream decides it"),
         ("rollout.sglang.preferred_sampling_params=x", r"preferred_sampling_params: Slipstream decides it"),
-        ("rollout.max_new_tokens=17", r"max_new_tokens = 33, and the model has max_position_embeddings 32"),
+        ("rollout.max_new_tokens=17", r"= 33, and the model has max_position_embeddings 32"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ class NcclCollective(GroupTransport):
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         with self._or_leave(f"{_named(index)} failed"), self._here():
-            self._launch(bucket if bucket.is_cuda else self._staged(bucket), index)
+            self._launch(bucket if bucket.device.type == self.device.type else self._staged(bucket), index)
 
     def _staged(self, bucket: torch.Tensor) -> torch.Tensor:
         """A bucket of host memory on the device, in a buffer whose last broadcast has ended."""
