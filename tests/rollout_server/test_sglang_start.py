@@ -1,5 +1,6 @@
 """SGLang that does not start, by the cause in its log; and on a machine without a GPU, with stand-ins for packages."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -8,13 +9,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, prepare_cpu, stand_in_folder
-from rollout_server.engines.sglang.process import ChildrenLog, start_failure
+from rollout_server.engines.sglang.process import ChildrenLog, SGLangProcess, start_failure
 
 DIED = (
     "Rank 0 scheduler died during initialization (exit code: {}). If exit code is -9 (SIGKILL), a common cause is the"
@@ -26,6 +28,14 @@ ImportError: the attention kernel is missing
 
 [2026-01-01 00:00:00] Received sigquit
 """
+
+
+async def test_a_death_at_the_deadline_of_a_call_is_no_silence() -> None:
+    process = SGLangProcess.__new__(SGLangProcess)
+    process.deadline_s, process._failure = 0.02, ""
+    process._children = [Mock(pid=7, exitcode=-9, is_alive=Mock(side_effect=[True, False]))]
+    with pytest.raises(EngineError, match=r"SGLang is dead: .*pid 7. ended with -9 \[closed\]"):
+        await process._within(asyncio.sleep(60), "pause")
 
 
 def test_the_last_error_is_that_of_this_start(tmp_path: Path) -> None:

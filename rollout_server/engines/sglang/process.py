@@ -266,8 +266,10 @@ class SGLangProcess:
         task = asyncio.ensure_future(call)
         until = time.monotonic() + self.deadline_s
         try:
-            while (left := until - time.monotonic()) > 0:
+            while True:
                 self.check_alive()  # first: what only sends an order succeeds also where its receiver has just died
+                if (left := until - time.monotonic()) <= 0:
+                    break
                 done, _ = await asyncio.wait({task}, timeout=min(DEATH_LOOK_S, left))
                 if done:
                     return task.result()
