@@ -33,7 +33,8 @@ STEPS, KILL_AT = 10, 7
 def run(folder: Path, name: str, *, deterministic: bool = True, kill_at: int | None = None, **learner: Any) -> int:
     """Exit code of a learner; what it made is in FOLDER/NAME.txt."""
     settings = {"steps": STEPS, "kill_at": kill_at, "learner": {"deterministic": deterministic, **learner}}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(DETERMINISTIC if deterministic else {})}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **(DETERMINISTIC if deterministic else {})}
     command = [sys.executable, str(PROGRAM), str(folder), name, json.dumps(settings)]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, timeout=170, cwd=folder
