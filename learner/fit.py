@@ -26,6 +26,7 @@ from learner.policy.memory import GIB, Budget, Recompute, Setup, available_bytes
 from replay.fingerprint import FingerprintError, read_json
 
 if TYPE_CHECKING:
+    from learner.policy.model import Policy
     from learner.rows import Row
 
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
@@ -142,7 +143,6 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
 
     from learner.objective import Objective
     from learner.optimizer import Optimizer
-    from learner.policy.model import shaped_policy
     from learner.step import take_peak_bytes
 
     config = with_recompute(config, level)
@@ -152,9 +152,7 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
     with one_of(config, device) as mesh:
         packed = budget.items.get("packed versions (rank 0)", 0) if budget.packs_on_device else 0
         held = torch.empty(packed, dtype=torch.uint8, device=device)
-        policy = shaped_policy(config, mesh, device, budget)
-        for shard in policy.shards():
-            shard.local.normal_(0, 0.02)
+        policy = random_policy(config, mesh, device, budget)
         optimizer = Optimizer(config.learner, policy)
         for _ in range(2):
             for number in range(1, MICROBATCHES + 1):
@@ -167,6 +165,21 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
         peak = take_peak_bytes(device)
         del held
     return peak
+
+
+def random_policy(config: Config, mesh: Any, device: Any, budget: Budget) -> "Policy":
+    """The policy that config.json describes: weights of deviation 0.02, norms of one, biases of zero."""
+    from learner.policy.model import shaped_policy
+
+    policy = shaped_policy(config, mesh, device, budget)
+    for shard in policy.shards():
+        if shard.name.endswith("norm.weight"):
+            shard.local.fill_(1)
+        elif shard.name.endswith(".bias"):
+            shard.local.zero_()
+        else:
+            shard.local.normal_(0, 0.02)
+    return policy
 
 
 @contextmanager

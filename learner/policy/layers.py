@@ -33,9 +33,12 @@ between them, norms, rotations and gates, costs memory instead and is run again.
 def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool, offloaded: bool = False) -> None:
     """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept.
 
-    Compiled code takes rows of any length: nothing is filled up, and nothing compiles again. `offloaded` layers, which
-    are recomputed, wait for that with their inputs in pinned host memory.
+    Compiled code takes rows of any length: nothing is filled up, and nothing compiles again. Its backward makes norms
+    and gates again where a product reads them, which costs a pass over memory; the compiler would keep them, a quarter
+    of all activations. `offloaded` layers, which are recomputed, wait for that with their inputs in pinned host memory.
     """
+    if compiled:
+        torch._functorch.config.ban_recompute_materialized_backward = False  # type: ignore[attr-defined]
     options: dict[str, Any] = {"preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)

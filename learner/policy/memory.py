@@ -4,12 +4,12 @@
 memory. The budget adds up what is known before a run and takes the fastest way that fits. Activations of a decoder
 layer are counted in elements of the compute dtype, per token:
 
-    none       every product, their normed and rotated inputs, the gate         (times EAGER without learner.compile)
+    none       every product, and queries and keys as attention sees them       (times EAGER without learner.compile)
     selective  outputs of products and attention
     full       the layer's input, and one layer at a time as with none
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
-for a position: no less than their part of what `none` keeps of a token (replay/desks/sharing.py).
+for a position (replay/desks/sharing.py): so a token counts at least eight copies.
 
 The counts were checked against the peaks of two shapes on an H200 (docs/benchmarks/learner.md).
 """
@@ -23,13 +23,15 @@ from configs.base import ConfigError
 from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
+from replay.desks.sharing import COPIES_PER_TOKEN
 
 Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3
 RESERVED_SHARE, RESERVED_BYTES = 0.05, GIB
 """Of the device: fragments, and what libraries allocate past torch."""
-EAGER = 1.6
-"""Activations without the compiler, over those with it: what it fuses is never written."""
+EAGER = 2.3
+"""Activations without the compiler, over those with it: norms and gates are not kept, but made again where they are
+read (learner/policy/layers.py)."""
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
 MOMENT_SPAN_BYTES = 512 * 1024**2
@@ -328,9 +330,8 @@ def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, elem
     """Per token of a microbatch, over all layers."""
     s = sizes
     products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
-    everything = int(
-        (products + s.intermediate + 2 * s.hidden + 1.2 * (s.query + s.key_value)) * (1 if compiled else EAGER)
-    )
+    everything = int((products + 1.1 * (s.query + s.key_value / 2)) * (1 if compiled else EAGER))
+    everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
     per_token = {
         "none": s.layers * everything,
         "selective": s.layers * products + everything,

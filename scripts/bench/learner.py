@@ -46,7 +46,6 @@ class Task:
     """One heat, as its process reads it."""
 
     shape: str
-    folder: str
     heat: str
     trajectories: int
     mean: int
@@ -122,7 +121,7 @@ def pairs(row: Any) -> int:
     return seen
 
 
-def config_of(task: Task) -> Any:
+def config_of(task: Task, folder: str) -> Any:
     import torch
 
     from configs.loading import validate
@@ -130,7 +129,7 @@ def config_of(task: Task) -> Any:
     rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": task.trajectories // GROUP}
     learner = {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0, "lr": 1e-6}
     tree = {
-        "model": {"path": task.folder},
+        "model": {"path": folder},
         "data": {"train": "unused.jsonl", "max_prompt_tokens": task.prompt},
         "rollout": rollout,
         "learner": learner | HEATS[task.heat],
@@ -168,14 +167,22 @@ def run_heat(task: Task) -> dict[str, Any]:
     """Warm up by two updates, time `steps` of them; one more under the profiler."""
     import torch
 
+    from learner.examples import random_qwen3
+    from learner.fit import random_policy
     from learner.optimizer import Optimizer
-    from learner.policy.model import build_policy
+    from learner.policy.memory import Setup
+    from learner.policy.model import choose_for
     from learner.ranks import join_ranks
     from learner.trainer import Trainer, prepare
 
-    config = config_of(task)
-    with join_ranks(config) as ranks:
-        policy, clock = build_policy(config, ranks.mesh, ranks.device), Clock(task, ranks.device)
+    model = random_qwen3.config(task.shape)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        model.save_pretrained(folder)
+        config = config_of(task, folder)
+        ranks = stack.enter_context(join_ranks(config))
+        budget = choose_for(Setup.of(config, model.to_dict()), ranks.mesh, ranks.device)
+        policy, clock = random_policy(config, ranks.mesh, ranks.device, budget), Clock(task, ranks.device)
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
         batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size)
         updates = []
@@ -187,7 +194,6 @@ def run_heat(task: Task) -> dict[str, Any]:
                 raise CaseFailed(f"{task.heat}: step {step} was not applied: {updates[-1].reason}")
         timed = {name: seconds[WARM_UP : WARM_UP + task.steps] for name, seconds in clock.seconds.items()}
         step_s = statistics.median(timed["step"])
-        model = policy.model.transformer.config
         rows = prepare(batch, trainer.advantage, config).rows
         computed = sum(row.input_ids.numel() for row in rows)
         tokens = computed + sum(row.saved for row in rows)
@@ -209,7 +215,7 @@ def run_heat(task: Task) -> dict[str, Any]:
             "microbatches": len(rows),
             "fill": computed / (len(rows) * max(row.input_ids.numel() for row in rows)),
             "first_loss": updates[0].sums.loss,
-            "attention": model._attn_implementation,
+            "attention": policy.model.transformer.config._attn_implementation,
             "recompute": policy.budget.recompute,
             "keeps_gathered": policy.budget.keeps_gathered,
             "budget_gib": policy.budget.total / 2**30,
@@ -228,7 +234,6 @@ def command(arguments: list[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=16_384, help="of a microbatch")
     parser.add_argument("--steps", type=int, default=3, help="timed updates")
     parser.add_argument("--limit-s", type=float, default=150.0, help="for one heat, its start included")
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "bench-models")
     parser.add_argument("--profile", type=Path, help="folder for tables of kernels")
     parser.add_argument("--out", type=Path, help="JSON of all heats")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -239,11 +244,9 @@ def command(arguments: list[str]) -> int:
         os._exit(0)
     results = []
     for shape in options.shapes.split(","):
-        folder = options.models / shape
-        output_of(f"the model of shape {shape}", ["-m", "learner.examples.random_qwen3", shape, str(folder)], 300.0)
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
             task = Task(
-                shape, str(folder), heat, options.trajectories, options.mean, options.cap, options.prompt,
+                shape, heat, options.trajectories, options.mean, options.cap, options.prompt,
                 options.max_tokens, options.steps, str(options.profile or ""),
             )  # fmt: skip
             own = ["-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]

@@ -13,8 +13,20 @@ from configs import load
 from configs.learner import LearnerSettings
 from learner.examples.random_qwen3 import SHAPES
 from learner.learner import Learner
-from learner.policy.memory import GIB, Budget, OutOfMemory, Setup, Sizes, choose, largest_microbatch, refusal, usable
+from learner.policy.memory import (
+    GIB,
+    Budget,
+    OutOfMemory,
+    Setup,
+    Sizes,
+    activation_bytes,
+    choose,
+    largest_microbatch,
+    refusal,
+    usable,
+)
 from learner.train import REFUSALS
+from replay.desks.sharing import COPIES_PER_TOKEN
 
 
 def setup(shape: str, **changes: Any) -> Setup:
@@ -42,6 +54,17 @@ def test_the_budget_is_near_the_peaks_of_an_h200(shape: str, recompute: str, pea
     sizes = Sizes.of(SHAPES[shape])
     gathered_more = 2 * sizes.parameters - 4 * sizes.embedding_parameters
     assert (found - gathered_more) / GIB == pytest.approx(peak_gib, rel=0.1)
+
+
+LLAMA_7B = SHAPES["8B"] | {"num_key_value_heads": 32, "intermediate_size": 11_008, "num_hidden_layers": 32}
+
+
+@pytest.mark.parametrize("sizes", [*list(SHAPES.values())[2:], LLAMA_7B], ids=lambda s: str(s["hidden_size"]))
+def test_a_token_has_room_for_the_copies_that_count_as_one(sizes: dict[str, Any]) -> None:
+    """So the budget of learner.max_tokens_per_microbatch holds for rows of copied prompts."""
+    model = Sizes.of(sizes)
+    of_token = activation_bytes(model, "none", compiled=True, element_bytes=2)
+    assert COPIES_PER_TOKEN * model.layers * 2 * model.key_value <= of_token
 
 
 def test_more_memory_buys_a_faster_way_and_what_does_not_fit_is_the_smallest() -> None:

@@ -19,14 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config
 
 from configs import Config, ConfigError
-from learner.examples.random_qwen3 import SHAPES
 from learner.objective import Objective
 from learner.policy import attention
-from learner.policy.memory import Sizes, activation_bytes
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row, lay_out
 from learner.step import accumulate_gradients
-from replay.desks.sharing import COPIES_PER_TOKEN
 
 CPU = torch.device("cpu")
 STEPS = [random_step(step) for step in range(1, 6)]
@@ -245,16 +242,3 @@ def test_a_kernel_that_aligns_its_mask_to_the_first_key_is_refused_before_the_fi
     with pytest.raises(ConfigError, match=r"share_prefixes: 'auto' needs .* take learner\.share_prefixes=false"):
         attention.choose(configured(qwen3, "auto").learner, model, CPU)
     assert attention.choose(configured(qwen3, False).learner, model, CPU) == attention.VARLEN
-
-
-# ---- what it costs --------------------------------------------------------------------------------------
-
-LLAMA_7B = SHAPES["8B"] | {"num_key_value_heads": 32, "intermediate_size": 11_008, "num_hidden_layers": 32}
-
-
-@pytest.mark.parametrize("sizes", [*list(SHAPES.values())[2:], LLAMA_7B], ids=lambda s: str(s["hidden_size"]))
-def test_a_copied_position_takes_no_more_memory_than_it_counts(sizes: dict[str, Any]) -> None:
-    """So the budget of learner.max_tokens_per_microbatch holds for rows with copies."""
-    model = Sizes.of(sizes)
-    of_token = activation_bytes(model, "none", compiled=True, element_bytes=2)
-    assert COPIES_PER_TOKEN * model.layers * 2 * model.key_value <= of_token
