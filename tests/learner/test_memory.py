@@ -43,17 +43,11 @@ def test_parameters_are_those_of_the_model(shape: str, parameters: float) -> Non
     assert Sizes.of(SHAPES[shape]).parameters == pytest.approx(parameters, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("shape", "recompute", "peak_gib"),
-    [("0.6B", "none", 32.4), ("0.6B", "selective", 23.6), ("1.7B", "none", 62.1), ("1.7B", "selective", 48.9)],
-)
-def test_the_budget_is_near_the_peaks_of_an_h200(shape: str, recompute: str, peak_gib: float) -> None:
-    """Measured with rows of 16,384 tokens, weights gathered for each; 0.6B with gradients sharded to one rank."""
-    given = {"learner": {"recompute": recompute}, "wire_bytes": 0}
-    found = chosen(shape, None, **given).total
-    sizes = Sizes.of(SHAPES[shape])
-    gathered_more = 2 * sizes.parameters - 4 * sizes.embedding_parameters
-    assert (found - gathered_more) / GIB == pytest.approx(peak_gib, rel=0.1)
+@pytest.mark.parametrize(("shape", "peak_gib"), [("0.6B", 27.4), ("1.7B", 53.0), ("4B", 113.3)])
+def test_the_budget_is_above_the_peaks_of_an_h200_and_near(shape: str, peak_gib: float) -> None:
+    """Measured with rows of up to 16,384 tokens, nothing recomputed (docs/benchmarks/learner.md)."""
+    found = chosen(shape, None, learner={"recompute": "none"}, wire_bytes=0).total / GIB
+    assert peak_gib < found < 1.16 * peak_gib
 
 
 LLAMA_7B = SHAPES["8B"] | {"num_key_value_heads": 32, "intermediate_size": 11_008, "num_hidden_layers": 32}
@@ -68,17 +62,17 @@ def test_a_token_has_room_for_the_copies_that_count_as_one(sizes: dict[str, Any]
 
 
 def test_more_memory_buys_a_faster_way_and_what_does_not_fit_is_the_smallest() -> None:
-    ways = [chosen("1.7B", gib) for gib in (200, 62, 58, 42, 1)]
-    assert [way.recompute for way in ways] == ["none", "selective", "selective", "full", "full"]
+    ways = [chosen("1.7B", gib) for gib in (200, 58, 55, 42, 1)]
+    assert [way.recompute for way in ways] == ["none", "selective", "full", "full", "full"]
     assert ways[0].keeps_gathered and not ways[-1].keeps_gathered
-    assert all(way.total <= gib * GIB for way, gib in zip(ways[:-1], (200, 62, 58, 42), strict=True))
+    assert all(way.total <= gib * GIB for way, gib in zip(ways[:-1], (200, 58, 55, 42), strict=True))
     assert chosen("1.7B", None).recompute == "none"
     assert chosen("1.7B", 200, learner={"recompute": "full"}).recompute == "full", "what was asked for is done"
 
 
 def test_adapters_make_room_for_a_model_that_does_not_fit_whole() -> None:
     whole, adapters = (chosen("8B", 78, learner={"lora": {"rank": rank}}) for rank in (0, 16))
-    assert whole.total > 78 * GIB > adapters.total and adapters.recompute == "selective"
+    assert whole.total > 78 * GIB > adapters.total and adapters.recompute == "none"
     assert adapters.items["frozen weights"] == 2 * Sizes.of(SHAPES["8B"]).parameters
     for item in ("AdamW state", "float32 weights", "gradients", "packed versions (rank 0)"):
         assert adapters.items[item] < 0.006 * whole.items[item], item
@@ -104,7 +98,7 @@ def test_packed_versions_leave_the_gpu_before_layers_are_recomputed() -> None:
     given: dict[str, Any] = {"num_ranks": 8, "learner": {"compile": True, "max_tokens_per_microbatch": 8192}}
     on_gpu, on_host = (chosen("8B", 70, **given, staged_bytes=staged) for staged in (0, GIB))
     assert (on_gpu.packs_on_device, on_gpu.recompute) == (True, "full")
-    assert (on_host.packs_on_device, on_host.recompute) == (False, "selective")
+    assert (on_host.packs_on_device, on_host.recompute) == (False, "none")
     assert chosen("0.6B", 70, staged_bytes=GIB).packs_on_device, "where there is room, they stay"
 
 
@@ -136,7 +130,7 @@ def test_what_does_not_fit_is_refused_with_the_key_and_a_value() -> None:
     said = refusal(config, model, usable(30 * GIB))
     assert said.startswith("learner.max_tokens_per_microbatch: 16384 tokens need ")
     assert " fit, and one trajectory may have 10240 with 8 learner ranks; lower it, or give the learner more" in said
-    assert ": 16384 tokens need 32.5 GiB" in said and "; 0 fit" not in said
+    assert ": 16384 tokens need 31.9 GiB" in said and "; 0 fit" not in said
 
 
 def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mesh: DeviceMesh) -> None:
