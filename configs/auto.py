@@ -8,10 +8,11 @@ from pydantic import BaseModel
 
 from configs import machine
 
-BY_DEVICE = {
+BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
     "rollout.engine": ("torch", "sglang"),
     "rollout.dtype": ("float32", "bfloat16"),
     "learner.compute_dtype": ("float32", "bfloat16"),
+    "learner.compile": (False, True),
     "checkpoint.hf_dtype": ("float32", "bfloat16"),
     "weight_bus.backend": ("gloo", "nccl"),
 }
@@ -36,11 +37,22 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
     if not missing or not isinstance(placement, Mapping):
         return tree
     gpus, resolved = on_gpus(placement), dict(tree)
+    learner = tree.get("learner", {})
     for name, leaf in missing:
-        # NCCL refuses two processes of a group on one GPU
-        takes_gpu = gpus and not (leaf == "backend" and placement.get("share_gpus", False))
+        takes_gpu = gpus
+        if leaf == "backend":  # NCCL refuses two processes of a group on one GPU
+            takes_gpu = gpus and not placement.get("share_gpus", False)
+        elif leaf == "compile" and isinstance(learner, Mapping):
+            takes_gpu = gpus and not _keeps_from_compiling(learner)
         resolved[name] = {**resolved.get(name, {}), leaf: BY_DEVICE[LEAVES[leaf]][takes_gpu]}
     return resolved
+
+
+def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
+    """Whether something else is asked for that does not go with compiled layers."""
+    mesh = learner.get("mesh", {})
+    divided = isinstance(mesh, Mapping) and any(mesh.get(name, 1) != 1 for name in ("tensor", "context"))
+    return bool(divided or learner.get("offload_activations", False))
 
 
 def on_gpus(placement: Mapping[str, Any]) -> bool:

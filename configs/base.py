@@ -16,6 +16,6 @@ class Section(BaseModel):
 
     @field_validator(*LEAVES, check_fields=False)
     @classmethod
-    def _stands_alone(cls, value: str, info: ValidationInfo) -> str:
+    def _stands_alone(cls, value: str | bool, info: ValidationInfo) -> str | bool:
         """`auto` in a section outside a Config, where nothing is placed, is what works everywhere."""
         return BY_DEVICE[LEAVES[str(info.field_name)]][0] if value == "auto" else value

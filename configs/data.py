@@ -73,7 +73,7 @@ class RewardModel(Section):
 
     @field_validator("dtype")
     @classmethod
-    def _stands_alone(cls, value: str, info: ValidationInfo) -> str:
+    def _stands_alone(cls, value: str | bool, info: ValidationInfo) -> str | bool:
         """In place of the base's: `auto` is resolved by the reward server, whose device is not that of the run."""
         return value
 

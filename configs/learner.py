@@ -94,9 +94,9 @@ class LearnerSettings(Section):
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
     """Activations that the backward computes again: `selective` keeps products and attention, `full` keeps each layer's
     input only, for about a quarter more time; `auto` is the fastest that fits into the GPU's memory."""
-    compile: bool = False
-    """Compile each decoder layer, once for rows of any length: faster steps, a first step of half a minute."""
-
+    compile: Literal["auto"] | bool = "auto"
+    """Compile each decoder layer, once for rows of any length: faster steps with less memory, a first step of a minute.
+    `auto` does so on GPUs, except with tensor or context ranks and offload_activations."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in pinned host memory, 8 bytes a parameter of a rank: the same numbers, and a copy each way
     in every step."""

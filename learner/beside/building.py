@@ -49,7 +49,7 @@ def build_model(
         dtype = config.learner.compute_dtype
         inner.requires_grad_(False)
     model = root(inner)
-    prepare(inner.model.layers, "none" if frozen else budget.recompute, compiled=config.learner.compile)
+    prepare(inner.model.layers, "none" if frozen else budget.recompute, compiled=config.learner.compile is True)
     model.to(DTYPES[dtype])
     # what a forward without a backward has gathered would stay, beside the policy's own
     kept = replace(budget, keeps_gathered=False) if frozen else budget

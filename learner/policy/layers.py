@@ -38,7 +38,7 @@ def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool
     of all activations. `offloaded` layers, which are recomputed, wait for that with their inputs in pinned host memory.
     """
     if compiled:
-        torch._functorch.config.ban_recompute_materialized_backward = False  # type: ignore[attr-defined]
+        torch._functorch.config.ban_recompute_materialized_backward = False
     options: dict[str, Any] = {"preserve_rng_state": False}
     if recompute == "selective":
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)

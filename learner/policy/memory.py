@@ -300,7 +300,9 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
     mine = -(-trained * tensor // setup.num_ranks)
     largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
     largest_trained = adapters // sizes.layers or largest_unit
-    per_token = activation_bytes(sizes, way.recompute, compiled=setup.learner.compile, element_bytes=compute_bytes)
+    per_token = activation_bytes(
+        sizes, way.recompute, compiled=setup.learner.compile is True, element_bytes=compute_bytes
+    )
     if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
         per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
     items = {

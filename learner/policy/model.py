@@ -296,7 +296,7 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
     layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
-    prepare(layers, budget.recompute, compiled=config.learner.compile, offloaded=offloaded)
+    prepare(layers, budget.recompute, compiled=config.learner.compile is True, offloaded=offloaded)
     shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)

@@ -28,16 +28,16 @@ WARM_UP = 2
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
-    "auto": {"compile": True},
-    "auto, deterministic": {"compile": True, "deterministic": True},
+    "auto": {},
+    "auto, deterministic": {"deterministic": True},
     "compiled, none": {"compile": True, "recompute": "none"},
     "compiled, selective": {"compile": True, "recompute": "selective"},
     "compiled, full": {"compile": True, "recompute": "full"},
-    "auto, shared": {"compile": True, "share_prefixes": True},
-    "auto, apart": {"compile": True, "share_prefixes": False},
-    "plain": {"recompute": "none"},
-    "plain, selective": {"recompute": "selective"},
-    "plain, full": {"recompute": "full"},
+    "auto, shared": {"share_prefixes": True},
+    "auto, apart": {"share_prefixes": False},
+    "plain": {"compile": False, "recompute": "none"},
+    "plain, selective": {"compile": False, "recompute": "selective"},
+    "plain, full": {"compile": False, "recompute": "full"},
 }
 
 

@@ -8,9 +8,9 @@ from configs.infrastructure import WeightBus
 from configs.loading import PRESETS, dump, parse, read_yaml
 
 ON_CPU = {"rollout.engine": "torch", "rollout.dtype": "float32", "learner.compute_dtype": "float32"}
-ON_CPU |= {"checkpoint.hf_dtype": "float32"}
+ON_CPU |= {"checkpoint.hf_dtype": "float32", "learner.compile": False}
 ON_GPU = {"rollout.engine": "sglang", "rollout.dtype": "bfloat16", "learner.compute_dtype": "bfloat16"}
-ON_GPU |= {"checkpoint.hf_dtype": "bfloat16"}
+ON_GPU |= {"checkpoint.hf_dtype": "bfloat16", "learner.compile": True}
 NODES = "rollout: 'node1:0', learner: 'node0:0'"
 
 
@@ -59,6 +59,14 @@ def test_what_is_given_stays(gpus):
     given = {"rollout.engine": "torch", "learner.compute_dtype": "float32", "weight_bus.backend": "ucc"}
     settings = [f"{key}={value}" for key, value in given.items()]
     assert resolved("device: cuda", *settings) == ON_GPU | given
+
+
+@pytest.mark.parametrize("key", ["mesh.tensor=2", "mesh.context=2", "offload_activations=true"])
+def test_layers_are_not_compiled_beside_what_does_not_go_with_it(gpus, key):
+    placement = "device: cuda, split: '1:2'"
+    assert resolved(placement)["learner.compile"] and not resolved(placement, f"learner.{key}")["learner.compile"]
+    with pytest.raises(ConfigError, match=r"learner\.compile"):
+        resolved(placement, f"learner.{key}", "learner.compile=true")
 
 
 def test_gpus_that_are_hidden_or_that_torch_cannot_use_are_none(gpus, monkeypatch):
