@@ -183,7 +183,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+            raise ConfigError(
+                f"--set {override!r}: {part!r} is a value, not a section; give what is to stand there as a whole,"
+                f" such as --set '{key.partition(f'.{parts[-1]}')[0]}={{{parts[-1]}: ...}}'"
+            )
         node = child
     node[parts[-1]] = value
 
