@@ -214,10 +214,9 @@ def _explain(problem: dict[str, Any]) -> Iterator[str]:
     """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        foreign = dict(aliases.answers(key, value))
-        yield from (f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None)
-        if None in foreign.values():
-            yield f"{key}: unknown key (value {value!r}){suggestion(key)}"
+        for name, given, answer in aliases.answers(key, value):
+            unknown = f" (value {given!r}){suggestion(name)}" if answer is None else f"; {answer}"
+            yield f"{name}: unknown key{unknown}"
     elif problem["type"] == "missing":
         yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:
